@@ -172,7 +172,7 @@ def replay(spec: dict[str, Any]) -> None:
 def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     import torch
 
-    from posttrain.train.own_rows import deal_rows
+    from posttrain.train.own_rows import assign_rows
     from posttrain.train.policy import compute_logprobs
     from posttrain.train.update import UpdateStats, update_once
 
@@ -181,8 +181,8 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     batch = p.objective.compute_advantages(batch)
     rows = list(range(len(batch)))
     lengths = (batch.mask.sum(1) + 1).tolist()
-    rows_of = deal_rows(p, batch, lengths, [rows])
-    own, sequences = rows_of.of(batch), rows_of.sequences(sequences)
+    rows_of = assign_rows(p, batch, lengths, [rows])
+    own, sequences = rows_of.select_batch(batch), rows_of.select_sequences(sequences)
     own = compute_logprobs(p, own, sequences, range(len(own)), p.objective.needs | {"old_logp"})
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for _ in range(UPDATES):

@@ -42,12 +42,12 @@ def compare_methods(
     names = list(dict.fromkeys(name.strip() for name in algorithm.split(",") if name.strip()))
 
     from posttrain.train import saved_rollouts
-    from posttrain.train.compare_methods import by_row, compare, summary
+    from posttrain.train.compare_methods import compare, summarize, tabulate_rows
 
     saved = saved_rollouts.read(run, step)
     outcomes = compare(resolved, saved, names)
-    table = summary(outcomes, saved.batch)
-    single = by_row(outcomes, saved.batch)
+    table = summarize(outcomes, saved.batch)
+    single = tabulate_rows(outcomes, saved.batch)
     if as_json:
         print_json({"step": saved.batch.step + 1, "methods": table, "rows": single})
         return

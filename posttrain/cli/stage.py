@@ -356,7 +356,7 @@ def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[Ru
     from posttrain.train import distributed, launch_fingerprint, rank_consistency
 
     with distributed.join_process_group():
-        rank_consistency.check(launch_fingerprint.started_with(loaded))
+        rank_consistency.check(launch_fingerprint.launch_facts(loaded))
         with distributed.open_directory(open_it) as directory:
             yield directory
 

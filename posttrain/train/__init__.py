@@ -1,4 +1,5 @@
-"""The training loops: sft, preference and rl, each readable alone. `posttrain.train()` says which function trains."""
+"""Training loops: sft, preference and rl, each readable alone. `posttrain.train()` runs the function of a recipe's
+stage."""
 
 import posttrain.models  # noqa: F401 (first: it silences a warning that TRL's imports set off)
 from posttrain.callable_module import make_callable

@@ -1,5 +1,5 @@
-"""How torch's allocator takes a GPU's memory: in segments that grow, so that no piece is left over of a size that does
-not come again."""
+"""Setup of torch's CUDA caching allocator: expandable segments, which avoid fragmentation by micro-batches of varying
+size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PROBE_BYTES = 1 << 22
 
 
-def use_growing_segments(device: torch.device) -> bool:
-    """Have all later allocations of this process on a GPU use torch's expandable segments; returns whether they do.
+def use_expandable_segments(device: torch.device) -> bool:
+    """Make all later GPU allocations of this process use torch's expandable segments; return whether they do.
 
-    Segments of fixed sizes stay reserved where micro-batches differ in size. Settings that the user made in the
-    environment stay, and so does the default where the driver cannot map memory. What another process is to map is
-    allocated apart from them: `rollout.weight_transfer.plain_segments`.
+    Segments of fixed sizes stay reserved when micro-batches differ in size. Settings from the user's environment are
+    kept, and so is the default if the driver cannot map memory. Memory to be mapped by another process is allocated
+    from regular segments: `rollout.weight_transfer.plain_segments`.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         return False
@@ -27,7 +27,7 @@ def use_growing_segments(device: torch.device) -> bool:
         torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # of the driver, which some sandboxes do not pass on whole
+    except RuntimeError:  # from the driver: some sandboxes do not expose it fully
         set_allocator("expandable_segments:False")
         return False
     return True

@@ -1,5 +1,8 @@
-"""What `rl` has before its first step: all that needs no model (`prepare_run`), then model, engine and what else a step
-works with (`build_context`). Mistakes of the recipe are told in the first part, before minutes go into loading."""
+"""Setup of an RL run before its first step: everything that needs no model (`prepare_run`), then model, engine and the
+other parts of a step (`build_context`).
+
+Mistakes in the recipe are reported by the first part, before minutes are spent on loading.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,14 @@ from posttrain.train import (
     sharding,
     unsolved,
 )
-from posttrain.train.attention import PADDED, packs
+from posttrain.train.attention import PADDED_NOTE, enable_packing
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
-from posttrain.train.critic import frozen_head, value_head
+from posttrain.train.critic import create_value_head, load_frozen_head
 from posttrain.train.held_out import eval_shape, prepare_held_out, rl_sampling
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
-from posttrain.train.objective_dry_run import rehearse
+from posttrain.train.objective_dry_run import dry_run
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.pass_checks import packs_images, shares_prompts
@@ -68,35 +71,35 @@ from posttrain.verify.score import Scorer
 if TYPE_CHECKING:
     from posttrain.rollout.starting import StartingEngine
 
-Note = Callable[[str], None]  # says a line to people
+Note = Callable[[str], None]  # prints one line for the user
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run is to do, as far as it is known without a model."""
+    """Everything about a run that is known without a model."""
 
     prompts: Sequence[Prompt]
-    left_out: str  # which rows are none, and why
+    dropped_rows: str  # a line about rows that are no prompts, and why
     steps: int
     objective: Objective
     controls: Controls
     sampler: StepSampler
-    offer: ToolSet | None  # tools or an environment
-    stored: Tokens | None  # completions that the data bring, where they are trained on
-    variants: PromptVariants | None  # of the prompts
-    shape: Shape | None  # of the rollouts
-    solutions: Tokens  # of the prompts that have one, where the recipe reads them
-    held_out: Prepared[Prompt] | None  # prompts of the evaluation while training
+    offer: ToolSet | None  # tools or environment of the rollouts
+    stored: Tokens | None  # completions from the data, if they are trained on
+    variants: PromptVariants | None  # prompts to sample from in place of the data's
+    shape: Shape | None  # how rollouts continue
+    solutions: Tokens  # given solutions by prompt, if the recipe reads them
+    held_out: Prepared[Prompt] | None  # held-out prompts for evaluation during training
 
     @property
     def room(self) -> int:
-        """Tokens that prompts may grow by."""
+        """Maximum number of tokens by which prompts may grow."""
         return (self.variants.room if self.variants else 0) + (self.shape.room if self.shape else 0)
 
 
 def prepare_run(recipe: RlRecipe) -> RunInputs:
-    """Checks of the machine and the recipe, then the data and the objective, rehearsed on made-up numbers. Loads a
-    tokenizer, no model."""
+    """Check machine and recipe, load the data, and dry-run the objective on made-up numbers. Loads a tokenizer, no
+    model."""
     machine_checks.check(recipe)
     check_engine(recipe.rollout, lambda: models.config_of(recipe.model, recipe.base_dir), recipe.base_dir)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
@@ -111,13 +114,13 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)
     sampler = StepSampler.from_recipe(recipe, prompts, steps)
-    columns.refuse_missing([prompt.row for prompt in prompts], columns_of(recipe), acts=recipe.acts)
-    rehearse(objective, recipe, prompts)
+    columns.refuse_missing([prompt.row for prompt in prompts], required_columns(recipe), acts=recipe.acts)
+    dry_run(objective, recipe, prompts)
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens, reader)
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None, reader)
-    shape = shape_of(recipe, tokenizer, prompts, reader)
+    shape = build_shape(recipe, tokenizer, prompts, reader)
     if shape is not None:
         rehearse_shape(shape, prompts[0], recipe.rollout)
     solutions: Tokens = {}
@@ -128,7 +131,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     held_out = prepare_held_out(recipe, tokenizer, offer)
     return RunInputs(
         prompts,
-        left_out(data),
+        describe_dropped_rows(data),
         steps,
         objective,
         controls,
@@ -142,11 +145,13 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     )
 
 
-def shape_of(
+def build_shape(
     recipe: RlRecipe, tokenizer: Any, prompts: Sequence[Prompt], reader: models.ImageReader | None = None
 ) -> Shape | None:
-    """The shape that `rollout.shape` names, or `rollout.workflow` as one; None without. reader: of a model that sees.
-    Raises UserError for a name or key that is not there."""
+    """Build the shape named by `rollout.shape`, or by `rollout.workflow`; None without either.
+
+    reader: image reader of a vision model. Raises UserError for an unknown name or key.
+    """
     if recipe.rollout.workflow is not None:
         return workflow_of(recipe, recipe.rollout.workflow, tokenizer, prompts, reader)
     section = recipe.rollout.shape
@@ -155,8 +160,8 @@ def shape_of(
     return shaped.load_shape(section, tokenizer, recipe.base_dir, reader=reader)
 
 
-def columns_of(recipe: RlRecipe) -> list[columns.RequiredColumn]:
-    """The data columns that the components of a recipe read by name."""
+def required_columns(recipe: RlRecipe) -> list[columns.RequiredColumn]:
+    """Return the data columns that the components of a recipe read by name."""
     found = list(columns.solution_columns(recipe.prompt_variants, recipe.solutions))
     for key, section in recipe.every_component():
         takes = registry.resolve(section.kinds, section.use, recipe.base_dir).params
@@ -164,24 +169,24 @@ def columns_of(recipe: RlRecipe) -> list[columns.RequiredColumn]:
     return found
 
 
-def left_out(data: Prepared[Prompt]) -> str:
-    """The rows that are no prompts, or not whole ones, by cause; empty where all are."""
+def describe_dropped_rows(data: Prepared[Prompt]) -> str:
+    """Return a line about rows that were dropped or truncated, by cause; empty if there are none."""
     causes = format_causes({**data.dropped, **data.cut, **data.noted})
     return f"{len(data.items)} of {count_noun(len(data.rows), 'row')} are prompts; {causes}" if causes else ""
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:
-    """run.steps, or run.epochs passes over the prompts, or one pass."""
+    """Return the number of steps: run.steps, or run.epochs passes over the prompts, or one pass."""
     if recipe.run.steps:
         return recipe.run.steps
     return max(1, (recipe.run.epochs or 1) * prompts // recipe.rollout.prompts_per_step)
 
 
 def audit_rewards(recipe: RlRecipe, work: RunInputs, scorer: Scorer, note: Note) -> None:
-    """The rewards suit the rollouts, and give the data's own answers what these deserve. Raises RewardError."""
+    """Check that the rewards fit the rollouts and score the data's own answers as expected. Raises RewardError."""
     if work.shape is not None and work.shape.grades:
         check_grading(scorer)
-    for line in (work.left_out, check_turns(recipe, scorer, work.objective.needs)):
+    for line in (work.dropped_rows, check_turns(recipe, scorer, work.objective.needs)):
         if line:
             note(line)
     if distributed.is_main():
@@ -198,45 +203,48 @@ def build_context(
     note: Note,
     begun: StartingEngine | None = None,
 ) -> Iterator[TrainContext]:
-    """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
-    the end. begun: see `begin_engine`."""
+    """Load the model, start the engine with its weights, and build everything else a step uses. Closes the engine at
+    the end.
+
+    begun: an engine started early by `start_engine_early`.
+    """
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.broadcast_weights(loaded.model)
     if "router_loss" in work.objective.needs:
         experts_a_token(causal_of(loaded.model))
-    critic = critic_of(recipe, work.objective, loaded)
+    critic = build_critic(recipe, work.objective, loaded)
     learner = critic if recipe.critic.path is None else None
     training = ranks_of_run(divided=loaded.is_sharded)
-    engine = engine_of(recipe, directory, work, loaded, watchdog, note, begun, training)
+    engine = build_engine(recipe, directory, work, loaded, watchdog, note, begun, training)
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explain_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
-            lines = can_pack(loaded, note)  # before the reference is made: a copy of the model, attention and all
+            packed = enable_row_packing(loaded, note)  # first: the reference copies the model with its attention
             context = TrainContext(
                 recipe=recipe,
                 loaded=loaded,
                 engine=engine,
                 scorer=scorer,
                 order=work.sampler.order,
-                sampler=None if work.sampler.name == "uniform" else work.sampler,  # that one learns nothing
+                sampler=None if work.sampler.name == "uniform" else work.sampler,  # the uniform sampler has no state
                 prompts=work.prompts,
                 objective=work.objective,
                 controls=work.controls,
-                packed=lines,
-                shares=lines and shares_prompts(loaded),
+                packed=packed,
+                shares=packed and shares_prompts(loaded),
                 optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                 scaler=optim.loss_scaler(loaded),
                 steps=work.steps,
-                reference=reference_for(recipe, work, loaded),
+                reference=build_reference(recipe, work, loaded),
                 critic=critic,
                 variants=work.variants,
                 shape=work.shape,
                 solutions=work.solutions,
                 replay=ReplayStore.from_recipe(recipe, work.prompts, work.steps),
-                values=values_for(work.sampler, loaded),
+                values=build_prompt_values(work.sampler, loaded),
                 sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
-                proximal=proximal_of(work.objective, loaded),
+                proximal=build_proximal_policy(work.objective, loaded),
                 watchdog=watchdog,
                 ranks=training,
                 dump=directory.path / "failed",
@@ -247,33 +255,34 @@ def build_context(
         engine.close()
 
 
-def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
-    """The value head: another run's, a new one where a component reads values, or none."""
+def build_critic(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
+    """Return the value head: another run's, or a new one if a component reads values; None otherwise."""
     if recipe.critic.path is not None:
-        return frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
+        return load_frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
     reads = objective.needs & {"values", "new_values"}
-    return value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
+    return create_value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
 
 
-def proximal_of(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:
-    """The average of the policy's weights, where the loss clips around it."""
+def build_proximal_policy(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:
+    """Return the average of the policy's weights if the loss clips around it; None otherwise."""
     if "prox_logp" not in objective.needs:
         return None
     return ProximalPolicy(loaded.model, objective.surrogate.params.get("decay", 0.9))
 
 
-def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:
-    """The value head of a sampler that reads predicted values of prompts."""
+def build_prompt_values(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:
+    """Return the value head on prompts for a sampler that reads predicted values; None otherwise."""
     if "values" not in sampler.needs:
         return None
-    own: Any = sampler.sampler
-    return PromptValues(loaded, lr=own.value_lr, steps=own.value_steps, metric=own.metric)
+    settings: Any = sampler.sampler
+    return PromptValues(loaded, lr=settings.value_lr, steps=settings.value_steps, metric=settings.metric)
 
 
-def begin_engine(
+def start_engine_early(
     recipe: RlRecipe, directory: RunDirectory, work: RunInputs
 ) -> AbstractContextManager[StartingEngine | None]:
-    """Begin to start the engine beside what comes before `build_context` needs it; see `make_engine.start_early`."""
+    """Start the engine in the background, in parallel to the setup before `build_context` needs it; see
+    `make_engine.start_early`."""
     return start_early(
         recipe.rollout,
         recipe.model,
@@ -285,7 +294,7 @@ def begin_engine(
 
 
 def longest_rollout(recipe: RlRecipe, work: RunInputs) -> int:
-    """The window that the engine needs, in tokens."""
+    """Return the context length that the engine needs, in tokens."""
     longest = needed_length(work.prompts, recipe.rollout) + work.room
     if recipe.eval and work.held_out:
         shape = eval_shape(recipe, work.shape)
@@ -293,7 +302,7 @@ def longest_rollout(recipe: RlRecipe, work: RunInputs) -> int:
     return longest
 
 
-def engine_of(
+def build_engine(
     recipe: RlRecipe,
     directory: RunDirectory,
     work: RunInputs,
@@ -303,7 +312,7 @@ def engine_of(
     begun: StartingEngine | None,
     training: Ranks,
 ) -> Engine:
-    """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
+    """Start the engine. Raises DataError for prompts that do not fit into the model's context window."""
     check_window(work.shape, work.prompts, recipe.rollout.max_new_tokens, loaded.window or sys.maxsize)
     check_fits(work.prompts, recipe.rollout, (loaded.window or sys.maxsize) - work.room)
     if started := start_note(recipe.rollout):
@@ -316,7 +325,7 @@ def engine_of(
         else:
             inner = make_engine(
                 recipe.rollout,
-                sampled_model(recipe, loaded),
+                engine_model(recipe, loaded),
                 scratch=scratch,
                 max_len=longest_rollout(recipe, work),
                 begun=begun,
@@ -327,23 +336,25 @@ def engine_of(
         return turns.with_turns(inner, offer, loaded)
 
 
-def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
-    """What the engine is made from. transformers samples with the model itself, which a divided one cannot do."""
+def engine_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
+    """Return the model the engine is built from: a second copy for transformers, which cannot sample with a sharded
+    model."""
     if loaded.is_sharded and recipe.rollout.engine == "transformers":
         return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     return loaded
 
 
-def can_pack(loaded: models.LoadedModel, note: Note) -> bool:
-    """Whether rows are packed (`attention.packs`); says so where a GPU could and the model cannot."""
-    found = packs(loaded.model, loaded.device) and (loaded.images is None or packs_images(loaded))
+def enable_row_packing(loaded: models.LoadedModel, note: Note) -> bool:
+    """Switch the model to packed rows if possible (`attention.enable_packing`); print a note if a GPU run has to
+    pad."""
+    found = enable_packing(loaded.model, loaded.device) and (loaded.images is None or packs_images(loaded))
     if not found and loaded.device.type == "cuda":
-        note(PADDED)
+        note(PADDED_NOTE)
     return found
 
 
-def reference_for(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedModel) -> ReferencePolicy | None:
-    """The frozen reference, where a component or another run's critic reads it."""
+def build_reference(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedModel) -> ReferencePolicy | None:
+    """Return the frozen reference policy if a component or another run's critic reads it; None otherwise."""
     needed = work.objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
     images = (work.offer is not None and work.offer.shows) or any(prompt.images for prompt in work.prompts)
     return reference_of(recipe, loaded, images=images) if needed else None

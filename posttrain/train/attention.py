@@ -1,12 +1,12 @@
-"""Attention over packed sequences: rows one after another in one line, each attending only to itself.
+"""Attention over packed sequences: rows concatenated in one line without padding, each attending only to itself.
 
-Registered with transformers as one more attention implementation. Where a batch brings `packed` (the row borders), the
-rows are kept apart by torch's variable-length kernel (CUDA, half precision), or in padded blocks and row by row
-(elsewhere); without it, the call is ordinary SDPA with the mask that it was given, so that generation with the same
-model is untouched.
+Registered with transformers as an additional attention implementation. If a batch contains `packed` (the row
+boundaries), rows are separated by torch's variable-length kernel (CUDA, half precision), or by padded blocks and row by
+row (elsewhere). Without `packed`, the call is ordinary SDPA with the given mask, so generation with the same model is
+unchanged.
 
-Whether an architecture hands the borders on to each of its layers, and has no layer that carries a state along the line
-(Mamba, linear attention, convolutions), is tried and not believed: see `keeps_rows_apart`.
+Whether an architecture passes the boundaries on to every layer, and has no layer that carries a state along the line
+(Mamba, linear attention, convolutions), is tested by a trial pass instead of assumed: see `keeps_rows_apart`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from posttrain.train.packed_line import Packed
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"
-PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"  # a note
-GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # 2.11 wants as many keys as queries
+PADDED_NOTE = "rows are padded: the attention of this model cannot separate packed rows"
+SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs equal numbers of heads
 
 
 def packed_attention(
@@ -51,34 +51,38 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim]; dropout is off."""
+    """Compute attention: query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim]; no
+    dropout."""
     if packed is None:
         if attention_mask is None:
-            attention_mask = _needed_mask(query.shape[2], key.shape[2], sliding_window, query.device)
+            attention_mask = _mask_if_needed(query.shape[2], key.shape[2], sliding_window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed.group is not None:
         key, value = (gather_line(x, 2, packed.group) for x in (key, value))
-    attend = _by_kernel if has_kernel(query) else _without_kernel
+    attend = _attend_varlen if has_kernel(query) else _attend_by_row
     return attend(query, key, value, packed, scaling, sliding_window), None
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether torch's variable-length kernel takes such queries."""
+    """Return whether torch's variable-length kernel supports these queries."""
     return query.is_cuda and compute_dtype(query.device, query.dtype) in HALF
 
 
-def _by_kernel(
+def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One kernel for all rows. A compiled layer stays one graph: of `packed` it reads tensors, and numbers that a graph
-    can leave open; how many rows there are is the size of a tensor."""
+    """Compute attention of all rows in one kernel call.
+
+    A compiled layer stays one graph: of `packed` it reads only tensors, and numbers that can be dynamic in the graph;
+    the number of rows is the size of a tensor.
+    """
     key, value = _keys_of_rows(packed, key, value)
-    dtype = compute_dtype(query.device, query.dtype)  # under autocast, rotary embeddings leave float32 queries behind
+    dtype = compute_dtype(query.device, query.dtype)  # under autocast, rotary embeddings return float32 queries
     repeats = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
-    if repeats > 1 and not GROUPED:
+    if repeats > 1 and not SUPPORTS_GQA:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    grouped: dict[str, Any] = {"enable_gqa": True} if repeats > 1 and GROUPED else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if repeats > 1 and SUPPORTS_GQA else {}
     seen = packed if packed.keys is None else packed.keys
     causal = (window - 1 if window else -1, 0)  # tokens back, tokens ahead
     out: Any = varlen_attn(
@@ -89,16 +93,18 @@ def _by_kernel(
 
 
 def _keys_of_rows(packed: Packed, *lines: Tensor) -> list[Tensor]:
-    """Keys and values of a line as its rows see them, behind each other."""
+    """Gather the keys and values of a line in the order in which its rows see them."""
     return list(lines) if packed.keys is None else [line[:, :, packed.keys.sources] for line in lines]
 
 
 @torch.compiler.disable
-def _without_kernel(
+def _attend_by_row(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Short rows in padded blocks, others each by itself. Compiled layers call it as it is: the lengths would be
-    constants of their graph."""
+    """Compute attention in padded blocks for short rows, otherwise row by row.
+
+    Excluded from compiled graphs: the lengths would become constants of the graph.
+    """
     blocks = packed.get_cached(window, blocks_of) if packed.group is None else None
     if blocks is not None:
         return attend_in_blocks(query, key, value, blocks, scaling)
@@ -106,7 +112,7 @@ def _without_kernel(
     repeats = query.shape[1] // key.shape[1]
     seen = packed if packed.keys is None else packed.keys
     rows = [
-        _row(q, k, v, scaling, window, gqa=repeats > 1)
+        _attend_row(q, k, v, scaling, window, gqa=repeats > 1)
         for q, k, v in zip(
             query.split(packed.lengths, dim=2),
             *(x.split(seen.lengths, dim=2) for x in (key, value)),
@@ -116,128 +122,143 @@ def _without_kernel(
     return torch.cat(rows, dim=2).transpose(1, 2).contiguous()
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, *, gqa: bool) -> Tensor:
-    """Causal attention of the last tokens of a row [1,heads,L,dim] to all of it [1,kv_heads,S,dim], L <= S."""
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, *, gqa: bool) -> Tensor:
+    """Compute causal attention of the last tokens of a row [1,heads,L,dim] to the whole row [1,kv_heads,S,dim], L
+    <= S."""
     own, length = q.shape[2], k.shape[2]
     if own == length and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    near = _near(own, length, window or length, q.device)
-    return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=gqa)
+    mask = _window_mask(own, length, window or length, q.device)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
 
 
-def _near(own: int, length: int, window: int, device: torch.device) -> Tensor:
-    """[own,length] bool: what each of the last `own` of `length` tokens sees, itself and `window` - 1 before it."""
+def _window_mask(own: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask [own,length] of a sliding window: each of the last `own` of `length` tokens sees itself and
+    `window` - 1 tokens before."""
     distance = torch.arange(length - own, length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
-def _needed_mask(own: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[1,1,own,length] bool for rows without padding, where SDPA's own causal order is not all that is asked for."""
+def _mask_if_needed(own: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return a mask [1,1,own,length] for rows without padding if SDPA's causal order is not sufficient; None
+    otherwise."""
     if (window or length) < length or 1 < own < length:
-        return _near(own, length, window or length, device)[None, None]
+        return _window_mask(own, length, window or length, device)[None, None]
     return None
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """None without padding: rows that are packed are kept apart by their borders, and of others the call itself knows
-    what they see (`_needed_mask`)."""
+def _make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return None without padding: packed rows are separated by `packed`, and other calls build their mask
+    (`_mask_if_needed`)."""
     return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Switch the model to packed-aware attention in place; False, and nothing is changed, if its architecture cannot
-    take it."""
+    """Switch the model to packed attention in place. Returns False, with the model unchanged, if its architecture
+    cannot use it."""
     causal = causal_of(model)
-    if not takes_sdpa(causal):
+    if not supports_sdpa(causal):
         return False
-    text = causal.config.get_text_config()  # of a model that sees, its language model: a vision tower has no rows
+    text = causal.config.get_text_config()  # of a vision model its language model: a vision tower has no rows
     before = text._attn_implementation
     with short_windows(causal), _record_windows() as windows:
         alone = _probe_states(causal, [PROBE])
         _set_attention(causal, NAME)
         exact = keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone)
-    if exact and windows <= {None, WINDOW}:  # another one was out of reach of this trial
+    if exact and windows <= {None, WINDOW}:  # other window sizes were not covered by this trial
         return True
     _set_attention(causal, before)
     return False
 
 
 def _set_attention(causal: Any, name: str) -> None:
-    """Set how the language model attends; nothing else that a model consists of changes."""
+    """Set the attention implementation of the language model; other parts, such as a vision tower, are unchanged."""
     part = next((key for key in causal.config.sub_configs if key == "text_config"), None)
     causal.set_attn_implementation(name if part is None else {part: name})
 
 
 @contextlib.contextmanager
 def _record_windows() -> Iterator[set[int | None]]:
-    """Register our attention and masks. Inside, the set gets every window that one of the two is asked for, in tokens;
-    None: all tokens."""
-    heard = set[int | None]()
+    """Register the packed attention and its masks; yield the set of windows, in tokens, requested of either in the
+    block.
+
+    A window of None means all tokens.
+    """
+    windows = set[int | None]()
 
     def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        heard.add(kwargs.get("local_size"))
-        return _mask(*args, **kwargs)
+        windows.add(kwargs.get("local_size"))
+        return _make_mask(*args, **kwargs)
 
     def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        heard.add(kwargs.get("sliding_window"))
+        windows.add(kwargs.get("sliding_window"))
         return packed_attention(*args, **kwargs)
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     try:
-        yield heard
+        yield windows
     finally:
         AttentionInterface.register(NAME, packed_attention)
-        AttentionMaskInterface.register(NAME, _mask)
+        AttentionMaskInterface.register(NAME, _make_mask)
 
 
-WINDOWS = ("sliding_window", "attention_chunk_size")  # what configurations, and layers that keep a copy, call them
+WINDOWS = ("sliding_window", "attention_chunk_size")  # names used by configurations and by layers that keep a copy
 
 
 @contextlib.contextmanager
 def short_windows(causal: Any) -> Iterator[None]:
-    """Inside, every sliding window and every chunk of attention is `WINDOW` tokens: a trial on a row that is longer
-    says what happens on any row, and a window of thousands costs nothing."""
+    """Set every sliding window and attention chunk to `WINDOW` tokens inside the block.
+
+    A trial on a row longer than that is then conclusive for any row; windows of thousands of tokens would make the
+    trial slow.
+    """
     configs = [causal.config.get_text_config(), *(m.config for m in causal.modules() if hasattr(m, "config"))]
     holders = {id(holder): holder for holder in (*configs, *causal.modules())}.values()
-    kept = [(h, key, getattr(h, key)) for h in holders for key in WINDOWS if isinstance(getattr(h, key, None), int)]
-    for holder, key, _ in kept:
+    saved = [(h, key, getattr(h, key)) for h in holders for key in WINDOWS if isinstance(getattr(h, key, None), int)]
+    for holder, key, _ in saved:
         setattr(holder, key, WINDOW)
     try:
         yield
     finally:
-        for holder, key, window in kept:
+        for holder, key, window in saved:
             setattr(holder, key, window)
 
 
-def packs(model: Any, device: torch.device) -> bool:
-    """Whether rows are laid in lines without padding, for which the model is switched: where that saves time, if the
-    architecture can take it. It does on a GPU, and with images anywhere: rows of a prompt then share its many tokens.
-    Raises ModelError where it cannot, and ranks divide lines among them."""
+def enable_packing(model: Any, device: torch.device) -> bool:
+    """Switch the model to packed rows if that saves time and its architecture supports it; return whether rows are
+    packed.
+
+    Packing saves time on a GPU, and with images on any device, because rows of one prompt then share its many tokens.
+    Raises ModelError if the model cannot pack although ranks divide packed lines (`model.parallel.context`).
+    """
     split = is_split(causal_of(model))
     sees = getattr(causal_of(model).config, "vision_config", None) is not None
     found = (split or sees or device.type == "cuda") and use_packed_attention(model)
     if split and not found:
-        raise cannot_split()
+        raise cannot_split_error()
     return found
 
 
-def cannot_split() -> ModelError:
-    """The error of a model whose rows cannot be packed, where ranks divide packed lines among them."""
+def cannot_split_error() -> ModelError:
+    """Return the error for a model that cannot pack rows, if ranks divide packed lines."""
     return ModelError(
-        "model.parallel.context divides lines of rows, and the attention of this model cannot keep rows apart in one",
-        hint="write `shard` in its place",
+        "model.parallel.context divides packed rows, and the attention of this model cannot separate packed rows",
+        hint="use `shard` instead of `context`",
     )
 
 
-def takes_borders(causal: Any) -> bool:
-    """Whether `use_packed_attention` switched this model; a copy is what its original was."""
+def uses_packed_attention(causal: Any) -> bool:
+    """Return whether `use_packed_attention` switched this model; a copy of a model inherits the switch."""
     return bool(causal.config.get_text_config()._attn_implementation == NAME)
 
 
-def takes_sdpa(causal: Any) -> bool:
-    """Whether softmax(q k) v is all that its attention does: no capped scores, no sinks, no chunks that only a mask
-    knows of. `eager`, by the recipe or because the architecture knows nothing else, stays what it is."""
+def supports_sdpa(causal: Any) -> bool:
+    """Return whether the model's attention is plain softmax(q k) v: no capped scores, no sinks, no chunks defined by a
+    mask only.
+
+    `eager`, whether set by the recipe or the only implementation of the architecture, is not replaced.
+    """
     config = causal.config.get_text_config()
     more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_chunk_size", None)
     eager = config._attn_implementation == "eager"
@@ -250,25 +271,25 @@ Borders = Callable[[list[int], torch.device], dict[str, Any]]
 
 
 def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tensor | None = None) -> bool:
-    """Whether a row after another one gets the states that it gets alone, whatever the other one is.
+    """Return whether a row packed after another row gets the same hidden states as alone, whatever the other row is.
 
-    borders: what tells the model where rows of these lengths end, besides positions that start at 0 again. alone: the
-    states of PROBE alone, if not those of the model as it is.
+    borders: builds the model inputs that mark the row boundaries, besides positions that restart at 0. alone: the
+    states of PROBE alone; default: computed with the current model.
     """
     one, other = (_probe_states(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
     alone = _probe_states(causal, [PROBE]) if alone is None else alone
-    # rounding: experts' products depend on how many tokens they get, half precision on everything
+    # tolerances for rounding: expert matmuls depend on the number of tokens, half precision affects everything
     same, close = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
     return relative_gap(other, one) < same and relative_gap(alone, one) < close
 
 
 def _probe_states(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) -> Tensor:
-    """The states [tokens,H] of the last of these rows in one line."""
+    """Return the hidden states [tokens,H] of the last of these rows, run in one packed line."""
     device, size = next(causal.parameters()).device, causal.config.get_text_config().vocab_size
     ids = torch.tensor([[n % size for row in rows for n in row]], device=device)
     positions = torch.tensor([[n for row in rows for n in range(len(row))]], device=device)
     inputs = {"input_ids": ids, "position_ids": positions, **borders([len(row) for row in rows], device)}
-    half = causal.dtype in HALF  # adapters on it are float32
+    half = causal.dtype in HALF  # adapters on a half-precision model are float32
     products = torch.autocast(device.type, dtype=causal.dtype if half else None, enabled=half)
     with eval_mode(causal), torch.no_grad(), products:
         out = as_forward(causal, lambda: backbone(causal)(**inputs, use_cache=False))

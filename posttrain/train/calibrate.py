@@ -1,4 +1,5 @@
-"""Seconds of an update, and the memory that it really takes, from two micro-batches on this machine's GPU."""
+"""Calibration of plan estimates: seconds per update and memory measured with two micro-batches on this machine's
+GPU."""
 
 from __future__ import annotations
 
@@ -9,23 +10,24 @@ import torch
 
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
-from posttrain.train.attention import packs
+from posttrain.train.attention import enable_packing
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.memory import GIB
 
 
 def calibrate(recipe: RlRecipe, *, prompt: int, tokens_a_step: int) -> dict[str, float]:
-    """Forward and backward of full micro-batches of random tokens: `update_s` of a step with so many tokens.
+    """Run forward and backward passes of full micro-batches of random tokens; estimate `update_s` for `tokens_a_step`
+    tokens.
 
-    Generation and scoring are not measured: an engine takes a minute to start. prompt: tokens of a prompt.
+    Generation and scoring are not measured: an engine takes a minute to start. prompt: tokens per prompt.
     """
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     loaded.model.train()
-    packed = packs(loaded.model, loaded.device)
+    packed = enable_packing(loaded.model, loaded.device)
     sequences = random_rows(recipe, loaded, prompt)
     measured: dict[str, float] = {}
-    for _ in range(2):  # the first one compiles and fills caches
+    for _ in range(2):  # the first iteration compiles and fills caches
         started = _clock(loaded.device)
         with loaded.autocast():
             logp, _ = completion_logprobs(loaded.model, sequences, recipe.rollout.max_new_tokens, packed=packed)
@@ -33,13 +35,13 @@ def calibrate(recipe: RlRecipe, *, prompt: int, tokens_a_step: int) -> dict[str,
         measured["micro_batch_s"] = _clock(loaded.device) - started
     per_token = measured["micro_batch_s"] / sum(sequences.lengths)
     measured["update_s"] = per_token * tokens_a_step * recipe.batch.epochs
-    if loaded.device.type == "cuda":  # without the optimiser's moments and the engine
+    if loaded.device.type == "cuda":  # excludes the optimizer's moments and the engine
         measured["model_and_micro_batch_gib"] = torch.cuda.max_memory_allocated() / GIB
     return measured
 
 
 def random_rows(recipe: RlRecipe, loaded: Any, prompt: int) -> Sequences:
-    """Rows of the longest kind that fill one micro-batch."""
+    """Return random rows of maximum length that fill one micro-batch."""
     length = prompt + recipe.rollout.max_new_tokens
     rows = max(1, recipe.batch.micro_tokens // length)
     size = loaded.model.get_input_embeddings().num_embeddings

@@ -1,4 +1,4 @@
-"""The time of a recipe's step on a cluster, where more GPUs stop to help, and what to change."""
+"""Cluster plan: estimated step time of a recipe on a cluster, the scaling limit, and changes that shorten the step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.errors import UserError, did_you_mean
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.memory import GIB, Shape
-from posttrain.train.memory_plan import Machine, Recipe, of_pairs, passes, predict_phases, with_key
+from posttrain.train.memory_plan import Machine, Recipe, count_passes, predict_phases, trains_on_pairs, with_key
 from posttrain.train.mesh import shard_ranks
 from posttrain.train.step_time import (
     CARDS,
@@ -24,19 +24,20 @@ from posttrain.train.step_time import (
 )
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
-GAIN = 1.3  # less from twice the GPUs is not worth them
-WORTH = 0.97  # of the time of a step that a change is named for
-COMPILED, EAGER = 1.5e-3, 5e-3  # `Rates.launch`
+MIN_SPEEDUP = 1.3  # from twice the GPUs; scaling counts as saturated below it
+MAX_TIME_SHARE = 0.97  # of the step time, for a change to be listed
+COMPILED_LAUNCH, EAGER_LAUNCH = 1.5e-3, 5e-3  # `Rates.launch`
 
 
 def rates_of(card: str, stated: list[str], *, compiled: bool) -> Rates:
-    """The rates of a kind of card, with what was stated as KEY=VALUE. Raises UserError for unknown ones."""
+    """Return the rates of a GPU type, overridden by `stated` KEY=VALUE pairs. Raises UserError for an unknown card or
+    key."""
     if card not in CARDS:
         raise UserError(
             f"--card {card}: not known", allowed=", ".join(CARDS), hint="--assume flops=... states its rates"
         )
     flops, memory, nvlink, _ = CARDS[card]
-    found = Rates(flops=flops, memory=memory, nvlink=nvlink, launch=COMPILED if compiled else EAGER)
+    found = Rates(flops=flops, memory=memory, nvlink=nvlink, launch=COMPILED_LAUNCH if compiled else EAGER_LAUNCH)
     known = [field.name for field in fields(Rates)]
     for text in stated:
         key, _, value = text.partition("=")
@@ -48,13 +49,13 @@ def rates_of(card: str, stated: list[str], *, compiled: bool) -> Rates:
             raise UserError(
                 f"--assume {text}: not KEY=NUMBER", allowed=f"keys: {', '.join(known)}", hint=did_you_mean(key, known)
             )
-        whole: dict[str, Any] = {key: int(number) if key in ("prompt", "gpus_a_node") else number}
-        found = replace(found, **whole)
+        override: dict[str, Any] = {key: int(number) if key in ("prompt", "gpus_a_node") else number}
+        found = replace(found, **override)
     return found
 
 
 def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
-    """The step of a recipe on `machine.ranks` training processes. prompt: tokens of the longest prompt or row."""
+    """Describe the recipe's step on `machine.ranks` training processes. prompt: tokens of the longest prompt or row."""
     model, ranks = recipe.model, machine.ranks
     shards = shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1
     common: dict[str, Any] = {"ranks": ranks, "shards": shards}
@@ -62,7 +63,7 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         common |= {key: getattr(model.divided, key) for key in ("context", "tensor", "expert")}
     common["checkpointing"] = bool(model.gradient_checkpointing)
     if not isinstance(recipe, RlRecipe):
-        rows = recipe.batch.size * (2 if of_pairs(recipe) else 1)
+        rows = recipe.batch.size * (2 if trains_on_pairs(recipe) else 1)
         micro = (recipe.batch.micro_size or recipe.batch.size) * prompt
         return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
@@ -76,7 +77,7 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         micro_tokens=recipe.batch.micro_tokens,
         updates=recipe.batch.epochs * recipe.batch.minibatches,
         epochs=recipe.batch.epochs,
-        passes=passes(recipe),
+        passes=count_passes(recipe),
         engines=count,
         engine_gpus=size,
         engine_room=vllm.share * machine.card if rollout.engine == "vllm" else 0.0,
@@ -87,8 +88,11 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
 
 
 def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates: Rates) -> dict[str, Any]:
-    """Seconds of a step by part, bytes over the network, what bounds it, the same with fewer and more GPUs, and changes
-    that shorten it, all from `rates`, which are in it as `assumed`."""
+    """Estimate a step from `rates`: seconds by part, network bytes, bottleneck, scaling to fewer and more GPUs, and
+    improvements.
+
+    The rates are included in the result as `assumed`.
+    """
     step = step_of(recipe, prompt, machine)
     seconds = step_seconds(shape, step, rates)
     tokens = step.rows * step.row_tokens(rates)
@@ -116,15 +120,17 @@ def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, ra
         "changes": [
             {"change": text, "step_s": round(found, 2)}
             for text, found in sorted(_changes(recipe, shape, prompt, machine, rates), key=lambda item: item[1])
-            if found < WORTH * seconds["step"]
+            if found < MAX_TIME_SHARE * seconds["step"]
         ][:4],
         "assumed": asdict(rates),
     }
 
 
 def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, Any]:
-    """The same batch on `factor` times as many GPUs, training and generating ones. The copies of a divided model stay
-    as many; each engine keeps its GPUs."""
+    """Estimate the same batch on `factor` times as many training and generation GPUs.
+
+    The number of copies of a sharded model stays the same; each engine keeps its number of GPUs.
+    """
     ranks, engines = max(1, round(step.ranks * factor)), max(1, round(step.engines * factor))
     copies = step.ranks // step.shards
     shards = max(1, ranks // copies) if step.shards > 1 else 1
@@ -137,15 +143,16 @@ def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, An
 
 
 def saturation(scaled: list[dict[str, Any]]) -> int | None:
-    """The fewest GPUs of these from which twice as many are less than `GAIN` times as fast; None: not within these."""
+    """Return the smallest of these GPU counts at which doubling the GPUs gives less than `MIN_SPEEDUP`; None if there
+    is none."""
     for one, twice in itertools.pairwise(scaled):
-        if one["gpus"] < twice["gpus"] and one["step_s"] < GAIN * twice["step_s"]:
+        if one["gpus"] < twice["gpus"] and one["step_s"] < MIN_SPEEDUP * twice["step_s"]:
             return int(one["gpus"])
     return None
 
 
 def _changes(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates: Rates) -> Iterator[tuple[str, float]]:
-    """(change, seconds of a step with it), those that leave each card enough memory."""
+    """Yield (change, seconds of a step with it) for changes that fit into each GPU's memory."""
     step = step_of(recipe, prompt, machine)
 
     def time_with(text: str, changed: Step, with_rates: Rates = rates) -> tuple[str, float]:
@@ -156,8 +163,8 @@ def _changes(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates:
 
     if step.apart and not step.ahead:
         yield time_with("rollout.staleness=1", replace(step, ahead=True))
-    if not recipe.model.compile and not recipe.model.divided and rates.launch > COMPILED:
-        yield time_with("model.compile=true", step, replace(rates, launch=COMPILED))
+    if not recipe.model.compile and not recipe.model.divided and rates.launch > COMPILED_LAUNCH:
+        yield time_with("model.compile=true", step, replace(rates, launch=COMPILED_LAUNCH))
     if step.checkpointing and fits("model.gradient_checkpointing", False):
         yield time_with("model.gradient_checkpointing=false", replace(step, checkpointing=False))
     if isinstance(recipe, RlRecipe) and fits("batch.micro_tokens", 2 * step.micro_tokens):
@@ -169,7 +176,7 @@ def _changes(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates:
         changed = recipe.model.model_copy(update={"parallel": parallel, "shard": False})
         if predict_phases(recipe.model_copy(update={"model": changed}), shape, prompt, machine).peak < machine.card:
             yield time_with(f"model.parallel={{replicate: {copies}}}", replace(step, shards=rates.gpus_a_node))
-    if step.apart:  # a machine more for one side
+    if step.apart:  # move one machine from one side to the other
         moved = rates.gpus_a_node // step.engine_gpus
         if step.ranks > rates.gpus_a_node and moved:
             fewer = step.ranks - rates.gpus_a_node

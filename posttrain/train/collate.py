@@ -1,4 +1,4 @@
-"""From rollouts to numbers: token rows for the model, and the typed batch that advantages and losses read."""
+"""Collation of rollouts: token sequences for the model, and the typed batch that advantages and losses read."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from posttrain.verify.extract import Extractor, extract
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token ids of N rollouts: what the model reads. Completions are the tail of each row."""
+    """Token ids of N rollouts, as read by the model. Completions are the tail of each row."""
 
-    ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are put together fastest
+    ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are concatenated fastest
     prompt_lengths: tuple[int, ...]
-    images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
-    prompt_images: tuple[int, ...] | None = None  # how many of them stand in its prompt; None = all
-    adapters: tuple[str | None, ...] | None = None  # which of a model's adapters each row is of; None = the first
-    own: bool = False  # of several ranks, this one's rows alone: others run passes on theirs at the same time
+    images: tuple[tuple[Image, ...], ...] | None = None  # images of each row; None = no images
+    prompt_images: tuple[int, ...] | None = None  # number of images in the prompt of each row; None = all
+    adapters: tuple[str | None, ...] | None = None  # name of each row's LoRA adapter; None = the first adapter
+    own: bool = False  # only rows of this rank; other ranks run passes on theirs at the same time
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -41,12 +41,12 @@ class Sequences:
 
     @property
     def prompts(self) -> Prompts:
-        """Which rows have a prompt in common, with its images."""
+        """Groups of rows that share a prompt, including its images."""
         shown = None if self.images is None else [row[: self.shown_in_prompt(n)] for n, row in enumerate(self.images)]
         return Prompts.of(self.ids, self.prompt_lengths, shown)
 
     def shown_in_prompt(self, row: int) -> int:
-        """How many images stand in the prompt of a row."""
+        """Return the number of images in the prompt of a row."""
         if self.prompt_images is not None:
             return self.prompt_images[row]
         return 0 if self.images is None else len(self.images[row])
@@ -59,7 +59,7 @@ class Sequences:
         return Sequences(ids, lengths, images, counts, adapters, self.own)
 
     def by_adapter(self, rows: Sequence[int]) -> dict[str | None, list[int]]:
-        """Of these rows, those of each adapter."""
+        """Group these rows by adapter."""
         found: dict[str | None, list[int]] = {}
         for row in rows:
             found.setdefault(None if self.adapters is None else self.adapters[row], []).append(row)
@@ -67,8 +67,10 @@ class Sequences:
 
 
 def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Sequences:
-    """What the trained pass reads: prompt and completion tokens exactly as the engine saw and gave them, or another
-    prompt (`Rollout.loss_ids`), unless `sampled`; text is never tokenised again."""
+    """Build the model inputs of rollouts: prompt and completion tokens exactly as the engine read and sampled them.
+
+    Text is never tokenized again. With `Rollout.loss_ids`, the loss sees another prompt, unless `sampled` is True.
+    """
     prompts = [r.prompt.ids if sampled or r.loss_ids is None else r.loss_ids for r in rollouts]
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
     lengths, adapters = tuple(map(len, prompts)), tuple(r.prompt.adapter for r in rollouts)
@@ -83,12 +85,12 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
 def with_images(
     ids: tuple[NDArray[np.int64] | Sequence[int], ...], lengths: tuple[int, ...], images: Sequence[tuple[Image, ...]]
 ) -> Sequences:
-    """Sequences whose images, of each row, all stand in its prompt."""
+    """Build sequences whose images are all in the prompt; images: those of each row."""
     return Sequences(ids, lengths, tuple(images) if any(images) else None)
 
 
 def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
+    """Return right-padded ids and attention mask [N,L]. Padding is token 0 and is never attended to."""
     lengths = torch.tensor(sequences.lengths)
     within = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.zeros(within.shape, dtype=torch.long)
@@ -97,7 +99,8 @@ def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
+    """Return four flat tensors [M] over all completion tokens: row, position of the predicting state, completion
+    column, token id."""
     lengths, starts = torch.tensor(sequences.lengths), torch.tensor(sequences.prompt_lengths)
     counts = lengths - starts
     rows = torch.arange(len(counts)).repeat_interleave(counts)
@@ -108,16 +111,16 @@ def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Te
 
 
 def row_lengths(rollouts: Sequence[Rollout]) -> list[int]:
-    """Tokens of each row of `sequences_of`."""
+    """Return the number of tokens of each row of `sequences_of`."""
     return [len(r.prompt.ids if r.loss_ids is None else r.loss_ids) + r.length for r in rollouts]
 
 
 def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """What a RolloutBatch knows by row, whichever rank has the tokens; its mask [N,1] says which rows have a trained
-    one.
+    """Build a RolloutBatch of per-row fields only, which are known on every rank; its mask [N,1] marks rows with a
+    trained token.
 
-    columns: those of the data rows that hold numbers, or nothing in some rows; `tool_seconds` are the rollouts' own
-    where the data has no such column, also where none of them called anything.
+    columns: data columns that hold numbers (or None in some rows). `tool_seconds` are the rollouts' own if the data has
+    no such column, even if no rollout called a tool.
     """
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     data = [{"tool_seconds": r.tool_seconds, **r.prompt.row} if r.turns else r.prompt.row for r in rollouts]
@@ -143,8 +146,8 @@ def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
 
 
 def with_tokens(rows: RolloutBatch, tokens: RolloutBatch) -> RolloutBatch:
-    """A batch of `row_batch`, perhaps with advantages, with what is known by token. tokens: the `rollout_batch` of the
-    same rollouts."""
+    """Add the per-token fields of `tokens`, the `rollout_batch` of the same rollouts, to a `row_batch`, perhaps with
+    advantages."""
     known = {item.name: getattr(rows, item.name) for item in dataclasses.fields(rows)}
     empty = [name for name, value in known.items() if value is None or (isinstance(value, Mapping) and not value)]
     chosen = {name: known[name] & tokens.mask for name in ("mask", "selected") if known[name] is not None}
@@ -157,18 +160,18 @@ def rollout_batch(
     needs: Collection[str] = (),
     similarity: float | None = None,
 ) -> RolloutBatch:
-    """The RolloutBatch of scored rollouts, on the CPU. T is the longest completion; unscored is NaN.
+    """Build the RolloutBatch of scored rollouts, on the CPU. T is the longest completion; unscored values are NaN.
 
-    answers: how the answer is found in a completion, for `answer_ids`; None = they are not needed. needs: of
-    what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made. similarity: of
-    texts that are one state, in `turn_states`; None = equal ones.
+    answers: extractors of the answer in a completion, for `answer_ids`; None = not needed. needs: only the per-turn
+    fields named here (`turn_ids`, `edge_ids`, `token_rewards`) are built. similarity: threshold at which two texts are
+    the same state, in `turn_states`; None = only equal texts.
     """
     width = max(r.length for r in rollouts)
     batch = row_batch(rollouts).replace(
         mask=pad_rows(
             [r.by_segment([s.kind in TRAINED for s in r.segments]) for r in rollouts], width, False, np.bool_
         ),
-        answer_ids=None if answers is None else _answers(rollouts, answers),
+        answer_ids=None if answers is None else _number_answers(rollouts, answers),
         rollout_logp=pad_rows([r.logps for r in rollouts], width, np.nan, np.float32),
         versions=pad_rows(
             [r.versions if any(s.versions for s in r.segments) else np.full(len(r.ids), r.version) for r in rollouts],
@@ -179,7 +182,7 @@ def rollout_batch(
     )
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
     if {"hinted", "hint_mask", "external"} & set(needs) or any(r.variant is not None for r in rollouts):
-        batch = batch.replace(**_put_there(rollouts, width))
+        batch = batch.replace(**_external_fields(rollouts, width))
     if any(r.trajectory is not None for r in rollouts):
         batch = batch.replace(
             trajectory_ids=torch.tensor([-1 if r.trajectory is None else r.trajectory for r in rollouts]),
@@ -188,8 +191,8 @@ def rollout_batch(
         )
     if any(r.nodes for r in rollouts):
         batch = batch.replace(
-            node_ids=_of_nodes(rollouts, width, "number", -1, np.int64),
-            node_values=_of_nodes(rollouts, width, "value", 0.0, np.float64),
+            node_ids=_node_field(rollouts, width, "number", -1, np.int64),
+            node_values=_node_field(rollouts, width, "value", 0.0, np.float64),
         )
     if "turn_states" in needs:
         batch = batch.replace(turn_states=turn_states(rollouts, width, similarity))
@@ -206,14 +209,15 @@ def rollout_batch(
     )
 
 
-def _of_nodes(rollouts: Sequence[Rollout], width: int, name: str, none: float, dtype: DTypeLike) -> Tensor:
-    """What each token's node has under that name; `none` where a row is no path of a tree."""
-    own = [[getattr(node, name) for node in r.nodes] or [none] * len(r.segments) for r in rollouts]
-    return pad_rows([r.by_segment(values) for r, values in zip(rollouts, own, strict=True)], width, none, dtype)
+def _node_field(rollouts: Sequence[Rollout], width: int, name: str, none: float, dtype: DTypeLike) -> Tensor:
+    """Return the attribute `name` of each token's tree node [N,T]; `none` for rows that are not a path of a tree."""
+    found = [[getattr(node, name) for node in r.nodes] or [none] * len(r.segments) for r in rollouts]
+    return pad_rows([r.by_segment(values) for r, values in zip(rollouts, found, strict=True)], width, none, dtype)
 
 
-def _put_there(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
-    """Which rows and tokens were not the policy's own idea: hinted rows, hints' tokens, tokens of given solutions."""
+def _external_fields(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
+    """Return the masks of rows and tokens not chosen by the policy: hinted rows, tokens of hints, tokens of given
+    solutions."""
     hinted = [r.variant is not None and r.variant.hinted for r in rollouts]
     hints = [r.by_segment([s.kind in ("injected", "given") and h for s in r.segments])
              for r, h in zip(rollouts, hinted, strict=True)]  # fmt: skip
@@ -226,13 +230,13 @@ def _put_there(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
 
 
 def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:
-    """How the correctness reward finds the answer (its `extract`), else: a box, an answer tag, or the last number."""
+    """Return the `extract` of the correctness reward; default: a box, an answer tag, or the last number."""
     correct = next((r for r in rewards if r.correct), rewards[0])
     return correct.params.get("extract") or ("boxed", "answer_tag", "last_number")
 
 
-def _answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
-    """Equal answers share a number; -1 where a completion has none."""
+def _number_answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
+    """Number the answers [N]: equal answers share a number; -1 for completions without an answer."""
     found = [extract(r.text, order) for r in rollouts]
     words = [None if answer is None else answer.strip() for answer in found]
     numbers = {word: number for number, word in enumerate(dict.fromkeys(w for w in words if w is not None))}
@@ -244,10 +248,10 @@ def _column(values: Sequence[float | bool | None]) -> Tensor:
 
 
 def join_batches(first: RolloutBatch, more: RolloutBatch) -> RolloutBatch:
-    """The rows of two batches as one, padded to the longer; what is no tensor is the first's.
+    """Concatenate the rows of two batches, padded to the longer; non-tensor fields are taken from the first.
 
-    A field by row or token that only one of them has is filled up for the other: `keep` and `selected` with all that is
-    trained on, numbers with NaN where a column may lack them, else with 0 and False.
+    A per-row or per-token field that only one batch has is filled for the other: `keep` and `selected` with all trained
+    rows or tokens, numbers with NaN if their columns may have gaps, otherwise with 0 and False.
     """
     filled = {"keep": lambda b: b.mask.any(-1), "selected": lambda b: b.mask}
     found: dict[str, Any] = {}
@@ -274,7 +278,7 @@ def _join(one: Tensor | None, other: Tensor | None, rows: int, more: int, fill: 
 
 
 def join_rows(one: Tensor, more: Tensor, fill: float = 0.0) -> Tensor:
-    """The rows of two tensors [N,...] as one, `fill` behind those of the one with shorter rows."""
+    """Concatenate the rows of two tensors [N,...]; shorter rows are padded on the right with `fill`."""
     parts = [one, more]
     if one.dim() > 1:
         width = max(part.shape[1] for part in parts)

@@ -1,9 +1,8 @@
-"""The rollouts of one RL step: prompts -> rollouts -> rewards -> filter, refilled until there are enough.
+"""Collection of one RL step's rollouts: prompts -> rollouts -> rewards -> filter, refilled until there are enough.
 
-Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts: what is known by
-row, or all of them (`TrainContext.keeps_tokens_apart`). A rank that fails
-sends its error in place of its rollouts. So no rank waits for it, and all can save what they have
-(`emergency_checkpoint`).
+Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts: per-row data only,
+or everything (`TrainContext.keeps_tokens_apart`). A rank that fails sends its error instead of its rollouts, so no rank
+waits for it, and all can save what is finished (`emergency_checkpoint`).
 """
 
 from __future__ import annotations
@@ -37,31 +36,32 @@ from posttrain.train.scoring import score_while_sampling, throughput
 from posttrain.train.variants import APART, sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, combine_calls
 
-WATCHED = 1  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
+MISMATCH_PROMPTS = 1  # prompts per generation with engine log-probs for mismatch metrics, if no component reads all
 
 
 @dataclass
 class StepRollouts:
-    """The scored rollouts of one step."""
+    """Scored rollouts of one step."""
 
-    step: int  # that trains on them, from 0
+    step: int  # step that trains on them, from 0
     rollouts: list[Rollout]
-    metrics: dict[str, Any]  # of their rewards and generation rounds
-    calls: list[Calls]  # of their rewards, one entry a generation round
-    position: int  # prompts taken from the stream until then, theirs included
-    groups: list[Group] = field(default_factory=list)  # for the sampler; dropped and measured ones too
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase, if they were collected beside the training
+    metrics: dict[str, Any]  # metrics of rewards and generation rounds
+    calls: list[Calls]  # reward calls, one entry per generation round
+    position: int  # prompts taken from the stream so far, including these
+    groups: list[Group] = field(default_factory=list)  # for the sampler; includes dropped and measured groups
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, if collected in parallel to training
 
 
 def sync_engine(ctx: TrainContext, version: int) -> None:
-    """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""
+    """Sync the trainer's weights to the engine unless it has them. Raises on all ranks if the sync fails on any."""
     if ctx.engine.version != version:
         with ctx.watchdog.phase("sync"):
             ctx.ranks.run(ctx.engine.sync, ctx.loaded.model, version)
 
 
 class SynchronousRollouts:
-    """The `RolloutSource` of steps that draw their rollouts themselves, with the newest weights: none are left over."""
+    """`RolloutSource` of steps that sample their own rollouts with the newest weights; nothing is left for later
+    steps."""
 
     def next(self, ctx: TrainContext, state: State) -> StepRollouts:
         """See `RolloutSource.next`."""
@@ -69,7 +69,7 @@ class SynchronousRollouts:
         found = collect(ctx, state)
         if not ctx.engine.apart:
             ctx.engine.sleep()
-        ctx.ranks.run(take_batch, ctx, state, found, 0)
+        ctx.ranks.run(advance_state, ctx, state, found, 0)
         return found
 
     def finish(self, ctx: TrainContext, state: State) -> None: ...
@@ -92,16 +92,17 @@ def collect(
     claim: Callable[[int], int] | None = None,
     on_generated: Callable[[], object] | None = None,
 ) -> StepRollouts:
-    """The rollouts of step `state.step`: prompts -> rollouts -> rewards -> filter. With `keep` and max_gen_batches > 1
-    again with new prompts, until enough groups have passed.
+    """Collect the rollouts of step `state.step`: prompts -> rollouts -> rewards -> filter.
 
-    claim: hands out so many places of the endless stream of prompts and returns the first; None: they are those from
-    `state.position` on. on_generated: called once the engine is certain not to be needed again, which may be before the
-    scores are there. Raises RunError if too many calls of a reward have failed, in these and in those of `state.calls`.
+    With `keep` and max_gen_batches > 1, further batches of new prompts are sampled until enough groups have passed.
+
+    claim: reserves a number of positions in the endless prompt stream and returns the first; None: the positions from
+    `state.position` on. on_generated: called once the engine is certainly not needed any more, which may be before
+    scoring has finished. Raises RunError if too many reward calls have failed, in this step and in `state.calls`.
     """
     failures = ctx.scorer.failures(history=state.calls)
     found, counts = StepRollouts(state.step, [], {}, [], state.position), dict[str, Any]()
-    going: list[Rollout] = []  # rollouts that earlier steps have begun
+    going: list[Rollout] = []  # rollouts begun by earlier steps
     if state.unfinished:
         going, found.calls = windows.gather_unfinished(ctx, state, failures, counts)
         ctx = windows.leave_room(ctx, state)
@@ -109,7 +110,7 @@ def collect(
     if ctx.objective.keep and settings.max_gen_batches > 1:
         buffer = ctx.objective.sampling_buffer(settings.prompts_per_step, settings.max_gen_batches)
     done = on_generated if buffer is None else None
-    replaced = 0  # sampled tokens of groups that `keep` has dropped for others
+    replaced = 0  # sampled tokens of groups dropped by `keep` and replaced
     for request in itertools.count() if settings.prompts_per_step else ():
         batch = 0 if buffer is None else buffer.batches
         sample = partial(sample_plan, ctx, state, failures, counts, batch, done)
@@ -127,19 +128,19 @@ def collect(
             found.groups = found.groups + groups
         found.calls += calls
         if not fresh:
-            check_patience(ctx, request)
+            check_empty_requests(ctx, request)
             continue
         # filter
         if buffer is None:
             found.rollouts = fresh
             break
-        kept = ctx.ranks.gather_results(nullcontext(), select_groups, ctx, state, buffer, fresh)[0]
-        found.rollouts += [r for r in fresh if r.group in kept]
-        replaced += sum(r.sampled_length for r in fresh if r.group not in kept)
+        selected = ctx.ranks.gather_results(nullcontext(), select_groups, ctx, state, buffer, fresh)[0]
+        found.rollouts += [r for r in fresh if r.group in selected]
+        replaced += sum(r.sampled_length for r in fresh if r.group not in selected)
         if buffer.full:
             break
     found.rollouts = [*found.rollouts, *going]
-    counts |= getattr(ctx.engine, "take_counts", dict)()  # of servers, where the engine has some
+    counts |= getattr(ctx.engine, "take_counts", dict)()  # counts of the engine's servers, if any
     found.metrics = throughput(ctx.ranks.total(counts, of_rows=False), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
@@ -157,14 +158,17 @@ def sample_plan(
     plan: Plan,
     round_: Sequence[int] = (),
 ) -> tuple[list[Rollout], list[Calls]]:
-    """The scored rollouts of a plan, those of all ranks, and the calls that scored them as one entry, counted in
-    `failures`. batch: how often the step has drawn prompts before. round_: what tells the seeds of a further round from
-    those of the first. Adds counts of this rank to `counts`. Raises RunError if too many calls have failed."""
+    """Sample and score a plan on all ranks; return all rollouts, and the reward calls combined into one entry.
+
+    The calls are added to `failures`, counts of this rank to `counts`. batch: number of generation batches the step has
+    drawn before. round_: distinguishes the seeds of further rounds from the first round's. Raises RunError if too many
+    calls have failed.
+    """
     done = None if plan.again else on_generated
-    waiting = ctx.watchdog.phase("gather")  # for the slowest rank
+    waiting = ctx.watchdog.phase("gather")  # waits for the slowest rank
     share = partial(sample_share, ctx, state, plan, counts, batch, done, round_)
     if ctx.opponent is not None:
-        share = partial(play, ctx, state, plan.prompts, ctx.ranks.run(share), ctx.opponent)
+        share = partial(play_opponent, ctx, state, plan.prompts, ctx.ranks.run(share), ctx.opponent)
     found = ctx.ranks.gather_rollouts(waiting, ctx.keeps_tokens_apart, share)
     fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
     calls = [one for share in found for one in share.calls]
@@ -176,7 +180,7 @@ def sample_plan(
 
 
 def predicted_values(ctx: TrainContext, start: int) -> list[float]:
-    """What the value head predicts for the prompts of a request, for samplers that read it."""
+    """Predict the values of a request's prompts with the value head, for samplers that read them; empty otherwise."""
     if ctx.values is None or ctx.sampler is None:
         return []
     with ctx.watchdog.phase("values"), ctx.compiled():
@@ -184,26 +188,26 @@ def predicted_values(ctx: TrainContext, start: int) -> list[float]:
         return ctx.values.predict(candidates, prompt_states(ctx, [ctx.prompts[n].ids for n in candidates]))
 
 
-def check_patience(ctx: TrainContext, refused: int) -> None:
-    """Raises RunError where the sampler has named no prompts too often in a row."""
+def check_empty_requests(ctx: TrainContext, request: int) -> None:
+    """Raise RunError if the sampler has named no prompts in too many consecutive requests."""
     workflow = ctx.recipe.rollout.workflow
-    if workflow is not None and refused + 1 >= MOST_REQUESTS:
+    if workflow is not None and request + 1 >= MOST_REQUESTS:
         raise RunError(
             f"workflow `{workflow.use}` has called no role that is trained, in {count_noun(MOST_REQUESTS, 'request')} "
             "in a row",
             allowed=f"rollout.workflow.train: {workflow.train}",
             hint="roles are the names that the workflow gives to `call`",
         )
-    if ctx.sampler is not None and refused + 1 >= MOST_REQUESTS:
+    if ctx.sampler is not None and request + 1 >= MOST_REQUESTS:
         raise RunError(
             f"sampler `{ctx.sampler.name}` names no prompts in {count_noun(MOST_REQUESTS, 'request')} in a row",
-            hint="use harder prompts: where it leaves out what the model solves, nothing may be left",
+            hint="use harder prompts: a sampler that leaves out solved prompts may have none left",
         )
 
 
 @dataclass(frozen=True)
 class Share:
-    """The scored rollouts of one rank, and the calls that scored them. first_group: of the plan."""
+    """Scored rollouts of one rank, and the calls that scored them. first_group: first group number of the plan."""
 
     rollouts: list[Rollout]
     calls: list[Calls]
@@ -219,7 +223,8 @@ def sample_share(
     on_generated: Callable[[], object] | None = None,
     round_: Sequence[int] = (),
 ) -> Share:
-    """This rank's scored rollouts of its share of the plan's prompts; see `sample_plan`. Talks to no other rank."""
+    """Sample and score this rank's share of the plan's prompts; see `sample_plan`. Does not communicate with other
+    ranks."""
     prompts, calls = [ctx.prompts[i] for i in plan.prompts], list[Calls]()
     first_group = batch * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batch, *round_)
@@ -265,15 +270,16 @@ def sample_prompts(
     finish: Callable[[Rollout, int], None] | None = None,
     on_generated: Callable[[], object] | None = None,
 ) -> list[Rollout]:
-    """Rollouts of prompts[share], scored: of each as many as the plan says, which takes one call of the engine for each
-    size of a group. Adds counts to `counts` and the calls of the rewards to `calls`.
+    """Sample and score rollouts of prompts[share], with the plan's number of rollouts for each prompt.
 
-    finish: changes a rollout, given its prompt's place in `prompts`, before it is scored.
+    Calls the engine once per group size. Adds counts to `counts` and reward calls to `calls`.
+
+    finish: modifies a rollout before it is scored, given the index of its prompt in `prompts`.
     """
 
     def finish_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
         for rollout in rollouts:
-            if finish is not None and rollout.variant is None:  # the engine may have told of it before it returns it
+            if finish is not None and rollout.variant is None:  # the engine may have delivered it before it returns
                 finish(rollout, rollout.group - first_group)
         return rollouts
 
@@ -293,9 +299,9 @@ def sample_prompts(
                 size,
                 settings,
                 seed=seed if size == settings.group_size else derive(seed, "size", size),
-                share=[place for place in share if plan.rollouts[place] == size],
+                share=[index for index in share if plan.rollouts[index] == size],
                 first_group=first_group,
-                logprobs=reads_logps or "rollout_logp" in ctx.objective.needs or WATCHED,
+                logprobs=reads_logps or "rollout_logp" in ctx.objective.needs or MISMATCH_PROMPTS,
                 done=done,
                 limits=plan.limits or None,
             )
@@ -309,16 +315,16 @@ def sample_prompts(
         if on_generated is not None:
             on_generated()
     with ctx.watchdog.phase("score"):
-        if to_score := [rollout for rollout in fresh if rollout.scored]:  # a rank without a share has none
+        if to_score := [rollout for rollout in fresh if rollout.scored]:  # a rank without a share has nothing to score
             calls.append(scored.finish(to_score, counts))
     return fresh
 
 
-def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: int) -> None:
-    """Move `state` past the prompts and reward calls of its step's rollouts.
+def advance_state(ctx: TrainContext, state: State, batch: StepRollouts, staleness: int) -> None:
+    """Advance `state` past the prompts and reward calls of a step's rollouts.
 
-    Raises EngineError if they are older than `staleness` updates, RunError if too many reward calls have failed in
-    these and earlier steps.
+    Raises EngineError if any rollout is older than `staleness` updates, RunError if too many reward calls have failed
+    in this and earlier steps.
     """
     mixed = [v for r in batch.rollouts if any(s.versions for s in r.segments) for v in r.versions[r.older :]]
     found = [*mixed, *(r.version for r in batch.rollouts if not r.older)]
@@ -336,15 +342,15 @@ def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: 
 
 
 def select_groups(ctx: TrainContext, state: State, buffer: DynamicSamplingBuffer, fresh: Sequence[Rollout]) -> set[int]:
-    """The numbers of those freshly drawn groups that stay in the step."""
+    """Return the numbers of the new groups that stay in the step."""
     try:
         return buffer.add(batch_of(ctx, fresh, state))
     except RunError as error:
-        raise with_samples(ctx, error, fresh, state.step) from None
+        raise add_samples_hint(ctx, error, fresh, state.step) from None
 
 
-def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
-    """The error of a step that ends before it writes samples, with a hint to a file of samples written here."""
+def add_samples_hint(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
+    """Write samples of a step that fails before its samples are logged; return the error with a hint to that file."""
     if not ctx.recipe.run.samples_per_step:
         return error
     path = ctx.dump / f"step-{step + 1}.jsonl"
@@ -358,9 +364,12 @@ def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout]
     return RunError.of(with_hint)
 
 
-def play(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, opponent: Opponent) -> Share:
-    """Have the opponent answer the prompts of a share, and leave the rewards of its answers with the rollouts. Returns
-    the share with the calls that scored them. All ranks bring the weights to their engines together."""
+def play_opponent(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, opponent: Opponent) -> Share:
+    """Have the opponent answer the prompts of a share, and store the rewards of its answers in the rollouts' `against`.
+
+    Returns the share with the calls that scored the answers. All ranks sync the opponent's weights to their engines
+    together.
+    """
     settings, version = ctx.recipe.rollout, ctx.engine.version
     with ctx.watchdog.phase("opponent"), score_while_sampling(ctx, state.step) as scored:
         with opponent.in_place(ctx.loaded.model) as model:
@@ -387,8 +396,11 @@ def play(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, op
 
 
 def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State, *, own: bool = False) -> RolloutBatch:
-    """The batch of scored rollouts with what the objective reads of them, the reward weights, the step, and the memory
-    of components; by row (`collate.row_batch`) where tokens of others are on their ranks. own: they are this rank's."""
+    """Build the batch of scored rollouts with everything the objective reads: reward weights, step, component memory.
+
+    Only per-row fields (`collate.row_batch`) if tokens stay on their ranks. own: the rollouts are this rank's, tokens
+    included.
+    """
     if ctx.keeps_tokens_apart and not own:
         batch = row_batch(rollouts)
     else:

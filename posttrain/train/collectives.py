@@ -1,9 +1,9 @@
-"""Collectives of tensor parallelism, with gradients: all-reduce and all-gather of activations.
+"""Autograd collectives of tensor parallelism: all-reduce and all-gather of activations.
 
-An activation is either replicated (the same numbers on each rank of the group) or sharded (each rank has a part of its
-last dimension, or a term of a sum). The gradient of a replicated activation is replicated as well, so each function
-communicates in one direction only: an all-reduce forward is the identity backward, an all-gather forward a slice
-backward, and the other way round.
+An activation is either replicated (equal on each rank of the group) or sharded (each rank holds a slice of its last
+dimension, or a term of a sum). The gradient of a replicated activation is replicated as well, so each function
+communicates in one direction only: a forward all-reduce is the identity backward, a forward all-gather is a slice
+backward, and vice versa.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from torch.distributed.tensor import DTensor
 
 
 def sum_gradients_of(whole: Tensor, group: Any) -> Tensor:
-    """A replicated activation before sharded weights: the identity forward, an all-reduce of the gradient backward."""
+    """Identity forward, all-reduce of the gradient backward: for a replicated activation that enters sharded
+    weights."""
     return _SumBackward.apply(whole, group) if whole.requires_grad else whole  # type: ignore[no-any-return]
 
 
 def sum_parts(partial: Tensor, group: Any) -> Tensor:
-    """An all-reduce of the ranks' terms; backward the identity, since each term has the gradient of the sum."""
+    """All-reduce the ranks' terms; identity backward, since each term has the gradient of the sum."""
     return _SumForward.apply(partial, group)  # type: ignore[no-any-return]
 
 
 def gather_last(part: Tensor, group: Any) -> Tensor:
-    """An all-gather of equal parts along the last dimension; backward each rank takes its slice of the gradient."""
+    """All-gather equal parts along the last dimension; backward each rank takes its slice of the gradient."""
     return _GatherLast.apply(part, group)  # type: ignore[no-any-return]
 
 
 def own_last(whole: Tensor, group: Any) -> Tensor:
-    """This rank's slice of the last dimension; backward an all-gather of the slices' gradients."""
+    """Return this rank's slice of the last dimension; backward all-gathers the gradients of the slices."""
     return _OwnLast.apply(whole, group)  # type: ignore[no-any-return]
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a DTensor, with gradient and without communication; anything else as it is."""
+    """Return this rank's shard of a DTensor, with gradient and without communication; return other values unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reduce(tensor: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """An all-reduce into a new tensor, without gradient."""
+    """All-reduce into a new tensor, without gradient."""
     found = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, op, group=group)
     return found

@@ -1,7 +1,7 @@
-"""What other methods would have made of a run's saved rollouts: rows kept, advantages, the push on each token, clips.
+"""Comparison of methods on a run's saved rollouts: kept rows, advantages, push on each token, clipping.
 
-The push on a token is - d loss / d log-prob, at the log-probs of the last update of its row: what the optimiser would
-have seen of it. A method is put in the place of the run's own; the rewards, lengths and sampling are those of the run.
+The push on a token is - d loss / d log-prob at the log-probs of the last update of its row: the training signal seen by
+the optimizer. Each method replaces the run's objective; rewards, lengths and sampling are those of the run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
 from posttrain.train.saved_rollouts import Saved
 
-OWN = "as it was"
-KNOWN = {field.name for field in fields(RolloutBatch)}
+RUN_METHOD = "as it was"
+BATCH_FIELDS = {field.name for field in fields(RolloutBatch)}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method on the rollouts: rows that stay [N], advantages [N] (a row's mean), push on each token [N,T], and
-    where the clip cuts (share of trained tokens). `missing`: why it could not be computed."""
+    """One method on the rollouts: kept rows [N], advantages [N] (mean per row), push on each token [N,T], and clip
+    fraction.
+
+    `clipped` is the share of trained tokens in the clip region. `missing`: the reason if the method could not be
+    computed.
+    """
 
     name: str
     kept: Tensor
@@ -40,41 +44,45 @@ class Outcome:
 
 
 def compare(run: Mapping[str, Any], saved: Saved, algorithms: Sequence[str]) -> list[Outcome]:
-    """The run's own method and others, on the same rollouts. run: the resolved recipe of an `rl` run."""
+    """Compute the run's own method and `algorithms` on the same rollouts. run: the resolved recipe of an `rl` run."""
     own = RlRecipe.model_validate(dict(run))
-    return [outcome(OWN, own, saved), *(outcome(name, _instead(run, name), saved) for name in algorithms)]
+    return [
+        evaluate_method(RUN_METHOD, own, saved),
+        *(evaluate_method(name, _replace_objective(run, name), saved) for name in algorithms),
+    ]
 
 
-def _instead(run: Mapping[str, Any], algorithm: str) -> RlRecipe:
-    """The run's recipe with the objective of a preset in place of its own."""
+def _replace_objective(run: Mapping[str, Any], algorithm: str) -> RlRecipe:
+    """Return the run's recipe with the objective of a preset."""
     found = of_stage(algorithm, "rl")
-    kept = {key: value for key, value in run.items() if key not in OBJECTIVE}
+    others = {key: value for key, value in run.items() if key not in OBJECTIVE}
     choices = {key: value for key, value in found.choices.items() if key in OBJECTIVE}
-    return RlRecipe.model_validate({**kept, **choices, "algorithm": algorithm})
+    return RlRecipe.model_validate({**others, **choices, "algorithm": algorithm})
 
 
-def outcome(name: str, recipe: RlRecipe, saved: Saved) -> Outcome:
-    """One method. What it needs and the rollouts do not have, or what its functions refuse, becomes `missing`."""
+def evaluate_method(name: str, recipe: RlRecipe, saved: Saved) -> Outcome:
+    """Compute one method; data that the rollouts lack, or an error of its functions, becomes `missing`."""
     objective = Objective.from_recipe(recipe)
-    lacking = [n for n in sorted(objective.needs - MARKS) if n in KNOWN and not _has(saved.batch, n)]
+    lacking = [n for n in sorted(objective.needs - MARKS) if n in BATCH_FIELDS and not _is_available(saved.batch, n)]
     nothing = torch.zeros(0)
     if lacking:
         return Outcome(name, nothing, nothing, nothing, None, f"the rollouts do not have {', '.join(lacking)}")
     try:
         batch = objective.compute_advantages(saved.batch)
-        push, clipped = _push(objective, batch, saved.logp)
+        push, clipped = _compute_push(objective, batch, saved.logp)
     except UserError as error:
         return Outcome(name, nothing, nothing, nothing, None, error.problems[0].what)
     assert batch.advantages is not None and batch.keep is not None
     return Outcome(name, batch.keep, row_means(batch.advantages, batch.mask), push, clipped)
 
 
-def _has(batch: RolloutBatch, name: str) -> bool:
-    """Whether a field is there; what a part of the objective makes is."""
+def _is_available(batch: RolloutBatch, name: str) -> bool:
+    """Return whether a batch field is set, or is computed by the objective."""
     return name in ("advantages", "channels", "returns", "components", "columns") or getattr(batch, name) is not None
 
 
-def _push(objective: Objective, batch: RolloutBatch, logp: Tensor) -> tuple[Tensor, float | None]:
+def _compute_push(objective: Objective, batch: RolloutBatch, logp: Tensor) -> tuple[Tensor, float | None]:
+    """Return the push on each token [N,T], and the clip fraction."""
     leaf = logp.double().requires_grad_()
     values = batch.values
     loss, stats = objective.loss(batch.replace(new_values=values), leaf, objective.totals(batch))
@@ -85,13 +93,16 @@ def _push(objective: Objective, batch: RolloutBatch, logp: Tensor) -> tuple[Tens
 
 
 def row_means(advantages: Tensor, mask: Tensor) -> Tensor:
-    """A row's advantage [N]; of advantages by token, their mean over trained tokens."""
+    """Return the advantage of each row [N]; per-token advantages [N,T] are averaged over trained tokens."""
     return advantages if advantages.dim() == 1 else row_mean(advantages, mask)
 
 
-def summary(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:
-    """A row a method. `like the run`: cosine between its push and the run's own; `on right rows`: share of the push's
-    size; `longest quarter`: the same for the rows that are longest."""
+def summarize(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:
+    """Return one table row per method.
+
+    `like the run`: cosine between its push and the run's push; `on right rows`: share of the push's absolute size;
+    `longest quarter`: the same share for the longest rows.
+    """
     lengths = batch.mask.sum(-1)
     longest = lengths >= lengths.double().quantile(0.75)
     right = batch.correct == 1 if batch.correct is not None else torch.zeros_like(longest)
@@ -118,13 +129,14 @@ def summary(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, 
 
 
 def cosine(a: Tensor, b: Tensor) -> float | None:
-    """Cosine of two matrices as vectors; None where one is 0 everywhere."""
+    """Return the cosine of two matrices as vectors; None if either is all zeros."""
     scale = float(a.norm() * b.norm())
     return float((a * b).sum()) / scale if scale > 0 else None
 
 
-def by_row(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:
-    """A row a rollout: its group, reward, length, and each method's advantage and push on the whole row."""
+def tabulate_rows(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:
+    """Return one table row per rollout: group, reward, length, and each method's advantage and push on the whole
+    row."""
     assert batch.rewards is not None
     rows = []
     for n in range(len(batch)):

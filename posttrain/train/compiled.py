@@ -1,9 +1,9 @@
-"""torch.compile for the passes of training, and for them alone.
+"""torch.compile for training passes only.
 
-Each decoder layer is compiled by itself: all layers of a model share one graph, and what is compiled once serves every
-micro-batch, because shapes are dynamic. Attention over packed rows is part of the graph where there is a kernel for it
-(`attention`); where rows attend one by one it stays out: their lengths would make a graph of their own of every number
-of rows. Generation, probes and saving run as they are, since the layers are switched only inside the context.
+Each decoder layer is compiled separately: all layers of a model share one graph, and dynamic shapes let one compilation
+serve every micro-batch. Attention over packed rows is part of the graph if there is a kernel for it (`attention`); row
+by row attention stays outside, because the lengths would require a graph for every number of rows. Generation, probes
+and saving run uncompiled, since the layers are switched only inside the context.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Switch = Callable[[], AbstractContextManager[None]]
 
 
 def check(section: Model, device: torch.device) -> None:
-    """Refuse `model.compile` where nothing can compile, before a model is loaded. Raises RecipeError."""
+    """Raise RecipeError, before a model is loaded, if `model.compile` is set and no compiler is available."""
     if not section.compile:
         return
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++", "cl"]
@@ -41,7 +41,7 @@ def check(section: Model, device: torch.device) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer. Raises ModelError for an architecture that does not mark them."""
+    """Return the transformer blocks of a model. Raises ModelError for an architecture that does not mark them."""
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not found:
         raise ModelError(f"{type(model).__name__} does not say which of its modules are layers")
@@ -49,18 +49,23 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module, section: Model) -> Switch:
-    """A function that opens a context in which the layers of `model` are compiled; one without effect if the recipe
-    does not ask for it. The backward pass belongs inside: with checkpointing it runs the layers again."""
+    """Return a function that opens a context in which the layers of `model` are compiled; a no-op unless the recipe
+    asks for it.
+
+    The backward pass belongs inside the context: gradient checkpointing runs the layers again.
+    """
     if not section.compile:
         return nullcontext
     forwards = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers_of(model)]
-    forwards[0] = (forwards[0][0], _like_the_others(forwards[0][1]))
-    return lambda: _without_size_guards(forwards)
+    forwards[0] = (forwards[0][0], _require_input_gradient(forwards[0][1]))
+    return lambda: _use_compiled_layers(forwards)
 
 
-def _like_the_others(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The first layer under an adapter, with an input that has a gradient as those of the others have: else it would
-    need a graph of its own, which takes as long to compile as theirs. Nobody reads that gradient."""
+def _require_input_gradient(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the first layer's input require a gradient, as the inputs of other layers do under an adapter.
+
+    Otherwise the first layer would need a graph of its own, with the same compile time again. The gradient is not used.
+    """
 
     @wraps(forward)
     def first(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +77,12 @@ def _like_the_others(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _without_size_guards(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Numbers that happen to be equal in the first micro-batch, say rows and a head's size, are taken for equal by
-    torch as it comes, and the next one needs another graph: ten seconds of a step on a GPU."""
+def _use_compiled_layers(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Switch the layers to their compiled forwards, with duck shaping disabled.
+
+    With duck shaping, torch treats sizes that happen to be equal in the first micro-batch (e.g. rows and head
+    dimension) as equal forever, and the next micro-batch needs another graph: ten seconds of a step on a GPU.
+    """
     try:
         for layer, forward in forwards:
             layer.forward = forward
@@ -82,4 +90,4 @@ def _without_size_guards(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None
             yield
     finally:
         for layer, _ in forwards:
-            layer.__dict__.pop("forward", None)  # the class's own again
+            layer.__dict__.pop("forward", None)  # restores the class's forward

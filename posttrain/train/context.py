@@ -1,4 +1,4 @@
-"""What a step of RL works with."""
+"""Everything that an RL step uses: model, engine, rewards, objective, optimizer."""
 
 from __future__ import annotations
 
@@ -38,53 +38,54 @@ from posttrain.verify.score import Scorer
 
 @dataclass(frozen=True)
 class TrainContext:
-    """What a step works with."""
+    """Everything that an RL step uses."""
 
     recipe: RlRecipe
     loaded: models.LoadedModel
     engine: Engine
     scorer: Scorer
-    order: PromptSampler  # of prompts, each once an epoch
-    sampler: StepSampler | None  # who chooses prompts instead, and how many rollouts each gets
+    order: PromptSampler  # order of prompts, each once per epoch
+    sampler: StepSampler | None  # replaces `order`: chooses prompts and the number of rollouts of each
     prompts: Sequence[Prompt]
     objective: Objective
     controls: Controls
     optimizer: Optimizer
-    scaler: GradScaler  # of the loss, where products are float16; elsewhere it does nothing
+    scaler: GradScaler  # loss scaler for float16 matmuls; disabled otherwise
     steps: int
     reference: ReferencePolicy | None
-    critic: nn.Module | None  # a value head, where a component reads values
-    values: PromptValues | None  # a value head on prompts, for a sampler that reads it
-    opponent: Opponent | None  # a slow copy of the policy, where one is played against
-    packed: bool  # rows without padding; where the architecture or the device cannot, padded
+    critic: nn.Module | None  # value head, if a component reads values
+    values: PromptValues | None  # value head on prompts, for a sampler that reads it
+    opponent: Opponent | None  # slow copy of the policy, for self-play
+    packed: bool  # run rows without padding; padded if the architecture or device does not support it
     watchdog: Watchdog
-    ranks: Ranks  # that train together
-    dump: Path  # where a batch that broke the run is written
-    proximal: ProximalPolicy | None = None  # the average of the policy's weights, where a loss clips around it
-    variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
-    shape: Shape | None = None  # how rollouts go on
+    ranks: Ranks  # ranks that train together
+    dump: Path  # file for a batch that made the run fail
+    proximal: ProximalPolicy | None = None  # average of the policy's weights, for losses that clip around it
+    variants: PromptVariants | None = None  # prompts to sample from in place of the data's prompts
+    shape: Shape | None = None  # how rollouts continue
     replay: ReplayStore | None = None  # stored rollouts of earlier steps
-    solutions: Tokens = field(default_factory=dict)  # uid -> tokens of the prompt's given solution, where it has one
-    sft_optimizer: Optimizer | None = None  # of supervised steps on the solutions of unsolved prompts
-    compiled: Switch = nullcontext  # opened around the passes of training
-    shares: bool = False  # packed rows of one prompt share its pass, where prompts are long
+    solutions: Tokens = field(default_factory=dict)  # uid -> tokens of the prompt's given solution, if any
+    sft_optimizer: Optimizer | None = None  # for supervised steps on solutions of unsolved prompts
+    compiled: Switch = nullcontext  # context manager around training passes
+    shares: bool = False  # packed rows share the forward pass of a long common prompt
 
     @cached_property
     def updates_per_step(self) -> int:
-        """Optimiser updates on one step's rollouts."""
+        """Optimizer updates per step of rollouts."""
         return self.recipe.batch.epochs * self.recipe.batch.minibatches
 
     @cached_property
     def has_dropout(self) -> bool:
-        """Whether passes of the trained model draw random numbers."""
+        """Whether training passes of the model use dropout."""
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.loaded.model.modules())
 
     @cached_property
     def needs_old_logp(self) -> bool:
-        """Whether a step reads log-probs of the policy at its start that are not those of the training pass.
+        """Whether a step reads log-probs of the policy at its start that differ from the log-probs of the training
+        pass.
 
-        With one update a step they are. With several, the policy moves after the first. With dropout, the training pass
-        differs from the policy that a component compares with the engine.
+        With one update per step they are equal. With several, the policy changes after the first. With dropout, the
+        training pass differs from the policy that a component compares with the engine.
         """
         return self.updates_per_step > 1 or (self.has_dropout and "rollout_logp" in self.objective.needs)
 
@@ -92,16 +93,17 @@ class TrainContext:
     def keeps_tokens_apart(self) -> bool:
         """Whether each rank gets the tokens of its own rows only (`own_rows`).
 
-        All ranks get all of them where something reads tokens, texts or log-probs of the whole step or keeps them in
-        the state of the run: components before the loss (`Objective.is_by_row`), shapes, workflows, prompt variants,
-        replay, rollouts that wait for a later step; or where it measures rows beside those that are trained on."""
+        Every rank gets all tokens if something reads tokens, texts or log-probs of the whole step, or stores them in
+        the run's state: components before the loss (`Objective.is_by_row`), shapes, workflows, prompt variants, replay,
+        rollouts that wait for a later step; or if a component needs passes on rows other than the trained ones.
+        """
         whole = (self.shape, self.variants, self.replay, self.recipe.rollout.staleness)
         beside = self.objective.needs & WITH_ALL_TOKENS
         return self.ranks.count > 1 and self.objective.is_by_row and not any(whole) and not beside
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, with all that a variant or shape may add to it."""
+        """Length in tokens of the longest prompt, including what a variant or shape may add."""
         return (
             max(len(prompt.ids) for prompt in self.prompts)
             + (self.variants.room if self.variants else 0)
@@ -109,12 +111,11 @@ class TrainContext:
         )
 
     def at(self, numbers: Mapping[str, float]) -> TrainContext:
-        """The same with the numbers that controllers give for one step."""
+        """Return the context with the values that controllers set for one step."""
         if not numbers:
             return self
         rollout = {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith("rollout.")}
-        whole = {k: v if k == "temperature" else round(v) for k, v in rollout.items()}
+        rounded = {k: v if k == "temperature" else round(v) for k, v in rollout.items()}
         check_limits(numbers, self.recipe)
-        changed = self.recipe.rollout.model_copy(update=whole)
-        recipe = self.recipe.model_copy(update={"rollout": changed})
+        recipe = self.recipe.model_copy(update={"rollout": self.recipe.rollout.model_copy(update=rounded)})
         return dataclasses.replace(self, recipe=recipe, objective=self.objective.at(numbers))

@@ -1,13 +1,13 @@
-"""Context parallelism: ranks of one group run the same packed line, each the layers of its own part of the tokens.
+"""Context parallelism: ranks of one group run the same packed line, each on its own part of the tokens.
 
-A line is cut into twice as many pieces as there are ranks. Rank r has piece r from the front and piece r from the back,
-so that causal attention is as much work for each. In every layer keys and values of the whole line come together, and a
-rank's queries attend to those that their rows let them see; after the last layer the hidden states come together. So
-what follows (head, log-probs, losses) sees the whole line on each rank, and knows of nothing.
+A line is cut into twice as many chunks as there are ranks. Rank r gets chunk r from the front and chunk r from the
+back, so that causal attention costs the same on each rank. In every layer the keys and values of the whole line are
+gathered, and a rank's queries attend to those visible to their rows; after the last layer the hidden states are
+gathered. Everything after the backbone (head, log-probs, losses) sees the whole line on each rank and needs no changes.
 
-All ranks of a group compute the same loss from the same hidden states. Each of them backs up 1/n of it, where n is
-their number, and gradients are summed over all: a gathering adds up the gradients of its readers in its backward pass.
-Rows that are not packed are run whole by each, which computes the same.
+All ranks of a group compute the same loss from the same hidden states. Each backpropagates 1/n of the loss, where n is
+the number of ranks, and gradients are summed over all: the backward pass of a gather sums the gradients of its readers.
+Rows that are not packed are run in full by each rank, with the same result.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from torch import Tensor
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.train.packed_line import Packed
 
-# Their names in torch 2.13; those of 2.11 are still there, with a warning in every process.
+# Names in torch 2.13; the names of torch 2.11 still exist, but warn in every process.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_SPLIT = "posttrain_context_group"  # an attribute of backbones whose packed lines are divided
+_SPLIT = "posttrain_context_group"  # attribute of backbones whose packed lines are divided
 
 
 def is_split(causal: Any) -> bool:
-    """Whether ranks divide the packed lines of this model among them."""
+    """Return whether ranks divide the packed lines of this model among them."""
     return hasattr(backbone(causal), _SPLIT)
 
 
 def split_lines(model: Any, group: Any) -> None:
-    """From now on the ranks of `group` divide every packed line that the model reads. All must read the same."""
+    """Divide every packed line of the model among the ranks of `group` from now on. All ranks must run the same
+    lines."""
     below = backbone(causal_of(model))
     setattr(below, _SPLIT, group)
     below.forward = _divide_line(below.forward, group)
 
 
 def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """The forward pass of a backbone whose packed lines [1,T] are divided; others it runs as they are."""
+    """Wrap the forward pass of a backbone: packed lines [1,T] are divided among ranks; other inputs run unchanged."""
 
     @wraps(forward)
     def run_divided(
@@ -71,22 +72,22 @@ def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
 
 
 def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed, Tensor]:
-    """(own, part, order) of one of `count` ranks in a line of T tokens.
+    """Return (own, part, order) of one of `count` ranks for a line of T tokens.
 
-    own [t]: which tokens of the line it runs, the same t for each; where the line has too few, the last is run again,
-    by itself. part: whom these attend to, among the tokens of all ranks one after the other. order [T]: where each
-    token of the line is among these.
+    own [t]: indices of the tokens of the line that this rank runs, the same t on each rank; if the line is too short,
+    the last token is repeated as a row of its own. part: row boundaries and visible keys of these tokens, among the
+    concatenated tokens of all ranks. order [T]: the index of each token of the line in that concatenation.
     """
     device, total = packed.borders.device, sum(packed.lengths)
     size = -(-total // (2 * count))
     tokens = np.arange(total)
-    piece = tokens // size
-    front = piece < count
-    order = np.where(front, piece, 2 * count - 1 - piece) * 2 * size + tokens % size + np.where(front, 0, size)
+    chunk = tokens // size
+    front = chunk < count
+    order = np.where(front, chunk, 2 * count - 1 - chunk) * 2 * size + tokens % size + np.where(front, 0, size)
     starts = [0, *itertools.accumulate(packed.lengths)]
     seen = _keys_of_rows(packed, starts)
     own, lengths, keys = list[Any](), list[int](), list[Any]()
-    for place, number in enumerate((rank, 2 * count - 1 - rank)):
+    for half, number in enumerate((rank, 2 * count - 1 - rank)):
         begin, end = min(number * size, total), min((number + 1) * size, total)
         own.append(tokens[begin:end])
         for row in range(bisect.bisect_right(starts, begin) - 1, len(packed.lengths)):
@@ -99,7 +100,7 @@ def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed,
         if fill := size - (end - begin):
             own.append(np.full(fill, total - 1))
             lengths.append(fill)
-            at = rank * 2 * size + place * size + (end - begin)
+            at = rank * 2 * size + half * size + (end - begin)
             keys.append(np.arange(at, at + fill))
     sources = torch.from_numpy(np.concatenate(keys))
     part = Packed.with_shared_keys(lengths, [len(one) for one in keys], sources, device)
@@ -107,20 +108,20 @@ def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed,
 
 
 def _keys_of_rows(packed: Packed, starts: Sequence[int]) -> list[Any]:
-    """The tokens of the line that each row attends to, the last of which are its own."""
+    """Return the tokens of the line that each row attends to; the last ones are the row's own."""
     if packed.keys is None:
         return [np.arange(start, start + length) for start, length in zip(starts, packed.lengths, strict=False)]
     return np.split(packed.keys.sources.cpu().numpy(), np.cumsum(packed.keys.lengths)[:-1])
 
 
 def gather_line(part: Tensor, dim: int, group: Any) -> Tensor:
-    """The parts [1,...] of all ranks one after the other along `dim`; gradients of all readers are added up."""
+    """Concatenate the parts [1,...] of all ranks along `dim`; backward sums the gradients of all ranks."""
     gathered: Tensor = _Gather.apply(part.movedim(dim, 0).contiguous(), group)
     return gathered.movedim(0, dim)
 
 
 class _Gather(torch.autograd.Function):
-    """Along the first dimension."""
+    """All-gather along the first dimension; reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The controllers of a recipe: which number each drives, and their states from step to step."""
+"""Controllers of a recipe: the value that each one sets, and their states from step to step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from posttrain.recipe.stages import RlRecipe
 
 @dataclass(frozen=True)
 class Controls:
-    """Recipe key -> controller, and the number that the recipe has there. States are JSON-able, by the same key."""
+    """Controllers and the recipe's initial values, both by recipe key. States are JSON-able, by the same key."""
 
     controllers: Mapping[str, Any]
     initial: Mapping[str, float]
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, steps: int = 1) -> Controls:
-        """The controllers with their arguments; the user's are looked for beside the recipe. steps: of the run.
+        """Build the controllers of a recipe; user controllers are searched next to the recipe. steps: of the whole run.
 
-        Raises UserError for a name or argument that does not exist, for what is no controller, and for a number that
-        cannot be and is known to come.
+        Raises UserError for an unknown name or argument, for an object without a controller's methods, and for an
+        invalid value that can be foreseen.
         """
         found: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
@@ -43,28 +43,28 @@ class Controls:
         return controls
 
     def start(self) -> dict[str, Any]:
-        """The states before the first step."""
+        """Return the states before the first step."""
         return {key: controller.start(self.initial[key]) for key, controller in self.controllers.items()}
 
     def foreseen(self, steps: int) -> Iterator[dict[str, float]]:
-        """The numbers of the steps to come, each controller's up to where what comes depends on metrics."""
-        known = {key: _foreseen(c, self.initial[key], steps) for key, c in self.controllers.items()}
+        """Yield the values of the coming steps; a controller is left out from the step at which its values depend on
+        metrics."""
+        known = {key: _foresee(c, self.initial[key], steps) for key, c in self.controllers.items()}
         for _ in range(steps):
             given = {key: next(values, None) for key, values in known.items()}
             yield {key: number for key, number in given.items() if number is not None}
 
     def numbers(self, states: Mapping[str, Any], step: int) -> dict[str, float]:
-        """The numbers of step 0, 1, ..."""
+        """Return the values of step 0, 1, ..."""
         return {key: controller.value(states[key], step) for key, controller in self.controllers.items()}
 
     def update(self, states: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """The states after a step with these metrics."""
+        """Return the states after a step with these metrics."""
         return {key: c.update(states[key], metrics, step) for key, c in self.controllers.items()}
 
 
 def check_limits(given: Mapping[str, float], recipe: RlRecipe, step: int | None = None) -> None:
-    """Raises UserError for numbers that the engine, which is started for those of the recipe, cannot do. step: 0, 1,
-    ..., where it is still to come."""
+    """Raise UserError for values beyond what the engine was started with. step: 0, 1, ..., for a step still to come."""
     key, limit = "rollout.max_new_tokens", recipe.rollout.max_new_tokens
     asked = round(given.get(key, limit))
     if asked > limit:
@@ -72,32 +72,32 @@ def check_limits(given: Mapping[str, float], recipe: RlRecipe, step: int | None 
         raise UserError(
             f"{when}a controller asks for {asked} new tokens, more than rollout.max_new_tokens {limit}",
             where=f"controllers.{key}",
-            hint="write the largest number that it gives as rollout.max_new_tokens",
+            hint="set rollout.max_new_tokens to the largest value of the controller",
         )
 
 
-def _foreseen(controller: Any, initial: float, steps: int) -> Iterator[float]:
+def _foresee(controller: Any, initial: float, steps: int) -> Iterator[float]:
     state = controller.start(initial)
     for step in range(steps):
         yield controller.value(state, step)
         try:
-            state = controller.update(state, _Unknown(), step)
-        except _AskedError:
+            state = controller.update(state, _UnknownMetrics(), step)
+        except _MetricsReadError:
             return
 
 
-class _AskedError(Exception):
-    """A controller looks at metrics."""
+class _MetricsReadError(Exception):
+    """A controller reads metrics of a step that has not run."""
 
 
-class _Unknown(Mapping[str, Any]):
-    """The metrics of a step to come: nothing can be said of them, not even which there are."""
+class _UnknownMetrics(Mapping[str, Any]):
+    """Metrics of a step that has not run: any read raises, since not even their names are known."""
 
     def __getitem__(self, name: str) -> Any:
-        raise _AskedError
+        raise _MetricsReadError
 
     def __iter__(self) -> Iterator[str]:
-        raise _AskedError
+        raise _MetricsReadError
 
     def __len__(self) -> int:
-        raise _AskedError
+        raise _MetricsReadError

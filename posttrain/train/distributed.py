@@ -1,9 +1,10 @@
-"""Several processes that train one model, each with a GPU of its own. With one process everything here does nothing.
+"""Communication between the ranks of a run: process group, collectives, failure propagation, sharding of work.
 
-Every rank holds the whole model and knows the whole step: rollouts are gathered, so advantages, filters, denominators
-and metrics are computed over all ranks by all of them, without a formula that knows of ranks. What is divided is the
-work: sampling and scoring by prompt, forward and backward passes by row. Gradients are added up once an update, which
-needs no wrapper around the model and lets ranks have different numbers of micro-batches.
+With one process every function here is a no-op. Every rank holds the whole model (unless sharded) and knows the whole
+step: rollouts are gathered, so every rank computes advantages, filters, denominators and metrics over all rollouts, and
+no formula needs to know about ranks. Only the work is divided: sampling and scoring by prompt, forward and backward
+passes by row. Gradients are summed once per update, which needs no wrapper around the model and lets ranks run
+different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its default arguments keep the group of now: see `join_process_group`
+import torch.distributed.nn.functional  # early: its default arguments bind the current group (`join_process_group`)
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -39,42 +40,42 @@ from posttrain.train.rank_rendezvous import agree_on_start
 from posttrain.train.tensor_split import has_whole_gradient
 
 T = TypeVar("T")
-TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
-JOIN_TIMEOUT = datetime.timedelta(minutes=30)  # for all ranks to come: imports and checks of the recipe
-PEER_LOST_DELAY_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
-BUCKET_NUMEL = 1 << 26  # numbers that are added up in one call
-PEER_MESSAGE_WAIT_S = 1.0  # for the word of the rank that broke a connection
-_model_parallel = 1  # ranks that run the same rows: neighbours, see `set_model_parallel_size`
-_tensor_parallel = 1  # of them, that run the same tokens: neighbours
-_failure_monitor: RankFailureMonitor | None = None  # of the process group
-_store: Any = None  # at which its ranks have met
-_thread = threading.local()  # .group: over which this thread talks, see `use_group`
-_DIRECTORY_KEY = "posttrain/directory"  # in the store
-_RAISED_BY_ALL = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
+TIMEOUT = datetime.timedelta(hours=6)  # of a collective: the slowest rank may load or save for long
+JOIN_TIMEOUT = datetime.timedelta(minutes=30)  # for all ranks to start: imports and checks of the recipe
+PEER_LOST_DELAY_S = 10.0  # before PeerLost is raised: the failed rank's own error should come first
+BUCKET_NUMEL = 1 << 26  # elements per all-reduce of gradients
+PEER_MESSAGE_WAIT_S = 1.0  # wait for the message of the rank that broke a connection
+_model_parallel = 1  # number of neighboring ranks that run the same rows, see `set_model_parallel_size`
+_tensor_parallel = 1  # number of neighboring ranks that also run the same tokens
+_failure_monitor: RankFailureMonitor | None = None  # monitors the ranks of the process group
+_store: Any = None  # TCPStore of the rendezvous
+_thread = threading.local()  # .group: process group of this thread, see `use_group`
+_DIRECTORY_KEY = "posttrain/directory"  # key in the store
+_RAISED_BY_ALL = "posttrain_agreed"  # attribute set on errors, see `all_ranks_raise`
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """The rank that writes to the run directory."""
+    """Return whether this is rank 0, which writes to the run directory."""
     return rank() == 0
 
 
 @contextlib.contextmanager
 def join_process_group() -> Iterator[None]:
-    """The process group that the environment names, from here to the end of the block.
+    """Join the process group named by the environment for the duration of the block.
 
-    Objects and CPU tensors travel over gloo, GPU tensors over NCCL. Raises UserError where some ranks have a GPU and
-    others do not.
+    Objects and CPU tensors travel over gloo, GPU tensors over NCCL. Raises UserError if only some of the ranks have a
+    GPU.
     """
     if ranks.world() == 1:
         yield
@@ -96,14 +97,14 @@ def join_process_group() -> Iterator[None]:
     except PeerLost:
         time.sleep(PEER_LOST_DELAY_S)
         raise
-    if dist.is_initialized():  # an engine that closes may have ended it
-        barrier()  # rank 0 holds the store that the others still talk to
-        dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+    if dist.is_initialized():  # closing an engine may have destroyed the group
+        barrier()  # rank 0 hosts the store that other ranks still use
+        dist.destroy_process_group()  # skipped after an error: it could wait for dead ranks
 
 
 def _init_process_group() -> str:
-    """Make the process group; returns the name of this start (`rank_rendezvous`). Raises PeerLost where one does not
-    come: it was not started, or has failed before."""
+    """Initialize torch.distributed and return the name of this start (`rank_rendezvous`). Raises PeerLost if a rank
+    does not join: it was not started, or failed earlier."""
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         name = agree_on_start(store, number, count, timeout_s=JOIN_TIMEOUT.total_seconds())
@@ -122,8 +123,11 @@ def _init_process_group() -> str:
 
 @contextlib.contextmanager
 def propagate_failures() -> Iterator[None]:
-    """Around what ranks do together. An error of this one alone is told to the others, wherever they wait; one that
-    comes of another's end is raised as PeerLost, which says what the other said."""
+    """Report an error raised in the block to all other ranks, wherever they wait.
+
+    Wraps what ranks do together. An error caused by another rank's failure is raised as PeerLost with that rank's
+    message.
+    """
     try:
         yield
     except BaseException as error:
@@ -139,19 +143,20 @@ def propagate_failures() -> Iterator[None]:
 
 
 def _full_message(error: BaseException) -> str:
-    """All that people are told of it: the rank that failed may be ended before it comes to that."""
+    """Return the full user-facing message of an error; the failing rank may be killed before printing the message."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {_one_line(error)}"
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Where a library talks to other ranks by itself, as in the passes of a divided model."""
+    """Return whether an error comes from a broken connection to another rank, e.g. in a collective that FSDP starts
+    itself."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
-    """The run directory: rank 0 opens it, the others follow."""
+    """Open the run directory on rank 0 and return it on every rank."""
     directory = open_it() if is_main() else None
     if directory is not None and _store is not None:
         _store.set(_DIRECTORY_KEY, str(directory.path.absolute()))
@@ -160,13 +165,13 @@ def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
 
 
 def directory_before_restart() -> Path | None:
-    """The run directory that an earlier start of these processes by the same torchrun has opened; None if none has."""
+    """Return the run directory opened by an earlier start under the same torchrun; None if there was none."""
     if _store is None or not _store.check([_DIRECTORY_KEY]):
         return None
     return Path(_store.get(_DIRECTORY_KEY).decode())
 
 
-# --- talking ---
+# --- communication of objects and bytes ---
 
 
 @contextlib.contextmanager
@@ -178,8 +183,8 @@ def _raise_peer_lost() -> Iterator[None]:
 
 
 def _peer_lost_error(cause: BaseException) -> PeerLost:
-    if _failure_monitor is not None and (said := _failure_monitor.wait_for_failure(PEER_MESSAGE_WAIT_S)):
-        return PeerLost(said.splitlines()[0], hint="its own message says more")
+    if _failure_monitor is not None and (failure := _failure_monitor.wait_for_failure(PEER_MESSAGE_WAIT_S)):
+        return PeerLost(failure.splitlines()[0], hint="its own message says more")
     return PeerLost(
         f"rank {ranks.rank()} lost the others: {_first_sentence(cause)}",
         hint="the first message of another rank says why",
@@ -187,13 +192,13 @@ def _peer_lost_error(cause: BaseException) -> PeerLost:
 
 
 def _first_sentence(cause: BaseException) -> str:
-    """The first sentence of a library's message, without the line of its source."""
+    """Return the first sentence of a library's error message, without its source location prefix."""
     first = (str(cause).splitlines() or [type(cause).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", first).split(". ")[0]
 
 
 def gather(value: T) -> list[T]:
-    """Everyone's value, by rank."""
+    """Return the value of every rank, ordered by rank."""
     if world() == 1:
         return [value]
     found: list[Any] = [None] * world()
@@ -203,7 +208,10 @@ def gather(value: T) -> list[T]:
 
 
 def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """Everyone's bytes, by rank. mine: this rank's, uint8 on the CPU; sizes: how many each rank has."""
+    """Gather byte tensors of different lengths from all ranks, ordered by rank.
+
+    mine: uint8 tensor of this rank on the CPU. sizes: number of bytes of each rank.
+    """
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(mine)] = mine
     found = [torch.empty_like(padded) for _ in sizes]
@@ -213,7 +221,8 @@ def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
 
 
 def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[np.uint8]]]:
-    """Send each rank the parts of its own, and return those that each has sent to this one, by rank."""
+    """Send `parts[r]` to each rank r and return the parts that each rank sent to this one, ordered by rank
+    (all-to-all)."""
     sizes = gather([[len(part) for part in own] for own in parts])
     to, from_ = [sum(own) for own in sizes[rank()]], [theirs[rank()] for theirs in sizes]
     flat = [np.frombuffer(part, np.uint8) for own in parts for part in own]
@@ -227,8 +236,10 @@ def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[n
 
 
 def gather_one_by_one(value: T) -> Iterator[T]:
-    """On rank 0 everyone's value, by rank, of which it receives one at a time; on the others nothing. All must iterate
-    to the end."""
+    """Yield every rank's value on rank 0, one at a time and ordered by rank; yield nothing on other ranks.
+
+    Only one value of another rank is in memory at a time. All ranks must iterate to the end.
+    """
     if is_main():
         yield value
     for number in range(1, world()):
@@ -243,7 +254,7 @@ def gather_one_by_one(value: T) -> Iterator[T]:
 
 
 def broadcast_from_rank0(value: T) -> T:
-    """Rank 0's value."""
+    """Return rank 0's value on all ranks."""
     if world() == 1:
         return value
     box = [value]
@@ -253,7 +264,7 @@ def broadcast_from_rank0(value: T) -> T:
 
 
 def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
-    """Call `function` on rank 0 alone and return its value on all ranks. Raises on all of them if it fails."""
+    """Call `function` on rank 0 alone and return its value on all ranks. Raises on all ranks if the call fails."""
     mine: Captured[Any] = capture(function, *args) if is_main() else Captured(None)
     value, failure = broadcast_from_rank0((mine.value, mine.failure))
     _raise_on_all_ranks(mine, [failure])
@@ -262,20 +273,20 @@ def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
 
 @dataclass(frozen=True)
 class Captured(Generic[T]):
-    """What a function returned, or the error that it raised."""
+    """Result of a function call: its return value, or the exception it raised."""
 
     value: T
     error: Exception | None = None
 
     @property
     def message(self) -> str:
-        """One line of the error, if there was one; never empty then."""
+        """First line of the error message, never empty if there is an error; an empty string otherwise."""
         return "" if self.error is None else _one_line(self.error)
 
     @property
     def failure(self) -> str:
-        """The error as other ranks report it: `rank 1 failed: ...`, or the message of a PeerLost, which already names
-        the rank that failed first; empty without an error."""
+        """Error as reported to other ranks: `rank 1 failed: ...`, or the message of a PeerLost, which already names the
+        rank that failed first; empty without an error."""
         if self.error is None or isinstance(self.error, PeerLost):
             return self.message
         return f"rank {rank()} failed: {self.message}"
@@ -286,7 +297,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
-    """Call it and keep an error, for `gather_or_raise` to raise on all ranks: the others would wait for this one."""
+    """Call `function` and capture an exception, for `gather_or_raise` to raise on all ranks instead of leaving them
+    waiting."""
     try:
         return Captured(function(*args))
     except Exception as error:
@@ -294,52 +306,58 @@ def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
 
 
 def gather_or_raise(mine: Captured[T]) -> list[T]:
-    """Gather the value of every rank. If any rank has an error instead, all raise, marked for `all_ranks_raise`:
-    a rank with an error of its own raises that, the others PeerLost."""
+    """Gather the value of every rank, or raise on all ranks if any rank captured an error.
+
+    A rank with an error of its own raises that error, the other ranks PeerLost; both are marked for `all_ranks_raise`.
+    """
     found = gather((mine.value, mine.failure))
     _raise_on_all_ranks(mine, [failure for _, failure in found])
     return [value for value, _ in found]
 
 
 def run_all_or_raise(function: Callable[..., T], *args: Any) -> T:
-    """Call `function` on every rank and return this rank's value. If it fails on any, all raise (`gather_or_raise`)."""
+    """Call `function` on every rank and return this rank's value; raise on all ranks if any call fails
+    (`gather_or_raise`)."""
     return value_or_raise(capture(function, *args))
 
 
 def value_or_raise(mine: Captured[T]) -> T:
-    """This rank's value. If any rank has an error instead, all raise as in `gather_or_raise`."""
+    """Return this rank's value, or raise on all ranks if any rank captured an error, as `gather_or_raise` does."""
     gather_or_raise(Captured(None, mine.error))
     return mine.value
 
 
 def _raise_on_all_ranks(mine: Captured[Any], failures: Sequence[str]) -> None:
-    """Raise if any rank has failed: this rank's own error if it has one, else PeerLost with the failure of the first
-    rank that failed by itself. failures: `Captured.failure` of each rank."""
+    """Raise this rank's own error, or PeerLost with the first rank's failure, if any rank has failed.
+
+    failures: `Captured.failure` of each rank. PeerLost names the first rank whose failure is its own, not another's
+    PeerLost.
+    """
     if not any(failures):
         return
-    by_itself = (line for number, line in enumerate(failures) if line.startswith(f"rank {number} failed"))
-    error = mine.error or PeerLost(next(by_itself, next(filter(None, failures))), hint="its own message says more")
+    own_failures = (line for number, line in enumerate(failures) if line.startswith(f"rank {number} failed"))
+    error = mine.error or PeerLost(next(own_failures, next(filter(None, failures))), hint="its own message says more")
     setattr(error, _RAISED_BY_ALL, True)
     raise error
 
 
 def all_ranks_raise(error: BaseException) -> bool:
-    """Whether every rank raises with this one, at the same place: then they can still do something together."""
+    """Return whether every rank raises at the same point as this error does, so that collectives are still possible."""
     return world() == 1 or getattr(error, _RAISED_BY_ALL, False)
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is true on any rank."""
+    """Return whether `flag` is true on any rank."""
     return any(gather(flag))
 
 
 def all_reduce_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Sums over ranks by name; a rank that lacks a name adds nothing."""
-    return sum_over_ranks(gather(dict(numbers)))
+    """Sum numbers over ranks by name; a rank that lacks a name adds nothing."""
+    return sum_by_name(gather(dict(numbers)))
 
 
-def sum_over_ranks(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums by name of what ranks have told."""
+def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sum the numbers of several ranks by name."""
     sums: dict[str, float] = {}
     for found in parts:
         for name, number in found.items():
@@ -348,29 +366,33 @@ def sum_over_ranks(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def barrier() -> None:
-    """Wait until all are here."""
+    """Wait until all ranks reach this call."""
     gather(None)
 
 
 def rank_path(path: Path) -> Path:
-    """A path for this rank's own files: the others' have their number after it."""
+    """Return a path for files of this rank: `path` on rank 0, with `-RANK` appended on other ranks."""
     return path if is_main() else path.with_name(f"{path.name}-{rank()}")
 
 
 def rank_seed(seed: int) -> int:
-    """A seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share it."""
+    """Return a seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share the
+    seed."""
     number = rank() // _tensor_parallel
     return derive(seed, "rank", number) if number else seed
 
 
 def new_group() -> Any:
-    """Another process group of all ranks, for a second thread that communicates. All ranks must call this."""
+    """Create another process group of all ranks, for a second thread that communicates. All ranks must call this."""
     return dist.new_group(backend="gloo", timeout=TIMEOUT) if world() > 1 else None
 
 
 @contextlib.contextmanager
 def use_group(group: Any) -> Iterator[None]:
-    """Inside, this thread communicates over `group`: threads that shared one would take each other's messages."""
+    """Use `group` for all communication of this thread inside the block.
+
+    Two threads that share a group would receive each other's messages.
+    """
     _thread.group = group
     try:
         yield
@@ -386,7 +408,7 @@ def _group() -> Any:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """The sum over ranks, in place; for a bool, whether it is true anywhere."""
+    """Sum a tensor over ranks in place; a bool tensor becomes true where any rank has true."""
     if world() == 1:
         return tensor
     if tensor.dtype == torch.bool:
@@ -397,10 +419,11 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def sum_gradients(*modules: nn.Module | None) -> None:
-    """Add up the gradients of all ranks. A parameter that has one anywhere has one everywhere afterwards.
+    """Sum the gradients of all ranks. A parameter with a gradient on any rank has one on every rank afterwards.
 
-    Those of divided parameters were added up in the backward pass. Ranks that run the same tokens have a gradient twice
-    unless it is that of a part (`tensor_split`).
+    Gradients of sharded parameters (DTensor) were already summed in the backward pass. Ranks that run the same tokens
+    all hold the same gradient, unless it is the gradient of a shard (`tensor_split`), so it is divided by their number
+    first.
     """
     if world() == 1:
         return
@@ -421,7 +444,7 @@ def sum_gradients(*modules: nn.Module | None) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, about BUCKET_NUMEL numbers together."""
+    """Group consecutive tensors of one dtype into buckets of about BUCKET_NUMEL elements."""
     bucket, size = list[Tensor](), 0
     for tensor in tensors:
         if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET_NUMEL):
@@ -434,8 +457,11 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_weights(*modules: nn.Module | None) -> None:
-    """Give every rank the trained weights of rank 0: they must agree to the last bit, since they are never compared
-    again. Divided ones are in one place each."""
+    """Broadcast the trained weights of rank 0 to all ranks; skip sharded ones, of which each rank holds a different
+    shard.
+
+    Weights must be bitwise equal, because they are never compared again.
+    """
     if world() == 1:
         return
     with _raise_peer_lost(), torch.no_grad():
@@ -445,63 +471,71 @@ def broadcast_weights(*modules: nn.Module | None) -> None:
                     dist.broadcast(parameter.data, src=0)
 
 
-# --- dividing work ---
+# --- sharding of work ---
 
 
 def set_model_parallel_size(context: int, tensor: int = 1) -> None:
-    """From now on each `context` * `tensor` neighbours run the same rows in passes of the model: each a part of every
-    line (`context_split`), and each `tensor` of them the same part (`tensor_split`)."""
+    """Declare that each `context` * `tensor` neighboring ranks run the same rows from now on.
+
+    Each of these ranks runs a part of every packed line (`context_split`); each `tensor` neighbors run the same part
+    (`tensor_split`).
+    """
     global _model_parallel, _tensor_parallel
     _model_parallel, _tensor_parallel = context * tensor, tensor
 
 
 def model_parallel_size() -> int:
-    """How many ranks run the same rows as this one, itself included."""
+    """Return the number of ranks that run the same rows as this one, itself included."""
     return _model_parallel
 
 
 def loss_share() -> float:
-    """What this rank multiplies the loss of its rows by: ranks of a context add up their gradients, those that run the
-    same tokens have the same."""
+    """Return the factor for the loss of this rank's rows.
+
+    Ranks of a context sum their gradients; ranks that run the same tokens have equal gradients.
+    """
     return _tensor_parallel / _model_parallel
 
 
 def data_parallel_size() -> int:
-    """Among how many the rows of a pass are divided: the ranks, or groups of them that run the same."""
+    """Return the number of ranks, or of groups of ranks that run the same rows, that the rows of a pass are divided
+    among."""
     return world() // _model_parallel
 
 
 def sum_of_passes(tensor: Tensor) -> Tensor:
-    """The sum in place of what the rows of all ranks gave, each row counted once; for a bool, as `all_reduce_sum`."""
+    """Sum in place what the rows of all ranks contributed, each row counted once; bool tensors as in
+    `all_reduce_sum`."""
     summed = all_reduce_sum(tensor)
     return summed if _model_parallel == 1 or tensor.dtype == torch.bool else summed.div_(_model_parallel)
 
 
 def my_pass_shard(count: int) -> range:
-    """Numbers of the passes that this rank runs, of `count` whose costs are not known."""
+    """Return the indices of the passes that this rank runs, of `count` passes of unknown cost."""
     return range(rank() // _model_parallel, count, data_parallel_size())
 
 
 def my_shard(count: int) -> range:
-    """Numbers of the things that this rank works on, of `count` whose costs are not known."""
+    """Return the indices of the items that this rank works on, of `count` items of unknown cost."""
     return range(rank(), count, world())
 
 
 def my_even_shard(costs: Sequence[float]) -> list[int]:
-    """Numbers of the things that this rank works on, rising: about as costly together as those of every other rank, and
-    as many, but for one."""
+    """Return the sorted indices of this rank's items: ranks get nearly equal total cost, and item counts that differ by
+    one at most."""
     room = [-(-len(costs) // data_parallel_size())] * data_parallel_size()
     return sorted(partition(costs, data_parallel_size(), room)[rank() // _model_parallel])
 
 
 def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
-    """Numbers of the rows that this rank works on, rising; costs, units: see `split_rows`."""
+    """Return the sorted indices of the rows that this rank works on. costs, units: see `split_rows`."""
     return split_rows(costs, data_parallel_size(), units)[rank() // _model_parallel]
 
 
 @contextlib.contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Inside, libraries see one process: accelerate would divide the batches, and wrap the model, once more."""
+    """Hide the ranks' environment variables in the block: accelerate would shard the batches and wrap the model
+    again."""
     hidden = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield

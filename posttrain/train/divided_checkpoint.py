@@ -1,16 +1,16 @@
-"""Asynchronous checkpoints of a sharded model in full training: every rank writes its shards, while the next step runs.
+"""Asynchronous checkpoints of a sharded model in full training: every rank writes its shards while the next step runs.
 
-`divided/` is a torch.distributed.checkpoint (DCP) of weights and optimiser moments in float32, which any number of
-ranks can load, each what its own shards need. Beside it stands the same model as a Hugging Face folder in half
-precision, so that a checkpoint loads as any model does. `save` copies the tensors to the host; a thread then writes
-them. The checkpoint counts once all ranks have written and rank 0 has sealed it; until then the one before is the
-newest. The next save waits for the thread, and so does the end of the run.
+`divided/` is a torch.distributed.checkpoint (DCP) of weights and optimizer moments in float32. Any number of ranks can
+load it; each reads what its own shards need. Next to it is the same model as a Hugging Face folder in half precision,
+so that a checkpoint loads like any model. `save` copies the tensors to host memory; a thread then writes them. The
+checkpoint counts once all ranks have written and rank 0 has sealed it; until then the previous checkpoint is the
+newest. The next save and the end of the run wait for the thread.
 
-Whatever can fail on one rank (a file, the host's memory) is caught, and all ranks agree that it went well before the
-next collective, in which the others would wait for the rank that failed.
+Every operation that can fail on one rank alone (a file, host memory) is captured, and all ranks agree on its success
+before the next collective; otherwise the other ranks would wait in that collective for the failed rank.
 
-Tensors are named here and not by `get_state_dict`, which takes an optimiser over the model's own parameters only: those
-of `MasterAdamW` are float32 copies, and a critic's belong to another module.
+Tensor names are built here rather than by `get_state_dict`, which accepts only an optimizer over the model's own
+parameters: parameters of `MasterAdamW` are float32 copies, and a critic's parameters belong to another module.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from posttrain.train import distributed, model_folder, optim, sharding
 from posttrain.train.master_weights import MasterAdamW
 
 FOLDER = "divided"
-WEIGHTS, MOMENTS = "weights", "moments"  # what names of tensors begin with: weights/NAME, moments/KEY/NAME
-_pending: Future[None] | None = None  # the save that goes on
-_group: Any = None  # over which the thread of a save talks to those of other ranks
+WEIGHTS, MOMENTS = "weights", "moments"  # prefixes of tensor names: weights/NAME, moments/KEY/NAME
+_pending: Future[None] | None = None  # the save in progress
+_group: Any = None  # process group of the saving threads of all ranks
 
 
 def is_divided(folder: Path) -> bool:
-    """Whether ranks have written this checkpoint in parts."""
+    """Return whether the checkpoint was written as shards by several ranks."""
     return (folder / FOLDER).is_dir()
 
 
@@ -59,17 +59,17 @@ def save(
     *,
     wait: bool,
 ) -> Path:
-    """Copy weights and moments to the host, and begin to write `root/step-N`; all ranks call this. Returns the folder.
+    """Copy weights and moments to host memory and start writing `root/step-N`. Returns the folder. All ranks call this.
 
-    moments: by name, see `moments_of`. write_rest: writes what else belongs into the folder, on rank 0. wait: until the
-    checkpoint is sealed. Raises RunError, also where the save before this one has failed in its thread.
+    moments: tensors by name, see `moments_of`. write_rest: writes the other files of the folder, on rank 0. wait:
+    return only when the checkpoint is sealed. Raises RunError, also if the previous save failed in its thread.
     """
     global _pending
     wait_for_save()
     with contextlib.ExitStack() as writing:
         writing.enter_context(ranks.defer_shutdown(every_rank=True))
         unsealed = distributed.run_on_rank0(_begin, root, step, loaded)
-        share = model_folder.deal_out(loaded)
+        share = model_folder.assign_weights(loaded)
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
         tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
@@ -84,7 +84,7 @@ def save(
 
 
 def wait_for_save() -> None:
-    """Wait for the save whose thread still writes, if there is one. Raises its error, on all ranks."""
+    """Wait for the save in progress, if any. Raises its error, on all ranks."""
     global _pending
     if _pending is not None:
         done, _pending = _pending, None
@@ -92,7 +92,7 @@ def wait_for_save() -> None:
 
 
 def _use_own_group() -> None:
-    """Have the thread talk over a group of its own, which the first save makes."""
+    """Create the process group of the saving threads at the first save."""
     global _group
     if _group is None:
         _group = distributed.new_group()
@@ -100,7 +100,9 @@ def _use_own_group() -> None:
 
 def _begin(root: Path, step: int, loaded: LoadedModel) -> Path:
     weights = sum(p.numel() for p in loaded.model.parameters())
-    checkpoints.require_space(root, weights * (3 * 4 + 2))  # float32 weights and two moments, and a folder's in half
+    checkpoints.require_space(
+        root, weights * (3 * 4 + 2)
+    )  # float32 weights and two moments, plus the folder in half precision
     return checkpoints.begin(root, step)
 
 
@@ -119,31 +121,35 @@ def _finish(
     parts: dict[str, Tensor],
     keep: int,
 ) -> None:
-    """In a thread: write, hash and seal.
+    """Write, hash and seal the checkpoint (runs in a thread).
 
-    Each rank hashes the files that it has written, and rank 0 all others: another rank's listing of a folder on a
-    network file system may be older than the files in it.
+    Each rank hashes the files it has written, and rank 0 all remaining files: on a network file system, a rank's
+    directory listing can be older than the files of another rank.
     """
     with writing, distributed.use_group(_group):
         written = distributed.capture(model_folder.write_files, share, unsealed)
-        divided = distributed.capture(_write_parts, parts, unsealed)  # also where the other has failed
+        divided = distributed.capture(_write_parts, parts, unsealed)  # a collective: needed even after a failure
         distributed.value_or_raise(divided if written.error is None else replace(divided, error=written.error))
-        own = {*share.files, *own_parts(unsealed, distributed.rank())}
-        of_all = set[str]().union(*distributed.gather(own))
-        hashed = distributed.capture(_hash, unsealed, own, of_all)
+        mine = {*share.files, *list_shards(unsealed, distributed.rank())}
+        of_all_ranks = set[str]().union(*distributed.gather(mine))
+        hashed = distributed.capture(_hash, unsealed, mine, of_all_ranks)
         files = {name: entry for found in distributed.gather_or_raise(hashed) for name, entry in found.items()}
         distributed.run_on_rank0(_complete, root, unsealed, files, keep)
 
 
-def _hash(unsealed: Path, own: set[str], of_all: set[str]) -> checkpoints.Files:
-    """own: names of files that this rank has written. of_all: those of all ranks; rank 0 takes what is not in it."""
-    rest = checkpoints.list_files(unsealed) - of_all if distributed.is_main() else set[str]()
-    return checkpoints.sync_and_hash(unsealed, own | rest)
+def _hash(unsealed: Path, mine: set[str], of_all_ranks: set[str]) -> checkpoints.Files:
+    """Sync and hash this rank's files. mine: names of files written by this rank. of_all_ranks: names of files written
+    by any rank; rank 0 also hashes every file not among them."""
+    others = checkpoints.list_files(unsealed) - of_all_ranks if distributed.is_main() else set[str]()
+    return checkpoints.sync_and_hash(unsealed, mine | others)
 
 
 def _copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of this rank's shards in the host's memory. `dcp.async_save` would begin to write with the ranks whose
-    memory has sufficed, before it is known that one's has not."""
+    """Copy this rank's shards to host memory.
+
+    `dcp.async_save` is not used: ranks that have enough memory would begin to write before knowing that another rank
+    has not.
+    """
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copied: Any = stager.stage(tensors)
     stager.close()
@@ -151,20 +157,23 @@ def _copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_parts(parts: dict[str, Tensor], unsealed: Path) -> None:
-    """Write the shards of all ranks, a collective."""
+    """Write the shards of all ranks (a collective)."""
     with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
         dcp.save(parts, checkpoint_id=unsealed / FOLDER, process_group=_group)
 
 
-def own_parts(unsealed: Path, rank: int) -> set[str]:
-    """Names of the files that DCP has written on this rank, which begin with its number. What it knows of the places of
-    tensors tells no more: up to torch 2.12 other ranks than the first get none of it."""
+def list_shards(unsealed: Path, rank: int) -> set[str]:
+    """Return the names of the files that DCP wrote on this rank: they begin with its rank number.
+
+    DCP's metadata cannot be used instead: up to torch 2.12 it reaches rank 0 only.
+    """
     return {f"{FOLDER}/{file.name}" for file in (unsealed / FOLDER).glob(f"__{rank}_*")}
 
 
 @contextlib.contextmanager
 def _as_run_error(what: str, where: Path, hint: str = "") -> Iterator[None]:
-    """DCP raises a BaseException with the errors of all ranks in it; here it becomes a RunError with the first."""
+    """Convert DCP's CheckpointException, a BaseException with the errors of all ranks, to a RunError with the first
+    error."""
     try:
         yield
     except CheckpointException as error:
@@ -178,8 +187,8 @@ def _complete(root: Path, unsealed: Path, files: checkpoints.Files, keep: int) -
 
 
 def moments_of(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-    """The tensors of an optimiser's `state_dict` as `save` names them. names: of its parameters, by group."""
-    numbers = _numbers(state, names)
+    """Return the tensors of an optimizer's `state_dict`, named as `save` expects. names: parameter names by group."""
+    numbers = _parameter_numbers(state, names)
     return {
         f"{MOMENTS}/{key}/{name}": value
         for name, number in numbers.items()
@@ -189,15 +198,16 @@ def moments_of(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[st
 
 
 def without_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """What of an optimiser's `state_dict` is no tensor."""
-    kept = {
+    """Return a copy of an optimizer's `state_dict` without its tensors."""
+    scalars = {
         number: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for number, values in state["state"].items()
     }
-    return {**state, "state": kept}
+    return {**state, "state": scalars}
 
 
-def _numbers(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, int]:
+def _parameter_numbers(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the number under which the optimizer's `state_dict` keeps each named parameter."""
     groups = zip(names, state["param_groups"], strict=True)
     return {name: number for own, group in groups for name, number in zip(own, group["params"], strict=True)}
 
@@ -206,12 +216,12 @@ def _numbers(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str,
 def load(
     folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Read a checkpoint's weights into the model, and its moments into `state`, an optimiser's `state_dict` without
-    them; returns it. All ranks call this, and all raise if it fails on any.
+    """Read a checkpoint's weights into the model and its moments into `state`, and return `state`.
 
-    Each rank reads what its own shards need. Packed weights (gate and up projections in one, `tensor_split`) are read
-    as contiguous shards and then redistributed, which is a collective. Raises RunError where the checkpoint is of
-    another model or cannot be read.
+    state: an optimizer's `state_dict` without moments. All ranks call this, and all raise if the load fails on any.
+    Each rank reads what its own shards need. Packed weights (gate and up projections in one tensor, `tensor_split`) are
+    read as contiguous shards and then redistributed, which is a collective. Raises RunError if the checkpoint belongs
+    to another model or cannot be read.
     """
     wanted = distributed.run_all_or_raise(_plan, folder, loaded, optimizer, state, names)
     read = {name: sharding.in_one_piece(tensor) for name, tensor in wanted.items()}
@@ -227,33 +237,35 @@ def load(
 def _plan(
     folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
 ) -> dict[str, Tensor]:
-    """The tensors to load into, by the checkpoint's names; those of moments are new, and put into `state`."""
+    """Return the tensors to load into, by the checkpoint's names. Tensors of moments are allocated here and put into
+    `state`."""
     stored = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
     weights = {f"{WEIGHTS}/{name}": tensor for name, tensor in _weights(loaded, optimizer).items()}
     _check_names(folder, weights, stored)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     like = dict(zip((name for own in names for name in own), parameters, strict=True))
-    numbers = _numbers(state, names)
-    places: dict[str, Tensor] = {}
+    numbers = _parameter_numbers(state, names)
+    moments: dict[str, Tensor] = {}
     for key, entry in stored.items():
         kind, _, rest = key.partition("/")
         if kind == MOMENTS and isinstance(entry, TensorStorageMetadata):
             part, _, name = rest.partition("/")
-            places[key] = _place(entry, like[name])
-            state["state"].setdefault(numbers[name], {})[part] = places[key]
-    return {**weights, **places}
+            moments[key] = _allocate_moment(entry, like[name])
+            state["state"].setdefault(numbers[name], {})[part] = moments[key]
+    return {**weights, **moments}
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's shards of the tensors."""
+    """Fill this rank's shards of the tensors from the checkpoint."""
     with warnings.catch_warnings(), _as_run_error("the checkpoint cannot be read", folder):
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank reads by itself
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank reads independently
         dcp.load(tensors, checkpoint_id=folder / FOLDER, no_dist=True)
 
 
 def _weights(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Where the weights of a checkpoint go: the model's, or the float32 ones of its optimiser."""
-    exact = optim.masters(optimizer, loaded.model)
+    """Return the tensors that a checkpoint's weights are loaded into: the model's, or the optimizer's float32
+    masters."""
+    exact = optim.state_dict_with_masters(optimizer, loaded.model)
     distinct = sharding.distinct_state(loaded.model)
     return {name: tensor if exact is None else exact[name] for name, tensor in distinct.items()}
 
@@ -267,9 +279,12 @@ def _check_names(folder: Path, weights: dict[str, Tensor], stored: dict[str, Any
         raise RunError(f"checkpoint {folder} does not fit: it holds other weights, e.g. {first}")
 
 
-def _place(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """Where a moment is read to: divided as its parameter is, if it has its shape; of a whole parameter to the host,
-    from where the optimiser brings it to where it keeps it."""
+def _allocate_moment(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """Allocate the tensor that a moment is read into.
+
+    Sharded like its parameter if the shapes are equal; otherwise on the host, from where the optimizer moves it to its
+    device.
+    """
     if isinstance(parameter, DTensor) and entry.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=entry.properties.dtype)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)

@@ -1,7 +1,7 @@
-"""Log-probs from a vocabulary-parallel output head: each rank has the rows of the head, and the logits, of its part of
-the vocabulary.
+"""Log-probs from a vocabulary-parallel output head: each rank holds the rows of the head, and the logits, of its shard
+of the vocabulary.
 
-A log-softmax over the whole vocabulary needs a maximum and a few sums for each position. These are all-reduced, not the
+A log-softmax over the whole vocabulary needs a maximum and a few sums per position. Only these are all-reduced, not the
 logits; all ranks get the same log-probs.
 """
 
@@ -22,8 +22,11 @@ Chunks = Callable[..., Any]
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's part of the vocabulary, from token `first` on. logits: of these tokens, from hidden states; backward
-    it all-reduces the gradient of the hidden states over `group`."""
+    """This rank's shard of the vocabulary, from token `first` on.
+
+    logits: computes the logits of these tokens from hidden states; backward all-reduces the gradient of the hidden
+    states over `group`.
+    """
 
     logits: Callable[..., Tensor]
     group: Any
@@ -31,29 +34,29 @@ class VocabularyShard:
 
 
 def log_softmax(logits: Tensor, own: VocabularyShard | None) -> Tensor:
-    """Log-probs of this rank's tokens, normalised over the whole vocabulary."""
+    """Return the log-probs of this rank's tokens, normalized over the whole vocabulary."""
     if own is None:
         return logits.log_softmax(-1)
     largest = reduce(logits.max(-1, keepdim=True).values, own.group, dist.ReduceOp.MAX)
     total = sum_parts((logits - largest).exp().sum(-1, keepdim=True), own.group)
-    return logits - sum_gradients_of(largest + total.log(), own.group)  # which each rank subtracts from other logits
+    return logits - sum_gradients_of(largest + total.log(), own.group)  # each rank subtracts it from different logits
 
 
-def sum_tokens(values: Tensor, own: VocabularyShard | None) -> Tensor:
-    """The sum over the vocabulary, the last dimension."""
+def sum_over_vocabulary(values: Tensor, own: VocabularyShard | None) -> Tensor:
+    """Sum over the vocabulary, the last dimension."""
     total = values.sum(-1)
     return total if own is None else sum_parts(total, own.group)
 
 
-def pick(values: Tensor, tokens: Tensor, own: VocabularyShard | None) -> Tensor:
-    """The values [M] of `tokens` [M] out of [M,V]."""
+def gather_tokens(values: Tensor, tokens: Tensor, own: VocabularyShard | None) -> Tensor:
+    """Return the values [M] of `tokens` [M] from `values` [M,V]."""
     if own is None:
         return values.gather(-1, tokens[:, None])[:, 0]
-    return sum_parts(_pick_own(values, tokens, own.first), own.group)
+    return sum_parts(_gather_own_tokens(values, tokens, own.first), own.group)
 
 
-def top(values: Tensor, count: int, own: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """The `count` largest values [M,K], falling, and their tokens; without gradient."""
+def topk(values: Tensor, count: int, own: VocabularyShard | None) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest values [M,K] in descending order, and their tokens; without gradient."""
     found = values.detach().topk(min(count, values.shape[-1]))
     if own is None:
         return found.values, found.indices
@@ -66,18 +69,19 @@ def top(values: Tensor, count: int, own: VocabularyShard | None) -> tuple[Tensor
     return best.values, tokens.gather(-1, best.indices)
 
 
-def _pick_own(values: Tensor, tokens: Tensor, first: int) -> Tensor:
-    """The values [M] of those `tokens` [M] that are in this rank's part of the vocabulary; 0 for others."""
-    place = tokens - first
-    is_own = (place >= 0) & (place < values.shape[-1])
-    return values.gather(-1, place.where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
+def _gather_own_tokens(values: Tensor, tokens: Tensor, first: int) -> Tensor:
+    """Return the values [M] of the `tokens` [M] that are in this rank's shard of the vocabulary; 0 for other tokens."""
+    index = tokens - first
+    is_own = (index >= 0) & (index < values.shape[-1])
+    return values.gather(-1, index.where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
 
 
 class ShardedTokenScores(torch.autograd.Function):
-    """(logp, entropy) [M] in float32 of targets [M], from hidden [M,H] and this rank's rows [V/n,H] of the head.
+    """Compute (logp, entropy) [M] in float32 of targets [M], from hidden [M,H] and this rank's rows [V/n,H] of the
+    head.
 
-    Logits are computed in the dtype of hidden, and again in the backward pass; the gradient of the weight is summed in
-    float32. chunks: gives hidden states, targets and scales a few tokens at a time; scaled: logits / scale.
+    Logits are computed in the dtype of hidden and recomputed in the backward pass; the gradient of the weight is summed
+    in float32. chunks: yields hidden states, targets and scales a few tokens at a time; scaled: logits / scale.
     """
 
     @staticmethod
@@ -98,7 +102,7 @@ class ShardedTokenScores(torch.autograd.Function):
                 largest = reduce(logits.max(-1).values, own.group, dist.ReduceOp.MAX)
                 weights = (logits - largest[:, None]).exp()
                 means = torch.linalg.vecdot(weights, logits)
-                chosen = _pick_own(logits, t, own.first)
+                chosen = _gather_own_tokens(logits, t, own.first)
                 total, means, chosen = reduce(torch.stack([weights.sum(-1), means, chosen]), own.group)
                 totals.append(largest + total.log())
                 logp.append(chosen - totals[-1])
@@ -123,9 +127,9 @@ class ShardedTokenScores(torch.autograd.Function):
             rows = slice(at, at + len(h))
             g = (grad[rows].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
             to_logits = (ctx.scaled(h @ w.T, s).float() - totals[rows, None]).exp_().mul_(-g)
-            place = t - ctx.own.first
-            is_own = (place >= 0) & (place < len(w))
-            to_logits.scatter_add_(-1, place.where(is_own, 0)[:, None], g * is_own[:, None])
+            index = t - ctx.own.first
+            is_own = (index >= 0) & (index < len(w))
+            to_logits.scatter_add_(-1, index.where(is_own, 0)[:, None], g * is_own[:, None])
             to_logits = to_logits.to(w.dtype)
             if to_hidden is not None:
                 to_hidden[rows] = to_logits @ w

@@ -1,4 +1,4 @@
-"""Collecting groups over generation batches, so that those which `keep` drops are replaced by other prompts."""
+"""Dynamic sampling: collects groups over several generation batches, so that groups dropped by `keep` are replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.advantage.keep import Refill
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError, count_noun
 
-HINTS = {  # by what most of the dropped groups were
+HINTS = {  # by the most frequent cause of dropped groups
     "no right answer": "warm up with SFT, or use easier prompts or more samples a prompt",
     "only right answers": "use harder prompts",
     "right and wrong answers": "see what `keep` asks for",
@@ -20,16 +20,16 @@ HINTS = {  # by what most of the dropped groups were
 
 
 class DynamicSamplingBuffer:
-    """Counts the groups that pass `keep` until `want` are there.
+    """Counts groups that pass `keep` until `want` have passed.
 
-    Without `keep`, or with max_batches 1, nothing is refilled: one batch is enough and all its groups are taken (those
+    Without `keep`, or with max_batches 1, there is no refill: one batch suffices and all its groups are taken (groups
     that `keep` drops carry no loss).
     """
 
     def __init__(self, keep: Callable[[RolloutBatch], Tensor] | None, want: int, max_batches: int) -> None:
         self._keep = keep if max_batches > 1 else None
         self._refill = Refill(want, max_batches)
-        self._dropped = Counter[str]()  # why groups did not pass
+        self._dropped = Counter[str]()  # causes of dropped groups
 
     @property
     def batches(self) -> int:
@@ -37,31 +37,31 @@ class DynamicSamplingBuffer:
 
     @property
     def full(self) -> bool:
-        """Enough groups, or the only batch there is."""
+        """Whether there are enough groups, or no further batch is allowed."""
         return self._refill.status == "full" or (self._keep is None and self.batches > 0)
 
     @property
     def refills(self) -> bool:
-        """Whether groups are looked at; else `take` needs only their ids."""
+        """Whether groups are filtered; if False, `take` needs only their ids."""
         return self._keep is not None
 
     def take(self, groups: Iterable[int]) -> set[int]:
-        """The ids of all groups of a batch, where nothing is refilled."""
+        """Return the ids of all groups of a batch, when there is no refill."""
         taken = set(groups)
         self._refill = self._refill.add([True] * len(taken))
         return taken
 
     def add(self, batch: RolloutBatch) -> set[int]:
-        """The ids of this batch's groups to train on; surplus groups are left out.
+        """Return the ids of this batch's groups to train on; surplus groups are left out.
 
-        Raises RunError when the last batch that is allowed leaves the step short.
+        Raises RunError if the last allowed batch leaves the step short.
         """
         groups = list(dict.fromkeys(batch.group_ids.tolist()))
         if self._keep is None:
             return self.take(groups)
         passed = set(batch.group_ids[self._keep(batch)].tolist())
         self._refill = self._refill.add([group in passed for group in groups])
-        self._dropped.update(outcome(batch, group) for group in groups if group not in passed)
+        self._dropped.update(classify_group(batch, group) for group in groups if group not in passed)
         if self._refill.status == "error":
             raise self._too_few()
         return {groups[index] for number, index in self._refill.selected if number == self.batches - 1}
@@ -77,8 +77,8 @@ class DynamicSamplingBuffer:
         )
 
 
-def outcome(batch: RolloutBatch, group: int) -> str:
-    """What the answers of a group were: a key of HINTS."""
+def classify_group(batch: RolloutBatch, group: int) -> str:
+    """Classify the answers of a group; returns a key of HINTS."""
     assert batch.correct is not None
     correct = batch.correct[batch.group_ids == group]
     known = correct[~correct.isnan()]

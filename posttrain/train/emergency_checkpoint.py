@@ -1,20 +1,20 @@
-"""Checkpoints of a run, and the one that an error leaves behind.
+"""Emergency checkpoint: saves the last finished step of an RL run when the next step fails.
 
-An error that comes before an optimiser has begun to change weights ends the run, and loses nothing of the steps that
-are done. The sync that brings their weights to the engine is a part of the step that begins. After the first update of
-a step its weights are those of no step: nothing is saved then, and a note says so.
+An error raised before the optimizer has begun to change weights ends the run without losing a finished step: the
+checkpoint of the step before is written. Syncing the new weights to the engine counts as part of the next step. After
+the first update of a step, the weights belong to no finished step; nothing is saved then, and a note says why.
 
-Several ranks: an error of one is raised on all where they meet (`distributed.gather_or_raise`); all are still there,
-and save together as they do after a step. Where one is gone (killed, or failed where the others do not look), nobody
-can be asked: rank 0 saves by itself, for it has all that a checkpoint holds, and what it writes counts only when it is
-sealed. A divided model in full training is on no rank as a whole, and is not saved then; an adapter on one is. Nobody
-saves if it is rank 0 that is gone.
+Several ranks: an error exchanged in `distributed.gather_or_raise` is raised on all ranks, which then save together as
+after a regular step. If a rank is gone (killed, or failed outside such an exchange), no collective can run: rank 0
+saves alone, because rank 0 holds everything that a checkpoint needs, and the checkpoint counts only once it is sealed.
+A sharded model in full training is not whole on any rank and is not saved in that case; a LoRA adapter is. Nothing is
+saved if rank 0 itself is gone.
 
-With `rollout.staleness: k` a checkpoint of the first t steps needs the rollouts of steps t to t+k-1, which older
-weights have begun: those weights are gone, so a run that went on without these rollouts would draw them with newer
-ones. If they are there, or come within a minute, they go into the checkpoint, and a run goes on from it exactly. If the
-error is in one of them, an older checkpoint, if there is one, stays the newest. Rollouts of step t+k are begun with the
-weights of the checkpoint itself and can be drawn again.
+With `rollout.staleness: k`, a checkpoint of the first t steps needs the rollouts of steps t to t+k-1. Older weights
+began those rollouts and no longer exist, so a resumed run without the rollouts would sample with newer weights. If the
+rollouts are complete, or complete within a minute, they are stored in the checkpoint and the run resumes exactly. If
+the error came from one of these rollouts, an older checkpoint, if any, stays the newest. Rollouts of step t+k begin
+with the weights of the checkpoint itself and can be sampled again.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ from posttrain.train.context import TrainContext
 from posttrain.train.reference import RenewedReference
 from posttrain.train.rollout_source import RolloutSource
 
-Note = Callable[[str], None]  # says a line to people
+Note = Callable[[str], None]  # prints one line for the user
 
 
 @contextmanager
 def save_on_error(
     ctx: TrainContext, state: checkpoint.State, directory: RunDirectory, source: RolloutSource, *, note: Note
 ) -> Iterator[None]:
-    """Around a step of rl, and around what is done between two: an error inside (an engine that dies, a reward that
-    fails, too few groups that pass `keep`, a GPU that is full in a backward pass) leaves a checkpoint of the step
-    before, and goes on."""
-    before = dataclasses.replace(state)  # sampling moves the place in the data
+    """Write a checkpoint of the step before if the block raises, then re-raise the error.
+
+    Wraps an RL step, and the work between two steps. Examples of errors: an engine that dies, a reward that fails, too
+    few groups that pass `keep`, a GPU out of memory in a backward pass.
+    """
+    before = dataclasses.replace(state)  # sampling advances the data position
     with optim.count_updates(ctx.optimizer, ctx.sft_optimizer) as begun:
         try:
             yield
@@ -74,15 +76,17 @@ def save_before_raising(
     exact: bool = True,
     note: Note,
 ) -> None:
-    """Have `save(alone=...)` write a checkpoint of the `done` steps, unless there is one; a note says what became of
-    it. An asynchronous save of an earlier step is waited for first; where it failed, a note says so.
+    """Call `save(alone=...)` to checkpoint the `done` finished steps unless such a checkpoint exists; a note says the
+    outcome.
 
-    models: what is trained. whole: their weights are those of that step. exact: a run goes on from the checkpoint as if
-    nothing had been; otherwise an older one is worth more.
+    Waits first for an asynchronous save of an earlier step; if that save failed, a note says so.
+
+    models: the trained modules. whole: their weights are those of step `done`. exact: a run resumed from the checkpoint
+    continues as if uninterrupted; if False, an existing older checkpoint is preferred.
     """
     together = distributed.all_ranks_raise(error)
     try:
-        divided_checkpoint.wait_for_save()  # of an earlier step, which decides what is saved
+        divided_checkpoint.wait_for_save()  # an earlier asynchronous save: its outcome decides whether to save now
     except Exception as failed:
         note(f"the newest checkpoint was not written: {failed}")
     trained = (weight for model in models for weight in model.parameters() if weight.requires_grad)
@@ -101,17 +105,17 @@ def save_before_raising(
         note(f"not saved after step {done}: its weights are not finite")
         return
     for model in models:
-        model.zero_grad(set_to_none=True)  # room, where a GPU is full
+        model.zero_grad(set_to_none=True)  # frees memory if the GPU ran out
     try:
         save(alone=not together)
-    except Exception as failed:  # a full disk, say; the error that brought us here is the one to raise
+    except Exception as failed:  # e.g. a full disk; the original error is the one to raise
         note(f"not saved after step {done}: {failed}")
     else:
         note(f"saved after step {done}: the next step failed before its update")
 
 
 def has_finite_weights(model: nn.Module) -> bool:
-    """Whether all weights that are trained are finite."""
+    """Return whether all trainable weights are finite."""
     trained = (local(weight.detach()) for weight in model.parameters() if weight.requires_grad)
     return all(bool(torch.isfinite(weight).all()) for weight in trained)
 
@@ -125,8 +129,11 @@ def save_step(
     alone: bool = False,
     wait: bool = True,
 ) -> None:
-    """A checkpoint of the step that is done, with the opponent and the rollouts of steps to come (source None: without
-    them). alone, wait: see `checkpoint.save`."""
+    """Write a checkpoint of the finished step, with the opponent and other step state, and the rollouts of coming
+    steps.
+
+    source: None leaves the rollouts of coming steps out. alone, wait: see `checkpoint.save`.
+    """
 
     def save_more(folder: Path) -> None:
         if ctx.opponent is not None:

@@ -1,5 +1,8 @@
-"""The whole objective of VL-DAC where each step of an environment is a row of its own. In `rl` a row is a whole rollout
-with its turns, so no recipe runs this; its advantage (`step_gae`, by turn), loss, KL and value loss are components."""
+"""Complete objective of VL-DAC, with one row per environment step.
+
+In `rl` a row is a whole rollout with all its turns, so no recipe runs this function; its advantage (`step_gae`, by
+turn), loss, KL and value loss are available as components.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from posttrain.loss.value import clipped_value_loss
 
 @dataclass(frozen=True)
 class StepLoss:
-    """loss = policy + value; `policy` holds the KL, `value` its coefficient. Scalars with gradient."""
+    """loss = policy + value; `policy` includes the KL, `value` its coefficient. Scalars with gradient."""
 
     loss: Tensor
     policy: Tensor
@@ -38,11 +41,11 @@ def step_loss(
     vf_coef: float = 0.5,
     bootstrap_value: float = 0.0,
 ) -> StepLoss:
-    """Credit by step, clip by token. Rows are steps; `values` and `new_values` [N] are the critic's at their states.
+    """Compute the VL-DAC loss: credit assignment per step, clipping per token.
 
-    Policy: clip(r, A_step) + kl_coef * k3, mean over a step's tokens, then over steps. Value: vf_coef * mean over all
-    steps, also those without tokens, of max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2). The paper has
-    kl_coef 0.04.
+    Rows are steps; `values` and `new_values` [N] are the critic's values of their states. Policy: clip(r, A_step) +
+    kl_coef * k3, averaged over a step's tokens, then over steps. Value: vf_coef * mean over all steps, including steps
+    without tokens, of max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2). The paper uses kl_coef 0.04.
     """
     old, new = require_field(batch.values, "values").detach(), require_field(batch.new_values, "new_values")
     steps = step_terms(

@@ -1,8 +1,8 @@
-"""Evaluation while training: before the first step, every `eval.every` steps, and at the end.
+"""Evaluation during training: before the first step, every `eval.every` steps, and at the end.
 
-What is measured does not change what is trained: seeds are of their own, and weights are only read. The best
-evaluation so far and the count since then are in the checkpoint's State, so a resumed run keeps, and stops at, what an
-unbroken one does.
+Evaluation does not affect training: it uses separate seeds and only reads weights. The best evaluation so far and the
+number of evaluations since then are in the checkpoint's State, so a resumed run keeps the same best model and stops at
+the same step as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from posttrain.train.checkpoint import State
 from posttrain.train.model_folder import save_model
 from posttrain.verify.score import Scorer
 
-BEST = "best"  # the folder of the model with the best evaluation
-SAMPLES = 4  # completions of an evaluation that go to samples.jsonl
-RESAMPLES = 2000  # of the interval, which is computed at every evaluation
+BEST = "best"  # folder of the model with the best evaluation
+SAMPLES = 4  # completions per evaluation written to samples.jsonl
+RESAMPLES = 2000  # bootstrap resamples; the interval is computed at every evaluation
 LOWER_IS_BETTER = ("loss",)
 
 Values = dict[str, Any]
@@ -42,9 +42,9 @@ Measure = Callable[[int], tuple[Values, list[Record]]]  # step -> metrics withou
 
 
 class Evaluation:
-    """The evaluations of one run. Every rank calls it after the same steps.
+    """Evaluations of one run. Every rank calls it after the same steps.
 
-    measures: what is measured, in this order.
+    measures: functions that compute metrics, called in this order.
     """
 
     watchdog: Watchdog
@@ -55,20 +55,20 @@ class Evaluation:
         self.settings, self.directory, self.loaded, self.measures = settings, directory, loaded, measures
 
     def attach(self, watchdog: Watchdog) -> None:
-        """Give it what the loop has. Call this before the first evaluation."""
+        """Set the watchdog of the training loop. Call this before the first evaluation."""
         self.watchdog = watchdog
 
     def is_due(self, state: State, *, last: bool = False) -> bool:
-        """Whether the steps that are done call for an evaluation that was not made. last: no step follows.
+        """Return whether an evaluation is due after the finished steps. last: no step follows.
 
-        So a run begins with one, and a run that failed in one makes it when it resumes.
+        A run therefore begins with an evaluation, and a run that failed during an evaluation repeats it when resumed.
         """
         return state.evaluated < state.step and (last or state.step % self.settings.every == 0)
 
     def evaluate(self, state: State) -> tuple[Values, list[Record]]:
-        """Measure; keep the best weights, and say in `state` if the run should stop.
+        """Run all measures, save the best weights, and set `state.stopped_early` if the run should stop.
 
-        Returns metrics, all of them under `eval/` but `time/eval`, and samples.
+        Returns metrics, all under `eval/` except `time/eval`, and samples.
         """
         started = time.perf_counter()
         values: Values = {}
@@ -78,11 +78,11 @@ class Evaluation:
                 found, samples = measure(state.step)
                 values |= {f"eval/{name}": value for name, value in found.items()}
                 records += samples
-        better = judge(state, self.settings.judged_by, values.get(f"eval/{self.settings.judged_by}"))
+        better = update_best(state, self.settings.judged_by, values.get(f"eval/{self.settings.judged_by}"))
         if better and state.step and self.settings.keep_best:
             self._keep_best(state)
         if self.settings.patience and state.step and state.since_best >= self.settings.patience:
-            state.stopped_early = given_up(state)
+            state.stopped_early = early_stop_message(state)
         state.evaluated = state.step
         values["time/eval"] = distributed.broadcast_from_rank0(time.perf_counter() - started)
         state.eval_seconds += values["time/eval"]
@@ -94,17 +94,18 @@ class Evaluation:
             distributed.run_on_rank0(write_json, self.directory.path / f"{BEST}.json", state.best)
 
     def summary(self, state: State) -> Values:
-        """What the run's summary says of its evaluations."""
+        """Return the entries of the run's summary about its evaluations."""
         if state.best is None or not (self.settings.keep_best or self.settings.patience):
             return {}
-        kept = self.settings.keep_best and state.best["step"]
-        model = str(self.directory.path / BEST) if kept else None
+        saved = self.settings.keep_best and state.best["step"]
+        model = str(self.directory.path / BEST) if saved else None
         found: Values = {"best_checkpoint": {**state.best, "model": model}}
         return {**found, **({"stopped_early": state.stopped_early} if state.stopped_early else {})}
 
 
-def judge(state: State, metric: str, value: float | None) -> bool:
-    """Whether an evaluation is the best so far; counts it in `state`. One without a number is not."""
+def update_best(state: State, metric: str, value: float | None) -> bool:
+    """Return whether an evaluation is the best so far, and update `state`. An evaluation without a value is never the
+    best."""
     before = state.best
     sign = -1 if metric in LOWER_IS_BETTER else 1
     if value is None or (before is not None and sign * value <= sign * before["value"]):
@@ -116,20 +117,23 @@ def judge(state: State, metric: str, value: float | None) -> bool:
 
 
 def evaluation_notes(state: State, values: Mapping[str, Any]) -> list[str]:
-    """The lines of an evaluation on the terminal: its numbers, and that it ends the run, if it does."""
+    """Return the terminal lines of an evaluation: its values, and whether it stops the run."""
     interval = ""
     if values.get("eval/accuracy/low") is not None:
         interval = f" [{values['eval/accuracy/low']:.3f}, {values['eval/accuracy/high']:.3f}]"
     names = ("accuracy", "reward", "loss", "clipped_ratio")
-    told = [(name, values.get(f"eval/{name}")) for name in names]
-    parts = [f"{name} {value:.3f}{interval if name == 'accuracy' else ''}" for name, value in told if value is not None]
+    parts = [
+        f"{name} {value:.3f}{interval if name == 'accuracy' else ''}"
+        for name in names
+        if (value := values.get(f"eval/{name}")) is not None
+    ]
     numbers = ", ".join(parts) or "nothing could be judged"
     line = f"evaluation after step {state.step}: {numbers} ({values['time/eval']:.1f} s)"
     return [line, state.stopped_early] if state.stopped_early else [line]
 
 
-def given_up(state: State) -> str:
-    """The sentence on a run that its evaluations have stopped."""
+def early_stop_message(state: State) -> str:
+    """Return the message of a run stopped by its evaluations."""
     best = state.best or {}
     return (
         f"stopped after step {state.step}: {count_noun(state.since_best, 'evaluation')} in a row not better than "
@@ -139,9 +143,9 @@ def given_up(state: State) -> str:
 
 @dataclass
 class Completions:
-    """Completions of held-out prompts, scored.
+    """Samples and scores completions of held-out prompts.
 
-    sync: gives the engine the weights of a step. scorer: of the rewards that grade.
+    sync: updates the engine to the weights of a step. scorer: scores with the grading rewards.
     """
 
     prompts: Sequence[Prompt]
@@ -164,8 +168,10 @@ class Completions:
         return completion_metrics(records, self.n, self.seed), shown
 
     def _grade_share(self) -> list[Record]:
-        """This rank's completions. The draws are those of every evaluation, so that two of them differ by their weights
-        alone."""
+        """Sample and grade this rank's completions.
+
+        The seeds are the same in every evaluation, so that two evaluations differ only by their weights.
+        """
         rollouts = self.engine.generate(
             self.prompts,
             self.n,
@@ -195,9 +201,10 @@ def _record(rollout: Rollout, sample: int, found: Mapping[str, Any]) -> Record:
 
 
 def completion_metrics(records: Sequence[Record], n: int, seed: int) -> Values:
-    """Metrics of the completions of all prompts; accuracy is the mean over prompts, with its interval.
+    """Compute metrics of the completions of all prompts; accuracy is the mean over prompts, with its interval.
 
-    A completion that was cut is wrong, as in `posttrain eval`; one that could not be judged is left out and counted.
+    A truncated completion counts as wrong, as in `posttrain eval`; a completion that could not be judged is excluded
+    and counted.
     """
     by_prompt: dict[int, list[bool | None]] = {}
     for record in records:
@@ -220,19 +227,19 @@ def completion_metrics(records: Sequence[Record], n: int, seed: int) -> Values:
     return values
 
 
-def left_out(prepared: Prepared[Any]) -> str:
-    """A line on held-out rows that cannot be used, empty where all can."""
-    lost = sum(len(uids) for uids in prepared.dropped.values())
+def describe_dropped_rows(prepared: Prepared[Any]) -> str:
+    """Return a line about held-out rows that cannot be used; empty if all can."""
+    dropped = sum(len(uids) for uids in prepared.dropped.values())
     causes = ", ".join(prepared.dropped)
     return (
         f"evaluation: {len(prepared.items)} of {count_noun(len(prepared.rows), 'row')} are used; {causes}"
-        if lost
+        if dropped
         else ""
     )
 
 
 def make_sync(engine: Engine, loaded: LoadedModel) -> Callable[[int], None]:
-    """A function that gives an engine the weights of a step, unless it has them."""
+    """Return a function that syncs an engine to the weights of a step unless it already has them."""
 
     def sync(step: int) -> None:
         if engine.version != step:

@@ -1,9 +1,10 @@
-"""Expert parallelism: each rank of a group has some of the experts whole, and tokens of all ranks come to them.
+"""Expert parallelism: each rank of a group holds some of the experts in full, and tokens of all ranks are sent to them.
 
-Ranks of a group run different rows. In each layer of experts every rank sends each token to the ranks of the experts
-that its router chose, these run their experts on what came, and send the results back, where the weights of the router
-add them up. Which weights are experts' is transformers' own plan of the architecture (`_ep_plan`). Other weights are
-divided over the same ranks by FSDP, and so are the experts of a rank over the ranks that have the same ones.
+Ranks of a group run different rows. In each MoE layer every rank sends its tokens to the ranks of the experts chosen by
+its router; those ranks run their experts on the received tokens and send the results back, where they are combined with
+the router's weights. Which weights are experts is defined by transformers' plan of the architecture (`_ep_plan`). Other
+weights are sharded over the same ranks by FSDP; the experts of a rank are sharded over the ranks that hold the same
+ones.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from posttrain.errors import ModelError
 from posttrain.models.adapters import without_layers
 from posttrain.train.tensor_split import Part, base_layer, run_experts, wild_name
 
-WEIGHTS = "grouped_gemm"  # the style of weights whose first dimension is the experts
+WEIGHTS = "grouped_gemm"  # plan style of weights whose first dimension is the experts
 MODULES = ("ep_dispatch_experts", "moe_tp_experts")
 PART = Part(0)
 
 
 def experts_of(causal: Any) -> dict[str, Any]:
-    """The modules of experts of a model by name, with adapters. Raises ModelError where transformers has no plan."""
+    """Return the expert modules of a model by name, including adapters. Raises ModelError if transformers has no
+    plan."""
     plan: dict[str, str] = getattr(causal, "_ep_plan", None) or {}
     found = {name: module for name, module in causal.named_modules() if plan.get(wild_name(name)) in MODULES}
     for name, module in found.items():
@@ -46,7 +48,7 @@ def experts_of(causal: Any) -> dict[str, Any]:
 
 
 def check(causal: Any, count: int) -> None:
-    """Raises ModelError where `count` ranks cannot divide the experts of a model; weights may be on the meta device."""
+    """Raise ModelError if `count` ranks cannot divide the experts of a model; weights may be on the meta device."""
     for module in experts_of(causal).values():
         experts = next(w.shape[0] for w in base_layer(module)._parameters.values() if w is not None)
         if experts % count:
@@ -58,7 +60,8 @@ def check(causal: Any, count: int) -> None:
 
 
 def divide_experts(module: Any, mesh: DeviceMesh) -> None:
-    """Leave this rank's experts in a module with its adapters, and have it exchange tokens with the others."""
+    """Keep only this rank's experts in a module, including its adapters, and make it exchange tokens with other
+    ranks."""
     experts, rank, count = base_layer(module), mesh.get_local_rank(), mesh.size()
     for leaf, weight in experts._parameters.items():
         if weight is not None:
@@ -74,10 +77,10 @@ def divide_experts(module: Any, mesh: DeviceMesh) -> None:
 def _exchange_tokens(
     run: Callable[..., Tensor], local: int, group: Any, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Output [T,H] of all experts for the tokens [T,H] of this rank, which go to experts `index` [T,K] and count there
-    by `weights` [T,K].
+    """Compute the output [T,H] of all experts for this rank's tokens [T,H].
 
-    run: this rank's experts, of which there are `local`.
+    index [T,K]: experts chosen for each token, weighted by `weights` [T,K]. run: this rank's experts, `local` in
+    number.
     """
     count, chosen = dist.get_world_size(group), index.reshape(-1)
     order = chosen.argsort(stable=True)
@@ -87,7 +90,7 @@ def _exchange_tokens(
     sizes, back = sent.sum(1).tolist(), received.sum(1).tolist()
     tokens = _Exchange.apply(hidden[order // index.shape[-1]], sizes, back, group)
     experts = torch.arange(local, device=hidden.device).repeat(count).repeat_interleave(received.reshape(-1))
-    if missing := not len(tokens):  # the backward pass talks to the others all the same
+    if missing := not len(tokens):  # a rank without tokens must still take part in the backward exchange
         tokens, experts = tokens.sum(0, keepdim=True), experts.new_zeros(1)
     found = run(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))
     found = _Exchange.apply(found[:0] if missing else found, back, sizes, group)
@@ -96,7 +99,7 @@ def _exchange_tokens(
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [T,H] to each rank of the group in its order; the rows that came from each, and their gradients back."""
+    """All-to-all of rows [T,H], ordered by rank, within the group; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: list[int], back: list[int], group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Given solutions among the rollouts of a step (`solutions`): rows that are trained on though nobody sampled them."""
+"""Given solutions added to a step's rollouts (`solutions`): rows that are trained on but were not sampled."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from posttrain.verify.failures import Calls
 def solution_rows(
     ctx: TrainContext, step: int, sampled: Sequence[Rollout], metrics: dict[str, Any]
 ) -> tuple[list[Rollout], list[Calls]]:
-    """One scored row for each group of `sampled` whose prompt has a solution, and the calls that scored them; adds
-    counts to `metrics`.
+    """Build one scored row for each group of `sampled` whose prompt has a solution; return the rows and the calls that
+    scored them.
 
-    The tokens are `given`: trained on, and no log-prob of an engine is known.
+    Adds counts to `metrics`. The tokens are of kind `given`: trained on, without log-probs of an engine.
     """
     groups = {rollout.group: rollout for rollout in sampled}
     rows = [

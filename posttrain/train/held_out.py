@@ -1,4 +1,5 @@
-"""The held-out rows of a training run, and what is measured on them: made before the first step, closed in the end."""
+"""Held-out evaluation of a training run: builds the prompts, engine and scorer before the first step, closes them at
+the end."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from posttrain.train.evaluation import (
     Measure,
     Record,
     Values,
-    left_out,
+    describe_dropped_rows,
     make_sync,
 )
 from posttrain.train.rollout_source import RolloutSource
@@ -37,14 +38,16 @@ from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Scorer
 
-Note = Callable[[str], None]  # says a line to people
+Note = Callable[[str], None]  # prints one line for the user
 
 
 def prepare_held_out(
     recipe: RlRecipe | SftRecipe | DpoRecipe, tokenizer: Any, offer: ToolSet | None = None
 ) -> Prepared[Prompt] | None:
-    """The prompts of the recipe's evaluation; None where it generates nothing. Raises DataError for rows that cannot be
-    read, RewardError for a reward that reads a column which they lack."""
+    """Prepare the prompts of the recipe's evaluation; None if it generates nothing.
+
+    Raises DataError for rows that cannot be read, RewardError for a reward that reads a missing column.
+    """
     settings = recipe.eval
     if settings is None or not settings.generates:
         return None
@@ -59,14 +62,15 @@ def prepare_held_out(
 
 
 def rl_sampling(recipe: RlRecipe) -> Sampling:
-    """How the completions of the evaluation are drawn: as rollouts are, but for what `eval` says itself."""
+    """Return the sampling settings of evaluation completions: those of rollouts, overridden by `eval`."""
     settings = recipe.eval
-    own = {"temperature": settings.temperature, "max_new_tokens": settings.max_new_tokens} if settings else {}
-    return recipe.rollout.model_copy(update={key: value for key, value in own.items() if value is not None})
+    overrides = {"temperature": settings.temperature, "max_new_tokens": settings.max_new_tokens} if settings else {}
+    return recipe.rollout.model_copy(update={key: value for key, value in overrides.items() if value is not None})
 
 
 def eval_shape(recipe: RlRecipe, shape: Shape | None) -> Shape | None:
-    """The shape of the evaluation's answers: that of the rollouts, if they come to one answer; None = completions."""
+    """Return the shape of evaluation answers: the rollouts' shape if it ends in one answer; None = plain
+    completions."""
     section = recipe.rollout.shape
     if shape is None or section is None or recipe.eval is None:
         return None
@@ -78,12 +82,12 @@ def eval_shape(recipe: RlRecipe, shape: Shape | None) -> Shape | None:
 def rl_evaluation(
     p: TrainContext, held_out: Prepared[Prompt] | None, directory: RunDirectory, note: Note
 ) -> Iterator[Evaluation | None]:
-    """The evaluation of an rl run, by the engine that samples its rollouts; None where the recipe has none."""
+    """Build the evaluation of an rl run, which uses the engine that samples its rollouts; yield None without `eval`."""
     settings = p.recipe.eval
     if settings is None or held_out is None:
         yield None
         return
-    if line := left_out(held_out):
+    if line := describe_dropped_rows(held_out):
         note(line)
     with ExitStack() as opened:
         scorer = p.scorer
@@ -91,7 +95,7 @@ def rl_evaluation(
             scorer = opened.enter_context(_scorer(p.recipe, settings, directory, note))
         engine: Any = p.engine
         sampling = rl_sampling(p.recipe)
-        if p.recipe.rollout.engine == "stored":  # it samples nothing
+        if p.recipe.rollout.engine == "stored":  # a stored engine cannot sample
             engine = TransformersEngine(p.loaded, batch_size=p.recipe.rollout.batch_size)
         sync, shape = make_sync(engine, p.loaded), eval_shape(p.recipe, p.shape)
         check_fits(held_out.items, sampling, (p.loaded.window or sys.maxsize) - (shape.room if shape else 0))
@@ -106,8 +110,10 @@ def rl_evaluation(
 def evaluate_step(
     evaluation: Evaluation | None, p: TrainContext, state: State, source: RolloutSource, *, last: bool
 ) -> tuple[Values, list[Record]]:
-    """Metrics and samples of the evaluation after a step of rl, if one is due. The engine is free then: rollouts of
-    later steps that are in progress are waited for."""
+    """Return metrics and samples of the evaluation after an rl step; empty if none is due.
+
+    Waits until rollouts in progress for later steps have finished, so that the engine is free.
+    """
     if evaluation is None or not evaluation.is_due(state, last=last):
         return {}, []
     source.finish(p, state)
@@ -123,7 +129,7 @@ def rows_evaluation(
     losses: Sequence[Measure],
     note: Note,
 ) -> Iterator[Evaluation | None]:
-    """The evaluation of a run on rows: validation losses, and completions where the recipe asks for them."""
+    """Build the evaluation of an sft or dpo run: validation losses, and completions if the recipe asks for them."""
     settings = recipe.eval
     if settings is None:
         yield None
@@ -131,7 +137,7 @@ def rows_evaluation(
     with ExitStack() as opened:
         measures = list(losses)
         if held_out is not None:
-            if line := left_out(held_out):
+            if line := describe_dropped_rows(held_out):
                 note(line)
             sampling = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
             check_fits(held_out.items, sampling, loaded.window or sys.maxsize)
@@ -146,6 +152,6 @@ def rows_evaluation(
 def _scorer(
     recipe: RlRecipe | SftRecipe | DpoRecipe, settings: RlEval | RowsEval, directory: RunDirectory, note: Note
 ) -> Scorer:
-    """The rewards of the evaluation itself, whose prints go to a log of the run."""
+    """Build the scorer of the evaluation's own rewards; their output goes to a log of the run."""
     scoring = recipe.scoring if isinstance(recipe, RlRecipe) else Scoring()
     return Scorer(settings.rewards, scoring, recipe.base_dir, OutputLog(directory.logs, "evaluation", note))

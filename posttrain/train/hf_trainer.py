@@ -1,8 +1,8 @@
-"""The loop that sft, dpo and reward models share: a TRL trainer runs the steps, and everything around a step is ours.
+"""Training loop shared by sft, dpo and reward models: a TRL trainer runs the steps, posttrain everything around them.
 
-The trainer sees one pass over exactly the rows that remain. This file decides where a run begins, the order of rows,
-random numbers, the denominator of the loss, metrics, checkpoints and when to stop. So these are the same in every
-stage, and a resumed run computes what an unbroken run computes.
+The trainer sees one pass over exactly the remaining rows. This file decides where a run starts, the order of rows,
+random seeds, the denominator of the loss, metrics, checkpoints and when to stop. These are therefore the same in every
+stage, and a resumed run computes the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Saver = Callable[[LoadedModel, Path], dict[str, Any]]
 
 @dataclass
 class Job:
-    """One run: its parts, and how far it has come."""
+    """One run: its parts, and its progress."""
 
     recipe: TrainRecipe
     directory: RunDirectory
@@ -61,13 +61,13 @@ class Job:
     plan: RowPlan
     sampler: PromptSampler
     optimizer: Optimizer
-    longest: int = 0  # tokens of the longest row
-    order: StepOrder | None = None  # how to order the rows of a step; None: as they are drawn
+    longest: int = 0  # length of the longest row in tokens
+    order: StepOrder | None = None  # order of the rows within a step; None: as drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
-    saving: bool = False  # within a save, or after one that failed
-    asked: int = 0  # the signal that has asked some rank to stop
-    given_up: RunError | None = None  # what ends the run after a step, if it trains nothing
-    evaluation: Evaluation | None = None  # while training
+    saving: bool = False  # True during a save, and after a failed save
+    asked: int = 0  # signal number by which any rank was asked to stop; 0: none
+    given_up: RunError | None = None  # error that ends the run after the step, if it trains nothing
+    evaluation: Evaluation | None = None  # evaluation during training
 
     @classmethod
     def of(
@@ -79,12 +79,12 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """All steps are done, the time is up, or evaluations have stopped the run."""
+        """Whether all steps are done, the time limit is reached, or evaluations have stopped the run."""
         done = self.state.step >= self.plan.steps or bool(self.state.stopped_early)
         return done or self.state.out_of_time(self.recipe.run.max_minutes)
 
     def save(self, *, alone: bool = False, wait: bool = True) -> None:
-        """A checkpoint of the steps that are done. alone, wait: see `checkpoint.save`."""
+        """Write a checkpoint of the finished steps. alone, wait: see `checkpoint.save`."""
         self.saving = True
         root, keep = self.directory.checkpoints, self.recipe.run.keep_checkpoints
         checkpoint.save(root, self.state, self.loaded, self.optimizer, keep, alone=alone, wait=wait)
@@ -92,13 +92,13 @@ class Job:
 
 
 class RunLoop(abc.ABC):
-    """Put before a TRL trainer: `class Sft(RunLoop, SFTTrainer)`. Overrides public hooks of the trainer only.
+    """Mixin placed before a TRL trainer: `class Sft(RunLoop, SFTTrainer)`. Overrides public hooks of the trainer only.
 
-    A subclass says what its loss is divided by (`denominator`, over the whole optimiser step, so that micro-batches
-    change no number) and adds its metrics to `sums`.
+    A subclass defines the denominator of its loss (`denominator`, over the whole optimizer step, so that micro-batches
+    never change the result) and adds its metrics to `sums`.
 
-    With several ranks, each runs some of a step's micro-batches. The trainer does not know: on every rank it goes
-    through all of them, and `training_step` skips those of other ranks.
+    With several ranks, each rank runs some of a step's micro-batches. The trainer is unaware of this: on every rank it
+    iterates over all of them, and `training_step` skips the micro-batches of other ranks.
     """
 
     job: Job
@@ -108,10 +108,10 @@ class RunLoop(abc.ABC):
     stop: GracefulStop
     watchdog: Watchdog
     sums: dict[str, Any]
-    failed: Exception | None  # of this rank, in the passes of this step
-    mine: list[int]  # the micro-batches of this step that this rank runs
-    left = 0  # passes of this rank in this step that have not begun, idle ones included
-    before: int | None  # what the weights were before this step, until the first update that changed them
+    failed: Exception | None  # error of this rank in the passes of this step
+    mine: list[int]  # indices of this rank's micro-batches in this step
+    remaining_passes = 0  # of this rank in this step, idle passes included
+    before: int | None  # fingerprint of the weights before the first update; None afterwards
 
     def attach(
         self, metrics: MetricsLog, samples: SamplesLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog
@@ -123,7 +123,7 @@ class RunLoop(abc.ABC):
             self.job.evaluation.attach(watchdog)
 
     def evaluate_due(self) -> dict[str, Any]:
-        """The metrics of an evaluation, if one is due after the steps that are done. Writes its samples."""
+        """Run an evaluation if one is due after the finished steps; return its metrics and write its samples."""
         job = self.job
         if job.evaluation is None or not job.evaluation.is_due(job.state, last=bool(job.state.step) and job.finished):
             return {}
@@ -135,37 +135,38 @@ class RunLoop(abc.ABC):
 
     @abc.abstractmethod
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
-        """What the summed loss of one optimiser step is divided by."""
+        """Return the denominator of the summed loss of one optimizer step."""
 
     @abc.abstractmethod
     def step_metrics(self, sums: dict[str, float]) -> Mapping[str, float | None]:
-        """Metrics of the step, from the sums that `compute_loss` added up."""
+        """Compute metrics of the step from the sums accumulated by `compute_loss`."""
 
     def add(self, name: str, value: Tensor | float) -> None:
         """Add to a sum over the rows of this step."""
         self.sums[name] = self.sums.get(name, 0.0) + (value.detach() if isinstance(value, Tensor) else value)
 
-    # The hooks, in the order in which the trainer calls them in a step.
+    # Hooks, in the order in which the trainer calls them within a step.
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         del train_dataset
         return RowOrder(self.job.sampler, self.job.plan, self.job.state.step, self.job.order)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """An optimiser step's micro-batches and its denominator; its learning rate and random numbers are set here."""
+        """Return an optimizer step's micro-batches and its denominator; set its learning rate and random seed."""
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
         self.mine = distributed.my_even_shard([batch["input_ids"].numel() for batch in batches])
         self.idle = sharding.idle(len(self.mine), self.job.loaded)
-        self.left = len(self.mine) + self.idle
+        self.remaining_passes = len(self.mine) + self.idle
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
         self.before = None if self.job.state.updates else update_check.fingerprint(self.job.optimizer)
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(distributed.rank_seed(derive(self.job.recipe.run.seed, "step", step)))
-        return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # if it is 0, so is the sum
+        denominator = self.denominator(batches) or 1  # if it is 0, the summed loss is 0 as well
+        return batches, torch.tensor(denominator, device=device)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -175,10 +176,11 @@ class RunLoop(abc.ABC):
             return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one micro-batch, if it is ours; after the last, the gradient of all ranks.
+        """Run forward and backward of one micro-batch if it belongs to this rank; after the last one, sum gradients
+        over ranks.
 
-        Raises NonFiniteError before an optimiser step could use a NaN. Several ranks: an error of one is told to all
-        after the last micro-batch, where they would wait for its gradient.
+        Raises NonFiniteError before the optimizer can use a NaN. With several ranks, errors are exchanged after the
+        last micro-batch, where other ranks would otherwise wait for the gradient.
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
         if self.failed is None and self.done in self.mine:
@@ -194,13 +196,13 @@ class RunLoop(abc.ABC):
         if last:
             distributed.sum_gradients(model)
             sharding.drop_unseen_gradients(model)
-            if name := bad_gradient(model):
-                raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
+            if name := find_bad_gradient(model):
+                raise non_finite_error(self.job, self.micro_batches, f"the gradient of {name}")
         return loss
 
     def _begin_pass(self) -> None:
-        self.left -= 1
-        sharding.sum_over_copies(self.job.loaded.model, self.left == 0)
+        self.remaining_passes -= 1
+        sharding.sum_over_copies(self.job.loaded.model, self.remaining_passes == 0)
 
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> Tensor:
         self._begin_pass()
@@ -210,12 +212,12 @@ class RunLoop(abc.ABC):
             with self._scale_loss(distributed.loss_share()):
                 loss = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         if not torch.isfinite(loss):
-            raise non_finite(self.job, self.micro_batches, "the loss")
+            raise non_finite_error(self.job, self.micro_batches, "the loss")
         return loss
 
     def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> None:
-        """Forward and backward that add nothing to the gradient: whatever the loss is made of (that of a router is
-        divided by nothing), it is multiplied by 0."""
+        """Run forward and backward without contribution to the gradient: the loss, including router terms, is
+        multiplied by 0."""
         self._begin_pass()
         sums = dict(self.sums)
         with self._scale_loss(0):
@@ -224,13 +226,13 @@ class RunLoop(abc.ABC):
 
     @contextlib.contextmanager
     def _scale_loss(self, factor: float) -> Iterator[None]:
-        """Inside, losses of micro-batches are multiplied by `factor`; metrics are not."""
+        """Multiply the losses of micro-batches by `factor` inside the block; metrics are unchanged."""
         compute = self.compute_loss
         self.compute_loss = lambda *args, **keys: compute(*args, **keys) * factor  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self.compute_loss  # the class's own again
+            del self.compute_loss  # restores the class's method
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return optim.clip_gradients(model, self.args.max_grad_norm)  # type: ignore[attr-defined]
@@ -239,9 +241,9 @@ class RunLoop(abc.ABC):
         return float(optim.clip_gradients(model, None) if grad_norm is None else grad_norm)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """After every optimiser step: save when due, write its metrics, and decide whether to go on."""
+        """Finish an optimizer step: save if due, write its metrics, and decide whether to continue."""
         del start_time
-        if "loss" not in logs:  # the trainer's closing summary: ours is `train`'s
+        if "loss" not in logs:  # the trainer's closing summary; `train` builds its own
             return
         job, run, state = self.job, self.job.recipe.run, self.job.state
         self.watchdog.leave()
@@ -267,9 +269,9 @@ class RunLoop(abc.ABC):
             self.control.should_training_stop = True  # type: ignore[attr-defined]
 
     def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
-        """Move the run's counters past the step; returns its metrics."""
+        """Advance the run's counters past the step; return its metrics."""
         state, planned = self.job.state, self.job.plan
-        copies = distributed.model_parallel_size()  # of each row; of the loss each of them had its share
+        copies = distributed.model_parallel_size()  # each row is run by this many ranks, each with a share of the loss
         once = {name: float(value) / copies for name, value in self.sums.items()}
         sums = distributed.all_reduce_numbers({"loss": loss / (copies * distributed.loss_share()), **once})
         loss = sums.pop("loss")
@@ -299,12 +301,12 @@ class RunLoop(abc.ABC):
 
 
 def is_logged(job: Job, values: Mapping[str, Any]) -> bool:
-    """Whether the metrics of the newest step have a row."""
+    """Return whether the metrics of the newest step are logged."""
     return job.state.step % job.recipe.run.log_every == 0 or job.finished or "time/eval" in values
 
 
-def bad_gradient(model: nn.Module) -> str | None:
-    """The first parameter with a gradient that is not finite, or None."""
+def find_bad_gradient(model: nn.Module) -> str | None:
+    """Return the name of the first parameter with a non-finite gradient, or None."""
     gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     finite = bool(torch.isfinite(nn.utils.get_total_norm(gradients.values())))
     if not distributed.any_rank(not finite):
@@ -312,12 +314,12 @@ def bad_gradient(model: nn.Module) -> str | None:
     return next((name for name, grad in gradients.items() if not torch.isfinite(grad).all()), "all weights together")
 
 
-def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> NonFiniteError:
-    """The error to raise. Writes the step's micro-batches into `failed/` of the run directory first."""
+def non_finite_error(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> NonFiniteError:
+    """Write the step's micro-batches into `failed/` of the run directory; return the error to raise."""
     step = job.state.step + 1
     path = job.directory.path / "failed" / f"step-{step}.pt"
     path.parent.mkdir(exist_ok=True)
-    written = path.with_name(f"{path.name}.{distributed.rank()}")  # several ranks may come here, with the same batch
+    written = path.with_name(f"{path.name}.{distributed.rank()}")  # several ranks may write the same batch
     saved = [{name: value.cpu() for name, value in b.items() if isinstance(value, Tensor)} for b in batches]
     torch.save(saved, written)
     written.replace(path)
@@ -331,7 +333,7 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
 
 @contextlib.contextmanager
 def save_on_error(job: Job, note: Callable[[str], None]) -> Iterator[None]:
-    """Around the steps: an error in one that has not yet changed the weights leaves a checkpoint of those before."""
+    """Save a checkpoint of the finished steps if the block fails in a step that has not changed the weights yet."""
     before = job.state.step
     with optim.count_updates(job.optimizer) as begun:
         try:
@@ -346,10 +348,10 @@ def save_on_error(job: Job, note: Callable[[str], None]) -> Iterator[None]:
 
 @distributed.propagate_failures()
 def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], saver: Saver = save) -> dict[str, Any]:
-    """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
+    """Run a trainer (a RunLoop) from the newest complete checkpoint to the end, save the model, return the summary.
 
-    saver: writes the model into a folder, and returns what the summary holds under `save`.
-    Raises Interrupted after Ctrl-C, with a checkpoint saved, and NonFiniteError (see `training_step`).
+    saver: writes the model into a folder; its result is stored in the summary under `save`. Raises Interrupted after
+    Ctrl-C, with a checkpoint saved, and NonFiniteError (see `training_step`).
     """
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
@@ -357,7 +359,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     status.note_steps(directory, job.plan.steps)
     with (
         contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,
-        samples_of(job) as samples,
+        open_samples(job) as samples,
         GracefulStop() as stop,
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
@@ -389,13 +391,13 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
             ):
                 if (values := trainer.evaluate_due()) and (job.state.step or metrics.last < 0):
                     metrics.write(job.state.step, values)
-                peak_memory()  # that of an earlier stage in this process, and of loading, is no step's
+                peak_memory()  # resets the peak of loading and of earlier stages in this process
                 trainer.train()
     if job.given_up is not None:
         raise job.given_up
     if not job.finished:
-        said = f"stopped after step {job.state.step} of {job.plan.steps}"
-        raise Interrupted(said, where=str(directory.path), number=job.asked or 2)
+        message = f"stopped after step {job.state.step} of {job.plan.steps}"
+        raise Interrupted(message, where=str(directory.path), number=job.asked or 2)
     update_check.check_end(job.state)
     started = time.perf_counter()
     report = save_model(job.loaded, directory.final, saver)
@@ -416,15 +418,15 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
 
 
 def _ledger(state: checkpoint.State) -> dict[str, dict[str, float]]:
-    """Where the tokens and seconds of a run on rows went; a step without an update has trained on none."""
+    """Summarize tokens and seconds of a run on rows; a step without an update has trained on no tokens."""
     tokens = {"tokens/trained": state.trained, "tokens/context": state.seen - state.trained}
     seconds = {"steps": state.seconds, "eval": state.eval_seconds, "checkpoints": state.save_seconds + state.own_save}
     return ledger.ledger(tokens, seconds)
 
 
 @contextlib.contextmanager
-def samples_of(job: Job) -> Iterator[SamplesLog]:
-    """The open samples.jsonl of a run that evaluates; of another run nothing is written."""
+def open_samples(job: Job) -> Iterator[SamplesLog]:
+    """Open samples.jsonl of a run that evaluates; without evaluation, samples are discarded."""
     if job.evaluation is None:
         yield SamplesLog.without_file()
         return
@@ -433,14 +435,14 @@ def samples_of(job: Job) -> Iterator[SamplesLog]:
 
 
 def rows_note(prepared: Prepared[Any], what: str) -> str:
-    """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
+    """Return one line on the rows trained on, and on dropped or truncated rows by cause."""
     causes = format_causes({**prepared.dropped, **prepared.cut, **prepared.noted})
     counts = f"{count_noun(len(prepared.items), what)}, {prepared.trained_ratio:.0%} of the tokens are trained on"
     return f"{counts}; {causes}" if causes else counts
 
 
 def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
-    """Raises DataError if the longest row does not fit the model's window."""
+    """Raise DataError if the longest row exceeds the model's context window."""
     if loaded.window is not None and length > loaded.window:
         raise DataError(
             f"{count_noun(length, 'token')}; the model's window is {loaded.window}",

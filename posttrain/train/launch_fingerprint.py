@@ -1,8 +1,7 @@
-"""What a run is started with: posttrain, the recipe, and what it names, by hashes.
+"""Launch fingerprint: hashes of posttrain, the recipe, and every file it names.
 
-All ranks must have the same: each prepares the data, loads the model and scores by itself, and nothing would say that
-they do not do the same. Paths may differ between machines, what is found there may not. A run that is resumed must find
-what it began with.
+All ranks must have the same fingerprint: each prepares the data, loads the model and scores separately, and differences
+would go unnoticed. Paths may differ between machines, contents may not. A resumed run must find what it started with.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from posttrain.run.fingerprint import Fact
 from posttrain.run.resolved_recipe import flatten
 from posttrain.verify import load as rewards
 
-LIBRARIES = ("torch", "transformers", "tokenizers")  # they make the numbers
-MAY_DIFFER = ("run.output",)  # rank 0 writes
-LONG = 60  # characters of a value that are shown
-LARGE, MANY = 4 << 20, 64  # bytes of a file of a model, files of a folder: of more only a part is read
-LARGE_DATA = 4 << 30  # bytes of a file of data, which may be edited in place
-BLOCKS, BLOCK = 256, 4096  # of a large file; of many one each
-SOURCE = (".py", ".json", ".yaml")  # endings of what posttrain is made of
+LIBRARIES = ("torch", "transformers", "tokenizers")  # libraries that affect the results
+MAY_DIFFER = ("run.output",)  # only rank 0 writes there
+LONG = 60  # maximum number of characters shown of a value
+LARGE, MANY = 4 << 20, 64  # file size in bytes, files per folder: above them only a part is hashed
+LARGE_DATA = 4 << 30  # the same for data files, which may be edited in place
+BLOCKS, BLOCK = 256, 4096  # blocks hashed of a large file; one per file if there are many
+SOURCE = (".py", ".json", ".yaml")  # suffixes of posttrain's own files
 
 
-def started_with(loaded: Loaded) -> dict[str, Fact]:
-    """By name: posttrain and libraries; each key of the recipe, or what is found where it names something."""
+def launch_facts(loaded: Loaded) -> dict[str, Fact]:
+    """Return facts by name: posttrain and libraries; each recipe key, or the content of the file or folder it names."""
     facts = {"posttrain": _content(sorted(_own_files()), str(package_version("posttrain")), whole=True)}
     facts |= {name: Fact(version, version) for name in LIBRARIES if (version := package_version(name))}
     values = json.loads(json.dumps(loaded.resolved))
@@ -44,7 +43,7 @@ def started_with(loaded: Loaded) -> dict[str, Fact]:
 
 
 def named_files(loaded: Loaded) -> dict[str, Fact]:
-    """By the key of the recipe that names it: each script, file and folder."""
+    """Return facts of each script, file and folder that the recipe names, by recipe key."""
     values = json.loads(json.dumps(loaded.resolved))
     facts: dict[str, Fact] = {}
     for _, model, section in references.stages(values, type(loaded.recipe)):
@@ -60,8 +59,8 @@ def _text(value: object) -> Fact:
 
 
 def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[Path_, list[Path], str, int]]:
-    """(place, files, name, bytes above which a file is large) of each thing that a section names and that is on this
-    machine."""
+    """Yield (path in the recipe, files, name, size above which a file is large) of each local file or folder named by a
+    section."""
     use = part.values.get("use")
     if isinstance(use, str) and (script := _script(use, base_dir, reward=part.model is Reward)):
         yield (*part.path, "use"), [script], use, LARGE
@@ -77,7 +76,7 @@ def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[
 
 
 def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
-    """The file of a function; None for a registered one, and for what is compiled."""
+    """Return the source file of a function; None for registered and compiled functions."""
     if reward:
         try:
             use = rewards.locate(use, base_dir)
@@ -87,23 +86,23 @@ def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
     if split is None:
         return None
     if split[0].endswith(".py"):
-        return next((place for place in path_resolution.candidates(split[0], base_dir) if place.is_file()), None)
+        return next((path for path in path_resolution.candidates(split[0], base_dir) if path.is_file()), None)
     spec = path_resolution.find_module(split[0])
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
-    """The files of a model, of data or of a run; none where it is not on this machine."""
+    """Return the files of a model, data set or run; empty if it is not on this machine."""
     if mark.kind == "model":
         try:
-            place = locate(name, base_dir).path
+            found = locate(name, base_dir).path
         except UserError:
             return []
     else:
-        place = next((path for path in path_resolution.candidates(name, base_dir) if path.exists()), None)
-    if place is None or place.is_file():
-        return [place] if place else []
-    listed = [place / file for file in mark.holds] if mark.holds else sorted(place.iterdir())
+        found = next((path for path in path_resolution.candidates(name, base_dir) if path.exists()), None)
+    if found is None or found.is_file():
+        return [found] if found else []
+    listed = [found / file for file in mark.holds] if mark.holds else sorted(found.iterdir())
     return [path for path in listed if path.is_file() and not path.name.startswith(".") and path.suffix != ".md"]
 
 
@@ -113,7 +112,7 @@ def _own_files() -> Iterator[Path]:
 
 
 def _content(files: Sequence[Path], shown: str, *, whole: bool = False, large: int = LARGE) -> Fact:
-    """The names, sizes and contents of files; of large ones, and of many, a part."""
+    """Hash the names, sizes and contents of files; of large files, and of many files, only some blocks."""
     many, digest = len(files) > MANY, hashlib.sha256()
     for path in files:
         size = _size(path)
@@ -142,5 +141,5 @@ def _size(path: Path) -> int:
 
 
 def _key(path: Path_) -> str:
-    """As `flatten` calls it."""
+    """Format a path as `flatten` does."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -1,14 +1,14 @@
-"""Rows dealt out to ranks and to micro-batches, so that each has about as much to do."""
+"""Load balancing: assigns rows to ranks and micro-batches of nearly equal cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-StepOrder = Callable[[list[int], int], list[int]]  # (row numbers of a step, rows a micro-batch) -> in their order
+StepOrder = Callable[[list[int], int], list[int]]  # (rows of a step, rows per micro-batch) -> rows in order
 
 
-def units_of(groups: Sequence[int]) -> list[list[int]]:
-    """The rows of each group together. groups: the number of each row's group. By their first rows."""
+def group_rows(groups: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each group, ordered by first appearance. groups: group number of each row."""
     units: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         units.setdefault(group, []).append(row)
@@ -16,9 +16,10 @@ def units_of(groups: Sequence[int]) -> list[list[int]]:
 
 
 def partition(weights: Sequence[float], count: int, room: Sequence[int] | None = None) -> list[list[int]]:
-    """Numbers of the weights in `count` parts of nearly equal sums: the heaviest first, each to the lightest part.
+    """Partition indices of `weights` into `count` parts of nearly equal sums (greedy: heaviest first, to the lightest
+    part).
 
-    room: how many each part can take, enough for all; None = no limit.
+    room: maximum size of each part, sufficient in total; None = no limit.
     """
     loads, parts = [0.0] * count, [list[int]() for _ in range(count)]
     for number in sorted(range(len(weights)), key=lambda n: (-weights[n], n)):
@@ -30,22 +31,22 @@ def partition(weights: Sequence[float], count: int, room: Sequence[int] | None =
 
 
 def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
-    """The rows of each of `count` ranks, rising: the most costly first, each to the rank with least to do.
+    """Return the sorted rows of each of `count` ranks (greedy: most expensive first, to the rank with the least load).
 
-    costs: what each row takes, e.g. its tokens. units: a number a row; rows of one unit stay together.
+    costs: cost of each row, e.g. its tokens. units: a unit number per row; rows of one unit stay together.
     """
-    together = [[row] for row in range(len(costs))] if units is None else units_of(units)
+    together = [[row] for row in range(len(costs))] if units is None else group_rows(units)
     parts = partition([sum(costs[r] for r in rows) for rows in together], count)
     return [sorted(row for unit in part for row in together[unit]) for part in parts]
 
 
-def by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
-    """Longest first: micro-batches of rows of similar length, which need little padding."""
+def sort_by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
+    """Sort rows by length, longest first: micro-batches of similar lengths need little padding."""
     del micro
     return sorted(rows, key=lambda row: -lengths[row])
 
 
 def balance_micro_batches(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
-    """Micro-batches of about as many tokens each, all but the last of `micro` rows: each row goes to the lightest."""
+    """Order rows into micro-batches of nearly equal token counts, all but the last of `micro` rows."""
     room = [min(micro, len(rows) - start) for start in range(0, len(rows), micro)]
     return [rows[n] for part in partition([lengths[row] for row in rows], len(room), room) for n in part]

@@ -1,12 +1,12 @@
-"""Log-probs of completion tokens under a model, without ever building the full logits.
+"""Log-probs of completion tokens under a model, computed without materializing the full logits.
 
-The backbone runs over rows that are packed one after another (no padding), or over right-padded rows of similar length
-where an architecture cannot be packed. The vocabulary projection (`Head`) then runs over completion positions only,
-chunk by chunk, so that no logits of all tokens ever exist together.
+The backbone runs on rows packed one after another (no padding), or on right-padded rows of similar length if the
+architecture does not support packing. The vocabulary projection (`Head`) then runs on completion positions only, chunk
+by chunk, so that the logits of all tokens never exist at the same time.
 
-A plain head (a linear layer without bias, perhaps with constant scalings) has its backward pass written out here:
-d logp / d logits = onehot - softmax, from logits that are computed again. Every other head (capped logits, adapters,
-quantised or divided weights) and every extra with a gradient goes through autograd and a checkpoint for each chunk.
+For a plain head (a linear layer without bias, perhaps with constant scalings) the backward pass is written out here: d
+logp / d logits = onehot - softmax, from recomputed logits. Every other head (capped logits, adapters, quantized or
+sharded weights) and every extra with a gradient uses autograd with a checkpoint for each chunk.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from posttrain.loss.router import load_balance
 from posttrain.models.adapters import activate, backbone, causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
-from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.attention import Packed, uses_packed_attention
 from posttrain.train.collate import Sequences, completion_positions, pad_right
 from posttrain.train.collectives import local
-from posttrain.train.divided_head import ShardedTokenScores, log_softmax, pick, sum_tokens, top
-from posttrain.train.load_balancing import partition, units_of
+from posttrain.train.divided_head import ShardedTokenScores, gather_tokens, log_softmax, sum_over_vocabulary, topk
+from posttrain.train.load_balancing import group_rows, partition
 from posttrain.train.packed_pass import borders_of, image_inputs, prompts_end_in_text, run_packed
 from posttrain.train.prompt_sharing import Prompts
 from posttrain.train.sharding import PASS
 from posttrain.train.tensor_split import VOCABULARY_SHARD
 
 MIN_CHUNK = 16  # tokens
-CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
+CHUNK_CELLS = 1 << 26  # maximum number of logits per chunk: 256 MiB in float32
 
 
 def micro_batches(
@@ -50,44 +50,46 @@ def micro_batches(
     groups: Sequence[int] | None = None,
     prompts: Prompts | None = None,
 ) -> list[list[int]]:
-    """Row numbers in micro-batches of at most `max_tokens` tokens, padding counted; a longer row stands alone.
+    """Split rows into micro-batches of at most `max_tokens` tokens, padding included; a longer row forms its own
+    micro-batch.
 
-    Rows are taken by length, longest first, so that a lack of memory shows at once. Each goes to the first micro-batch
-    that has room for it; where rows are padded, to the newest, whose rows are nearly as long. Packed micro-batches are
-    then levelled: no more of them, and none is left short. groups: a number a row; rows of one group then stay
-    together, and a group that is too large stands alone. prompts: of these rows, where rows of one prompt share its
-    pass; they then come together as far as there is room.
+    Rows are processed longest first, so that running out of memory shows immediately. Each row goes to the first
+    micro-batch with enough room; if rows are padded, to the newest, whose rows have similar lengths. Packed
+    micro-batches are then balanced without increasing their number, so that none is short. groups: a group number per
+    row; rows of a group stay together, and a too large group forms its own micro-batch. prompts: of these rows, if rows
+    of one prompt share its pass; such rows are placed together as far as they fit.
     """
-    units = [[row] for row in range(len(lengths))] if groups is None else units_of(groups)
+    units = [[row] for row in range(len(lengths))] if groups is None else group_rows(groups)
     if prompts is not None and groups is None:
         units = prompts.units(prompts.numbers, max_tokens)
     longest = [max(lengths[r] for r in unit) for unit in units]
     sizes = [sum(lengths[r] for r in unit) if prompts is None else prompts.cost(unit) for unit in units]
     batches: list[list[int]] = []
-    taken: list[int] = []  # tokens of each
-    width = 0  # of the newest, where rows are padded: its first row is its longest
+    taken: list[int] = []  # tokens of each micro-batch
+    width = 0  # width of the newest padded micro-batch: its first row is its longest
     for n in sorted(range(len(units)), key=lambda n: (-longest[n], units[n][0])):
         if packed:
-            place = next((m for m, tokens in enumerate(taken) if tokens + sizes[n] <= max_tokens), len(batches))
+            batch = next((m for m, tokens in enumerate(taken) if tokens + sizes[n] <= max_tokens), len(batches))
         else:
             fits = bool(batches) and width * (len(batches[-1]) + len(units[n])) <= max_tokens
-            place = len(batches) - 1 if fits else len(batches)
-        if place == len(batches):
+            batch = len(batches) - 1 if fits else len(batches)
+        if batch == len(batches):
             batches.append([])
             taken.append(0)
             width = longest[n]
-        batches[place] += units[n]
-        taken[place] += sizes[n]
-    return (_level_micro_batches(units, sizes, len(batches), max_tokens) or batches) if packed else batches
+        batches[batch] += units[n]
+        taken[batch] += sizes[n]
+    return (_balance_packed(units, sizes, len(batches), max_tokens) or batches) if packed else batches
 
 
-def _level_micro_batches(
+def _balance_packed(
     units: list[list[int]], sizes: Sequence[int], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Units of rows in `count` micro-batches of nearly equal tokens; None if one of them became too large.
+    """Distribute units of rows over `count` micro-batches of nearly equal tokens; None if a micro-batch became too
+    large.
 
-    A short micro-batch at the end would be computed less well than the others and, where layers are compiled, by a
-    graph of its own: torch's kernels for gradients of norms want 4096 tokens or more.
+    A short micro-batch at the end would be computed less efficiently and, with compiled layers, in a graph of its own:
+    torch's kernels for norm gradients need 4096 tokens or more.
     """
     parts = partition(sizes, count)
     if any(len(part) > 1 and sum(sizes[n] for n in part) > max_tokens for part in parts):
@@ -97,15 +99,15 @@ def _level_micro_batches(
 
 @dataclass(frozen=True)
 class Extras:
-    """What a pass measures besides log-probs and entropies; nothing costs anything unless it is asked for."""
+    """Optional outputs of a pass besides log-probs and entropies; each costs nothing unless requested."""
 
     vocab_mean: bool = False  # mean of the log-probs over the vocabulary, with gradient
-    entropy: bool = False  # the entropy once more, with gradient: `new_entropy`
-    top_k: int = 0  # the K largest log-probs, and which of them is the sampled token's
+    entropy: bool = False  # the entropy again, with gradient: `new_entropy`
+    top_k: int = 0  # the K largest log-probs, and which of them is the sampled token
     hidden: bool = False  # the last hidden states
-    value_head: nn.Module | None = None  # values, read from the hidden states without changing them
+    value_head: nn.Module | None = None  # value head, applied to detached hidden states
     router: bool = False  # the load-balancing loss of each row, with gradient
-    teacher: Teacher | None = None  # the divergence from it over the vocabulary, with gradient
+    teacher: Teacher | None = None  # divergence from the teacher over the vocabulary, with gradient
 
 
 def completion_scores(
@@ -120,24 +122,25 @@ def completion_scores(
     extras: Extras | None = None,
     reader: ImageReader | None = None,
 ) -> dict[str, Tensor]:
-    """`logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and extras.
+    """Compute `logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and
+    extras.
 
-    Cells after a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
-    read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
-    line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. share: rows of
-    one prompt share its pass in such a line, if enough falls away (`prompt_sharing`). Extras: `vocab_mean_logp`,
-    `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `divergence` [N,width],
-    `router_loss` [N]. reader: of the model, where rows have images. Of a model with several adapters all rows must be
-    one's.
+    Cells after a row's completion are 0. Entropy (nats) is detached. `temperature` is a number or [N], one per row; 0
+    (greedy) is treated as 1. packed: if the model was switched by `attention.use_packed_attention`, rows have no
+    padding, and the line is filled up to a multiple of `fill` tokens, so that the allocator can reuse blocks of equal
+    size. share: rows of one prompt share its pass in a packed line, if that saves enough (`prompt_sharing`). Extras:
+    `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `divergence`
+    [N,width], `router_loss` [N]. reader: the model's image reader, for rows with images. With several LoRA adapters,
+    all rows must use the same adapter.
     """
     if len(getattr(model, "peft_config", ())) > 1:
         (adapter,) = sequences.by_adapter(range(len(sequences)))
         activate(model, adapter)
     causal = causal_of(model)
-    line = fill if packed and takes_borders(causal) else None
+    line = fill if packed and uses_packed_attention(causal) else None
     prompts = sequences.prompts if share and line is not None and prompts_end_in_text(sequences, reader) else None
     prompts = prompts if prompts is not None and prompts.pays() else None
-    run_whole = getattr(causal, PASS, call)  # a divided model brings its own weights together around a pass
+    run_whole = getattr(causal, PASS, call)  # a sharded model gathers its weights around a pass
     scores: dict[str, Tensor] = run_whole(
         lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras(), reader)
     )
@@ -154,7 +157,8 @@ def _completion_scores(
     extras: Extras,
     reader: ImageReader | None = None,
 ) -> dict[str, Tensor]:
-    """line: what a packed line is filled up to a multiple of; None = rows are padded."""
+    """Compute `completion_scores`. line: packed lines are filled to a multiple of this number; None = rows are
+    padded."""
     device = next(causal.parameters()).device
     rows, positions, columns, targets = completion_positions(sequences, device)
     asked = {"output_router_logits": True} if extras.router else {}
@@ -194,18 +198,18 @@ def _completion_scores(
 
 
 def _router_loss(causal: Any, out: Any, sequences: Sequences, borders: Packed | None, device: torch.device) -> Tensor:
-    """The load-balancing loss [N] of each row, whose tokens stand in one line or, without borders, in rows padded on
-    the right."""
+    """Compute the load-balancing loss [N] of each row, from tokens in one packed line, or in right-padded rows without
+    borders."""
     lengths = on_device(sequences.lengths, device)
     rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
     if borders is None:
         length = out.last_hidden_state.shape[1]
-        places = on_device(ranges(sequences.lengths, [n * length for n in range(len(sequences))]), device)
+        positions = on_device(ranges(sequences.lengths, [n * length for n in range(len(sequences))]), device)
     elif borders.keys is None:
-        places = torch.arange(len(rows), device=device)
+        positions = torch.arange(len(rows), device=device)
     else:
-        places = borders.keys.sources[: len(rows)]
-    logits = [layer.reshape(-1, layer.shape[-1])[places] for layer in out.router_logits]
+        positions = borders.keys.sources[: len(rows)]
+    logits = [layer.reshape(-1, layer.shape[-1])[positions] for layer in out.router_logits]
     return load_balance(logits, rows, len(sequences), experts_a_token(causal))
 
 
@@ -218,19 +222,19 @@ def completion_logprobs(
     packed: bool = False,
     reader: ImageReader | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logp, entropy) [N,width]: `completion_scores` without extras."""
+    """Return (logp, entropy) [N,width] of `completion_scores` without extras."""
     found = completion_scores(model, sequences, width, temperature, packed=packed, reader=reader)
     return found["logp"], found["entropy"]
 
 
 class Head(nn.Module):
-    """The model's own way from hidden states to logits, with the scalings that some architectures add."""
+    """Output head of a model: from hidden states to logits, including the scalings of some architectures."""
 
     def __init__(self, causal: Any) -> None:
         super().__init__()
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
-        self.own = getattr(self.project, VOCABULARY_SHARD, None)  # else all of the vocabulary
+        self.own = getattr(self.project, VOCABULARY_SHARD, None)  # this rank's shard; None = whole vocabulary
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
         self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -242,8 +246,8 @@ class Head(nn.Module):
 
     @property
     def plain_weight(self) -> Tensor | None:
-        """The weight of the projection, of a divided one this rank's rows, if logits are hidden @ weight.T times a
-        constant; else None."""
+        """Weight of the projection if logits are a constant times hidden @ weight.T, else None; this rank's rows if
+        sharded."""
         if type(self.project) is not nn.Linear or self.project.bias is not None or self.softcap:
             return None
         weight = self.project.weight if type(self.project.weight) is nn.Parameter else local(self.project.weight)
@@ -251,8 +255,10 @@ class Head(nn.Module):
 
 
 class Teacher(NamedTuple):
-    """A frozen model that a pass is compared with over the whole vocabulary. states: its last hidden states, [N,T,H] of
-    rollouts or [M,H] of tokens. beta: of `full_distill`."""
+    """Frozen model that a pass is compared with over the whole vocabulary.
+
+    states: its last hidden states, [N,T,H] of rollouts or [M,H] of tokens. beta: parameter of `full_distill`.
+    """
 
     head: Head
     states: Tensor
@@ -270,16 +276,16 @@ def token_scores(
     top_k: int = 0,
     teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
-    """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H] under softmax(logits / temperature).
+    """Compute `logp`, `entropy` [M] of `targets` [M] given hidden states [M,H] under softmax(logits / temperature).
 
-    temperature: a number, or [M,1]. vocab_mean adds `vocab_mean_logp` [M], the mean of the log-probs over the
-    vocabulary, with gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. Entropy (nats) is detached; entropy adds
-    `new_entropy` [M], which is not. teacher: adds `divergence` [M] from it over the vocabulary at the same temperature,
-    with gradient.
+    temperature: a number, or [M,1]. vocab_mean adds `vocab_mean_logp` [M], the mean log-prob over the vocabulary, with
+    gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. `entropy` (nats) is detached; entropy=True adds `new_entropy`
+    [M] with gradient. teacher adds `divergence` [M] from the teacher over the vocabulary at the same temperature, with
+    gradient.
     """
     weight = head.plain_weight
-    vocabulary = (local(head.project.weight) if weight is None else weight).shape[0]  # on this rank
-    size = max(MIN_CHUNK, CHUNK_CELLS // vocabulary)  # tokens whose logits are held at once
+    vocabulary = (local(head.project.weight) if weight is None else weight).shape[0]  # size on this rank
+    size = max(MIN_CHUNK, CHUNK_CELLS // vocabulary)  # tokens per chunk of logits
     if weight is not None and not vocab_mean and not entropy and not top_k and teacher is None:
         scale = temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):
@@ -291,19 +297,22 @@ def token_scores(
             logp, detached = ShardedTokenScores.apply(hidden, weight, targets, scale, head.own, chunks, _scale_logits)
         return {"logp": logp, "entropy": detached}
     more: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
-    return _by_autograd(head, hidden, targets, temperature, size, **more)
+    return _token_scores_autograd(head, hidden, targets, temperature, size, **more)
 
 
 class _TokenScores(torch.autograd.Function):
-    """(logp, entropy) [M] in float32 from hidden [M,H] and weight [V,H]; products are computed in the dtype of hidden,
-    the gradient of the weight is added up in float32. What is kept does not grow with the vocabulary."""
+    """Compute (logp, entropy) [M] in float32 from hidden [M,H] and weight [V,H].
+
+    Matmuls run in the dtype of hidden; the gradient of the weight is accumulated in float32. The memory saved for
+    backward does not grow with the vocabulary.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float | Tensor, size: int
     ) -> tuple[Tensor, Tensor]:
         logp, entropy, w = [], [], weight.to(hidden.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):  # it would make halves of the entropy's products
+        with torch.autocast(hidden.device.type, enabled=False):  # autocast would compute the entropy in half precision
             for h, t, s in _chunks(hidden, targets, scale, size):
                 every = _scale_logits(h @ w.T, s).log_softmax(-1, dtype=torch.float32)
                 logp.append(every.gather(-1, t[:, None])[:, 0])
@@ -339,11 +348,11 @@ def _chunks(hidden: Tensor, targets: Tensor, scale: float | Tensor, size: int) -
 
 
 def _scale_logits(logits: Tensor, scale: float | Tensor) -> Tensor:
-    """logits / scale in float32; as they are where the scale is 1, which spares a pass over them."""
+    """Return logits / scale in float32; unchanged if the scale is 1, which saves a pass over them."""
     return logits if isinstance(scale, float | int) and scale == 1.0 else logits.float() / scale
 
 
-def _by_autograd(
+def _token_scores_autograd(
     head: Head,
     hidden: Tensor,
     targets: Tensor,
@@ -365,15 +374,15 @@ def _by_autograd(
 
     def chunk(h: Tensor, t: Tensor, scale: float | Tensor, taught: Tensor) -> tuple[Tensor, ...]:
         logp_all = log_softmax(head(h) / scale, own)
-        found = [pick(logp_all, t, own)]
+        found = [gather_tokens(logp_all, t, own)]
         with torch.no_grad():
-            found.append(-sum_tokens(logp_all.exp() * logp_all, own))
+            found.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
         if vocab_mean:
-            found.append(sum_tokens(logp_all, own) / vocabulary)
+            found.append(sum_over_vocabulary(logp_all, own) / vocabulary)
         if with_entropy:
-            found.append(-sum_tokens(logp_all.exp() * logp_all, own))
+            found.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
         if top_k:
-            values, tokens = top(logp_all, top_k, own)
+            values, tokens = topk(logp_all, top_k, own)
             found += [values, tokens == t[:, None]]
         if teacher is not None:
             with torch.no_grad():

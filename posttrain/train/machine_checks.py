@@ -1,4 +1,4 @@
-"""What every stage that trains asks of the machine, before it reads data or loads a model."""
+"""Machine checks of every training stage, before it reads data or loads a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from posttrain.train import allocator, compiled, optim, sharding
 
 
 def check(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
-    """Refuse an optimiser, a compilation or a division of the model that cannot be here. Raises UserError.
+    """Raise UserError if this machine cannot run the recipe's optimizer, compilation or sharding.
 
-    On a GPU it also sets up torch's allocator.
+    On a GPU, also sets up torch's allocator.
     """
     device = pretrained.device_of(recipe.model)
     optim.check(recipe.optim, device)
@@ -23,18 +23,20 @@ def check(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
     sharding.check(recipe.model)
     if isinstance(recipe, RlRecipe):
         check_roles(recipe, device)
-    allocator.use_growing_segments(device)
+    allocator.use_expandable_segments(device)
 
 
 def check_half_weights(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
-    """Refuse `model.half_weights` where products are in another type: auto is float32 on a CPU. Raises RecipeError."""
+    """Raise RecipeError for `model.half_weights` unless matmuls are in bfloat16; `auto` is float32 on a CPU."""
     if recipe.model.half_weights and pretrained.dtype_of(recipe.model) != torch.bfloat16:
         raise RecipeError("model.half_weights is for products in bfloat16", hint="write `model.dtype: bfloat16`")
 
 
 def check_roles(recipe: RlRecipe, device: torch.device) -> None:
-    """Refuse roles of the base beside adapters where vLLM runs on a CPU: it computes their requests with the last
-    adapter. Raises RecipeError."""
+    """Raise RecipeError for a workflow role `base` next to adapters if vLLM runs on a CPU.
+
+    vLLM on a CPU computes requests without an adapter with the last adapter.
+    """
     workflow = recipe.rollout.workflow
     if workflow and BASE in workflow.adapters.values() and recipe.rollout.engine == "vllm" and device.type == "cpu":
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""AdamW for a model in half precision, whose exact weights are the optimiser's."""
+"""AdamW with float32 master weights for a model in half precision."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from torch.optim import AdamW
 
 
 class MasterAdamW(AdamW):
-    """AdamW for weights in half precision: it keeps them in float32 and updates those, and then rounds.
+    """AdamW for half-precision weights: updates float32 master weights, then rounds them into the model.
 
-    Its parameters are the float32 ones. Gradients are those of the model's weights, in float32 too (`grad_dtype`).
+    Its parameters are the float32 masters. Gradients are those of the model's weights, also in float32 (`grad_dtype`).
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         weights = [p for group in groups for p in group["params"]]
         masters = [nn.Parameter(self.copy_master(p.detach())) for p in weights]
         self.weight_of = {id(master): weight for master, weight in zip(masters, weights, strict=True)}
-        places = iter(masters)
-        super().__init__([{**group, "params": [next(places) for _ in group["params"]]} for group in groups], **settings)
-        self.surround_steps()
+        rest = iter(masters)
+        super().__init__([{**group, "params": [next(rest) for _ in group["params"]]} for group in groups], **settings)
+        self.register_step_hooks()
 
-    def surround_steps(self) -> None:
-        """Have gradients taken before each step, and weights rounded after it."""
+    def register_step_hooks(self) -> None:
+        """Register hooks that take the model's gradients before each step and round the weights after it."""
         self.register_step_pre_hook(MasterAdamW.take_gradients)
         self.register_step_post_hook(MasterAdamW.round_weights)
 
     def copy_master(self, weight: Tensor) -> Tensor:
-        """The float32 weight of one in half precision."""
+        """Return a float32 copy of a half-precision weight."""
         return weight.float().clone()
 
     def pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        """Each float32 weight, and the one of the model."""
+        """Yield each float32 master weight with the model's weight."""
         for group in self.param_groups:
             yield from ((master, self.weight_of[id(master)]) for master in group["params"])
 
     def take_gradients(self, *_: Any) -> None:
-        """Before a step: the gradients are those of the model's weights."""
+        """Point the gradients of the masters to those of the model's weights, before a step."""
         for master, weight in self.pairs():
             master.grad = weight.grad
 
     @torch.no_grad()
     def round_weights(self, *_: Any) -> None:
-        """After a step: the model's weights are the float32 ones, rounded."""
+        """Copy the masters, rounded, into the model's weights, after a step."""
         for master, weight in self.pairs():
             master.grad = None
             weight.copy_(master)

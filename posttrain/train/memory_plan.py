@@ -1,6 +1,6 @@
-"""The memory that a recipe will need, by phase, and what to change where it does not fit.
+"""Memory plan of a recipe: predicted memory by phase, and changes that make it fit.
 
-Weights are never loaded: the model is built without storage, from its configuration.
+Weights are never loaded: the model is built on the meta device from its configuration.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from posttrain.train.objective import Objective
 from posttrain.train.policy import AT_ROLLOUT, TOP_K
 
 Recipe = RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe
-ASSUMED_GIB = 80  # of a card that is not there
+ASSUMED_GIB = 80  # assumed memory if there is no GPU
 
 
 def shape_of(model: Any, lora: Lora | None) -> Shape:
-    """The shape of a language model, whose weights may be on the meta device or loaded, with or without an adapter; a
-    reward model has no head over the vocabulary.
+    """Return the shape of a language model, with or without an adapter; weights may be loaded or on the meta device.
+
+    A reward model has no head over the vocabulary.
     """
     base = causal_of(model)
     config = base.config.get_text_config()
@@ -48,7 +49,8 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
     matrices = {
         n: m for n, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n
     }
-    experts = {n: p for n, p in base.named_parameters() if p.dim() == 3 and "lora_" not in n}  # one tensor for all
+    # All experts of a layer are in one tensor.
+    experts = {n: p for n, p in base.named_parameters() if p.dim() == 3 and "lora_" not in n}
     shared, packed = sum(p.numel() for p in experts.values()), find_quant_states(base)
     routed = _experts_a_token(config) if experts else 0
     heads = config.num_attention_heads
@@ -56,7 +58,7 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
     adapted = [m for n, m in matrices.items() if lora and _is_target(n.removesuffix(".base_layer"), lora.targets)]
     return Shape(
         parameters=sum(
-            math.prod(packed[id(p)].shape) if id(p) in packed else p.numel()  # 4-bit weights are two in a byte
+            math.prod(packed[id(p)].shape) if id(p) in packed else p.numel()  # two 4-bit weights per byte
             for n, p in base.named_parameters()
             if "lora_" not in n
         ),
@@ -78,14 +80,17 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
 
 
 def _experts_a_token(config: Any) -> int:
-    """How many routed experts compute a token."""
+    """Return the number of routed experts per token."""
     found = (getattr(config, key, None) for key in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k"))
     return next((count for count in found if isinstance(count, int)), 1)
 
 
 def _width(config: Any, routed: int) -> int:
-    """What a token's experts compute between their two products: as wide as all of them, and a copy of the hidden state
-    for each, which takes as much as half of it."""
+    """Return the effective MLP width of a token's experts.
+
+    The sum of their widths, plus a copy of the hidden state for each expert, which takes as much as half its size in
+    width.
+    """
     one = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     shared = getattr(config, "shared_expert_intermediate_size", None) or one * (
         getattr(config, "n_shared_experts", 0) or 0
@@ -100,8 +105,11 @@ def _is_target(name: str, targets: str | list[str]) -> bool:
 
 
 def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card: int, ranks: int = 1) -> Settings:
-    """longest: tokens of the longest prompt (rl) or row; card: bytes of the GPU, of which vLLM takes a share; ranks:
-    processes that train together."""
+    """Derive memory settings from a recipe.
+
+    longest: tokens of the longest prompt (rl) or row. card: bytes of the GPU, of which vLLM takes a share. ranks:
+    training processes.
+    """
     model = recipe.model
     common: dict[str, Any] = {
         "quantized": model.quantize is not None,
@@ -118,7 +126,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size
-        pair = 2 if of_pairs(recipe) else 1
+        pair = 2 if trains_on_pairs(recipe) else 1
         weighted = isinstance(recipe, SftRecipe) and recipe.objective.use != "ce"
         plain = isinstance(recipe, SftRecipe | DpoRecipe) and not weighted
         tokens = rows * pair * longest
@@ -128,7 +136,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
-    # The opponent and the proximal policy: float32 copies of what is trained.
+    # Opponent and proximal policy: float32 copies of the trained weights.
     followers = bool(recipe.opponent) + ("prox_logp" in needs)
     follower = 4 * (shape.adapter or shape.parameters) * followers
     settings = Settings(
@@ -137,23 +145,24 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         reference_offloaded=model.offload_reference,
         teacher=teacher_shape(recipe),
         plain_head=not needs & {"vocab_mean_logp", "new_entropy"},
-        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + follower,
+        measured=rows * rollout.max_new_tokens * component_bytes(needs, shape.hidden) + follower,
         **common,
     )
     if rollout.engine == "stored" or (rollout.engine == "vllm" and rollout.vllm.server is not None):
-        return settings  # there is no engine, or it is elsewhere
+        return settings  # no engine, or not on this GPU
     if rollout.engine == "vllm":
         vllm = rollout.vllm
         share = int(vllm.share * vllm.engines * card)
         return replace(settings, engine=share, engine_sleeps=vllm.sleep, engine_processes=vllm.engines * half)
-    rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
+    rows = min(rollout.batch_size, rows)  # decoded in one batch; its logits exist in three float32 copies
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
-    engine += 4 * shape.parameters if model.divided else 0  # a copy of its own
+    engine += 4 * shape.parameters if model.divided else 0  # a second copy of the model
     return replace(settings, engine=engine, engine_sleeps=True)
 
 
 def teacher_shape(recipe: RlRecipe) -> Shape | None:
-    """The shape of the model `kl.reference`; None without. Raises ModelError where its configuration cannot be read."""
+    """Return the shape of the model `kl.reference`; None without one. Raises ModelError if its configuration cannot be
+    read."""
     if recipe.kl.reference is None:
         return None
     section = recipe.model.model_copy(update={"path": recipe.kl.reference, "revision": None, "lora": None})
@@ -165,23 +174,25 @@ def _frozen_shape(section: str, base_dir: Path) -> Shape:
     return shape_of(_skeleton(Model.model_validate_json(section), base_dir), None)
 
 
-def of_pairs(recipe: Recipe) -> bool:
-    """Whether a row of the data is two rows of a forward pass."""
+def trains_on_pairs(recipe: Recipe) -> bool:
+    """Return whether a data row becomes two rows of a forward pass."""
     return isinstance(recipe, DpoRecipe) or (isinstance(recipe, RewardModelRecipe) and recipe.objective.pairs)
 
 
-def measured_bytes(needs: Collection[str], hidden: int) -> int:
-    """Bytes of one completion token, on the GPU for a whole step, of what components need besides log-probs."""
-    likeliest = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag each
+def component_bytes(needs: Collection[str], hidden: int) -> int:
+    """Return the GPU bytes per completion token, held for a whole step, of values that components need besides
+    log-probs."""
+    likeliest = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag per token
     numbers = len(set(needs) & {"values", "new_values", "old_vocab_mean_logp", "vocab_mean_logp", "entropy"})
     return likeliest + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
 
 
-def passes(recipe: RlRecipe) -> float:
-    """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts,
-    over answers after each turn (counted as one, of rollouts of one turn), and with masked or noisy images.
+def count_passes(recipe: RlRecipe) -> float:
+    """Return the number of passes without gradient over a step's rollouts.
 
-    With several minibatches the rows of the first need none of the policy alone (`update.update`).
+    Counts passes of the starting policy, of the reference, over prompts, over answers after each turn (one, as if
+    rollouts had one turn), and with masked or noisy images. With several minibatches, the rows of the first need no
+    pass of the starting policy (`update.update`).
     """
     needs, count = Objective.from_recipe(recipe).needs, recipe.batch.minibatches
     dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
@@ -194,16 +205,16 @@ def passes(recipe: RlRecipe) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the recipe runs, or would."""
+    """Hardware that the recipe runs on, or would run on."""
 
     card: int  # bytes
     half: bool
     name: str
-    ranks: int = 1  # such machines, or processes of one
+    ranks: int = 1  # number of processes, one GPU each
 
     @classmethod
     def here(cls, ranks: int | None = None) -> Machine:
-        """ranks: as many processes as were asked for; default: as many as there are."""
+        """Describe this machine. ranks: number of requested processes; default: the current world size."""
         ranks = ranks or distributed.world()
         if torch.cuda.is_available():
             found = torch.cuda.get_device_properties(0)
@@ -212,7 +223,7 @@ class Machine:
 
 
 def predict_phases(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:
-    """Memory by phase; `shape` may be that of another training mode (with or without adapter)."""
+    """Predict memory by phase; `shape` may be that of another training mode (with or without adapter)."""
     half = machine.half and recipe.model.dtype != "float32" and recipe.model.device != "cpu"
     settings = settings_of(recipe, shape, half=half, longest=longest, card=machine.card, ranks=machine.ranks)
     return phases(shape, settings, chunk_cells=CHUNK_CELLS)
@@ -220,7 +231,7 @@ def predict_phases(recipe: Recipe, shape: Shape, longest: int, machine: Machine)
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a recipe, and the peak in bytes that it leads to."""
+    """One change of a recipe, and the resulting peak in bytes."""
 
     text: str
     peak: int
@@ -228,8 +239,10 @@ class Edit:
 
 
 def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3) -> list[Edit]:
-    """The changes that lower the peak, those that leave every number of the run as it is before those that do not; none
-    that the rest of the recipe stands against."""
+    """Return changes that lower the peak; changes that leave all results unchanged come first.
+
+    Changes that conflict with the rest of the recipe are left out.
+    """
     before, problems = predict_phases(recipe, shape, longest, machine).peak, checks.keys_with_problems(recipe)
     found = []
     now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
@@ -242,7 +255,7 @@ def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: i
 
 
 def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> list[tuple[str, Any]]:
-    """Candidates in the order in which they are worth trying; micro_tokens: those that a forward pass really has."""
+    """List candidate changes in the order of preference. micro_tokens: the actual tokens of a forward pass."""
     changes: list[tuple[str, Any]] = []
     if isinstance(recipe, RlRecipe):
         changes.append(("batch.micro_tokens", micro_tokens // 2))
@@ -255,13 +268,14 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
     if ranks > 1 and not shape.adapter and not recipe.model.divided:
         changes.append(("model.shard", True))
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
-    elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
-    if vllm is not None and not elsewhere and not vllm.sleep:
+    on_other_gpus = vllm is not None and vllm.server is not None  # its memory is on other GPUs
+    if vllm is not None and not on_other_gpus and not vllm.sleep:
         changes.append(("rollout.vllm.sleep", True))
-    own = isinstance(recipe, RlRecipe) and not (shape.adapter and recipe.kl.reference is None)  # not the frozen base
-    if own and not (recipe.model.offload_reference or recipe.model.divided):
+    # Under an adapter, the frozen base is the reference, unless another model is.
+    has_reference = isinstance(recipe, RlRecipe) and not (shape.adapter and recipe.kl.reference is None)
+    if has_reference and not (recipe.model.offload_reference or recipe.model.divided):
         changes.append(("model.offload_reference", True))
-    if vllm is not None and not elsewhere:
+    if vllm is not None and not on_other_gpus:
         changes.append(("rollout.vllm.gpu_memory", round(vllm.share / 2, 3)))
     elif isinstance(recipe, RlRecipe) and vllm is None:
         changes.append(("rollout.batch_size", max(1, recipe.rollout.batch_size // 2)))
@@ -278,7 +292,7 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
 
 
 def with_key(recipe: Any, key: str, value: Any) -> Any:
-    """The recipe with one key changed."""
+    """Return the recipe with one key changed."""
     head, _, rest = key.partition(".")
     return recipe.model_copy(update={head: with_key(getattr(recipe, head), rest, value) if rest else value})
 
@@ -291,7 +305,8 @@ def _text(value: Any) -> str:
 def explain_out_of_memory(
     recipe: Recipe, model: Any, longest: int, state: State, directory: RunDirectory
 ) -> Iterator[None]:
-    """A full GPU becomes a RunError that says what to change. longest: tokens of the longest row, or prompt of rl."""
+    """Convert torch.OutOfMemoryError to a RunError that suggests changes. longest: tokens of the longest row, or prompt
+    (rl)."""
     try:
         yield
     except torch.OutOfMemoryError as cause:
@@ -299,7 +314,7 @@ def explain_out_of_memory(
 
 
 def _out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: str) -> RunError:
-    """Three changes with the peaks that they are predicted to have."""
+    """Build the error, with three changes and their predicted peaks."""
     machine, shape = Machine.here(), shape_of(model, recipe.model.lora)
     before = predict_phases(recipe, shape, longest, machine)
     tried = [f"{e.text} ({e.peak / GIB:.1f} GiB)" for e in edits(recipe, shape, longest, machine)]
@@ -314,7 +329,7 @@ def _out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: s
 
 
 def skeleton(recipe: Recipe) -> Any:
-    """The recipe's model without storage. Raises ModelError where its configuration cannot be read."""
+    """Build the recipe's model on the meta device. Raises ModelError if its configuration cannot be read."""
     return _skeleton(recipe.model, recipe.base_dir)
 
 

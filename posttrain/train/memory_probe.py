@@ -1,4 +1,4 @@
-"""Before step 1: does the largest micro-batch that a step can have fit beside all else?"""
+"""Memory probe before step 1: checks that the largest micro-batch of a step fits next to everything else on the GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from posttrain.train.policy import scores
 
 
 def probe_max_memory(p: TrainContext) -> int:
-    """Forward and backward of a full micro-batch of the longest rows, beside memory for the optimiser's moments.
+    """Run forward and backward of a full micro-batch of the longest rows, with memory for the optimizer's moments
+    allocated.
 
-    The engine sleeps if it does so in a step. Nothing is learnt or drawn. Returns the bytes that torch's allocator held
-    at most. Raises torch.OutOfMemoryError.
+    The engine sleeps if it does so in a step. Weights and random state are unchanged. Returns the peak bytes reserved
+    by torch's allocator. Raises torch.OutOfMemoryError.
     """
-    if naps(p):
+    if engine_sleeps(p):
         p.engine.sleep()
     rollout = p.recipe.rollout
     rows = random_rows(p.recipe, p.loaded, p.longest)
@@ -41,20 +42,23 @@ def probe_max_memory(p: TrainContext) -> int:
     p.optimizer.zero_grad(set_to_none=True)
     taken = torch.cuda.max_memory_reserved() if gpu else 0
     if gpu:
-        torch.cuda.empty_cache()  # the first step finds the memory in one piece
-    if naps(p):
-        p.engine.sync(p.loaded.model, 0)  # it may have slept without its weights
+        torch.cuda.empty_cache()  # so that the first step finds contiguous memory
+    if engine_sleeps(p):
+        p.engine.sync(p.loaded.model, 0)  # the engine may have discarded its weights while asleep
     return taken
 
 
-def naps(p: TrainContext) -> bool:
-    """Whether the engine gives its memory to the trainer for the update."""
+def engine_sleeps(p: TrainContext) -> bool:
+    """Return whether the engine frees its memory for the update."""
     return p.recipe.rollout.engine == "vllm" and p.recipe.rollout.vllm.sleep
 
 
-def check_room(taken: int) -> None:
-    """Whether the GPU has room for `taken` bytes of this process beside what others, the engine among them, hold on it
-    now: an engine that was starting may have grown since that was tried. Raises torch.OutOfMemoryError."""
+def check_free_memory(taken: int) -> None:
+    """Raise torch.OutOfMemoryError unless the GPU has room for `taken` bytes of this process next to all other
+    processes.
+
+    Other processes include the engine, which may have grown since the probe.
+    """
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()
     if taken + others > total:
@@ -62,8 +66,10 @@ def check_room(taken: int) -> None:
 
 
 def moments_bytes(p: TrainContext) -> int:
-    """Of this rank: two float32 numbers a trained weight, or two bytes; one number of Muon; none that can leave the
-    GPU."""
+    """Return the bytes of optimizer moments of this rank; 0 if they can be moved off the GPU.
+
+    Two float32 numbers per trained weight, two bytes in 8 bits; one float32 number per weight with Muon.
+    """
     section = p.recipe.optim
     if section.offload:
         return 0

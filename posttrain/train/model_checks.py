@@ -1,4 +1,4 @@
-"""What `rl` proves of a model before its first step, on the shortest prompts: log-probs, packing, reference."""
+"""Checks of a model before the first RL step, on the shortest prompts: log-probs, packing, reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from posttrain.train.policy import scores
 
 
 def check_start(p: TrainContext) -> None:
-    """Before step 1: our log-probs are the model's own, packed is padded, the reference is the starting policy."""
+    """Check before step 1: log-probs equal the model's own, packed equals padded, the reference is the starting
+    policy."""
     shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
     if not shortest:
         return
@@ -39,10 +40,11 @@ def check_start(p: TrainContext) -> None:
 
 
 def check_packing(p: TrainContext, probe: Sequences, together: Tensor) -> None:
-    """Rows in one line [N,width] have the log-probs that each has in a line of its own, and those are the padded row's.
+    """Check that rows in one line [N,width] have the same log-probs as each row in a line of its own, and as padded
+    rows.
 
-    The second comparison is between two attention kernels, whose rounding alone can make 0.1 nats of a small model with
-    a 4-bit base; a wrong mask is worth several. Raises NonFiniteError.
+    The second comparison is between two attention kernels, whose rounding alone can cause 0.1 nats in a small model
+    with a 4-bit base; a wrong mask causes several nats. Raises NonFiniteError.
     """
     rows = [probe.select([i]) for i in range(len(probe))]
     tokens = sum(probe.lengths) - len(rows)

@@ -1,9 +1,9 @@
-"""The Hugging Face folder of a sharded model, which all ranks write: each one some of the layers, as whole weights.
+"""Hugging Face folder of a sharded model, written by all ranks: each writes some of the layers, as whole weights.
 
-Weights are all-gathered one by one, and one rank keeps each, on its host: no rank holds the whole model, and no GPU
-more than its shard and one weight. The files are those that `save_pretrained` would write: in full training in the
-precision that products were computed in; under LoRA the base with the adapter merged in, in the base's precision. An
-adapter whose base is stored elsewhere is written alone.
+Weights are all-gathered one by one, and one rank keeps each on its host: no rank holds the whole model, and no GPU
+holds more than its shard and one weight. The files are the same as from `save_pretrained`: in full training in the
+matmul dtype; under LoRA the base with the adapter merged in, in the base's dtype. If the base is stored elsewhere, only
+the adapter is written.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ from posttrain.models.weights import dense_weights
 from posttrain.run.atomic_io import explain_write_errors, put_in_place, write_json
 from posttrain.train import distributed, sharding
 
-FILE_BYTES = 5_000_000_000  # of a file of weights
+FILE_BYTES = 5_000_000_000  # maximum size of a weight file
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank writes. files: tensors by published names, by file. index: model.safetensors.index.json of all
-    files. sums: SHA-256 of each whole weight of all ranks by module name, where they were asked for."""
+    """Files to be written by this rank.
+
+    files: tensors by published names, by file. index: model.safetensors.index.json of all files. sums: SHA-256 of each
+    whole weight of all ranks by module name, if requested.
+    """
 
     files: dict[str, dict[str, Tensor]]
     index: dict[str, Any]
@@ -56,62 +59,66 @@ class Share:
 
 
 def save_model(loaded: LoadedModel, folder: Path, saver: Any = save) -> dict[str, Any]:
-    """Write the trained model into `folder` and verify it; all ranks must ask. Returns the report of `models.save`.
+    """Write the trained model into `folder` and verify it; all ranks must call this. Returns the report of
+    `models.save`.
 
-    saver: `models.save.save`, or what writes another kind of model. A sharded model is written by all ranks instead,
-    unless its adapter can only be merged by PEFT, in an ordinary model on rank 0's host.
+    saver: `models.save.save`, or a function that writes another kind of model. A sharded model is written by all ranks
+    instead, unless its adapter can be merged only by PEFT, in an ordinary model on rank 0's host.
     """
     if loaded.is_sharded and not loaded.is_lora:
-        return save_divided(loaded, folder)
-    if loaded.is_sharded and saver is save and _is_written_by_parts(loaded):
-        return save_divided_adapters(loaded, folder)
+        return save_sharded_model(loaded, folder)
+    if loaded.is_sharded and saver is save and _is_written_by_weight(loaded):
+        return save_sharded_adapters(loaded, folder)
     report: dict[str, Any] = distributed.run_on_rank0(saver, sharding.whole(loaded), folder)
     return report
 
 
-def save_divided(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-    """What `models.save.save` does, for a divided model in full training. Rank 0 reloads the folder with plain
-    transformers on its host, and every weight must be, to the bit, what the ranks had, rounded to the folder's
-    precision. Raises RunError."""
+def save_sharded_model(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """Save a sharded model in full training, like `models.save.save`.
+
+    Rank 0 reloads the folder with plain transformers on its host; every weight must be bitwise equal to the ranks'
+    weight rounded to the folder's dtype. Raises RunError.
+    """
     unfinished = folder.with_name(folder.name + ".tmp")
-    share = deal_out(loaded, hashed=True)
+    share = assign_weights(loaded, hashed=True)
     distributed.run_on_rank0(_begin, loaded, share.index, unfinished)
     distributed.run_all_or_raise(write_files, share, unfinished)
     return distributed.run_on_rank0(_finish, loaded, share.sums, unfinished, folder)
 
 
-def _is_written_by_parts(loaded: LoadedModel) -> bool:
-    """Whether no rank needs the whole of a sharded base: each of its adapters is saved alone, or is a sum that is
-    merged weight by weight."""
+def _is_written_by_weight(loaded: LoadedModel) -> bool:
+    """Return whether no rank needs the whole sharded base: each adapter is saved alone, or merged weight by weight."""
     origin = loaded.origin
     if is_resized(loaded) or (origin is not None and origin.section.quantize is not None):
         return False
     return base_is_stored(loaded) or adapters.merges_by_weight(loaded.model)
 
 
-def save_divided_adapters(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-    """What `models.save.save` does, for adapters over a sharded base; all ranks call this. Rank 0 reloads the folder on
-    its host, and its logits must be those of the sharded model. Raises RunError."""
+def save_sharded_adapters(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """Save adapters of a sharded base, like `models.save.save`; all ranks call this.
+
+    Rank 0 reloads the folder on its host; its logits must equal those of the sharded model. Raises RunError.
+    """
     unfinished = folder.with_name(folder.name + ".tmp")
     distributed.run_on_rank0(_make_empty, unfinished)
-    places = adapter_folders(loaded, unfinished)
-    parts = {name: _save_adapter(loaded, place, name) for name, place in places.items()}
+    folders = adapter_folders(loaded, unfinished)
+    reports = {name: _save_adapter(loaded, path, name) for name, path in folders.items()}
     adapters.activate(loaded.model)
     distributed.run_on_rank0(put_in_place, unfinished, folder)
-    if len(parts) > 1:
-        return {"path": str(folder), **adapters_report(parts)}
-    return {"path": str(folder), **parts[next(iter(parts))]}
+    if len(reports) > 1:
+        return {"path": str(folder), **adapters_report(reports)}
+    return {"path": str(folder), **reports[next(iter(reports))]}
 
 
 def _save_adapter(loaded: LoadedModel, folder: Path, name: str) -> dict[str, Any]:
-    """One of the adapters, and merged into its base where that is not stored."""
+    """Save one adapter, merged into its base if the base is not stored elsewhere."""
     adapters.activate(loaded.model, name)
     with loaded.autocast(), quiet():
         expected = probe_logits(loaded.model, loaded.tokenizer, reader=loaded.images)
     merged = not base_is_stored(loaded)
     distributed.run_on_rank0(_write_adapter, loaded, folder / "adapter" if merged else folder, name)
     if merged:
-        share = deal_out(loaded, adapter=name)
+        share = assign_weights(loaded, adapter=name)
         distributed.run_on_rank0(write_config, loaded, share.index, folder)
         distributed.run_all_or_raise(write_files, share, folder)
     kind = "merged" if merged else "adapter"
@@ -152,32 +159,34 @@ def _finish(loaded: LoadedModel, sums: Mapping[str, str], unfinished: Path, fold
     return report
 
 
-def deal_out(loaded: LoadedModel, *, adapter: str | None = None, hashed: bool = False) -> Share:
-    """All-gather the weights one by one, with that adapter merged in if one is named, and give each layer to the
-    rank that has the least so far. All ranks call this; if one of them has no room on its host, all raise."""
-    rank, given = distributed.rank(), [0] * distributed.world()
+def assign_weights(loaded: LoadedModel, *, adapter: str | None = None, hashed: bool = False) -> Share:
+    """All-gather the weights one by one and assign each layer to the rank with the least weights so far.
+
+    adapter: name of an adapter to merge in. All ranks call this; if a rank runs out of host memory, all raise.
+    """
+    rank, assigned = distributed.rank(), [0] * distributed.world()
     mine: dict[str, Tensor] = {}
     sums: dict[str, str] = {}
-    failed: Exception | None = None  # on this rank, which still takes part in the gathering of the others' weights
+    failed: Exception | None = None  # error of this rank, which must still take part in gathering
     dtype = loaded.half if adapter is None else None
     for _, group in groupby(_whole_weights(loaded, adapter), lambda item: layer_of(item[0])):
-        owner = given.index(min(given))
-        kept: dict[str, Tensor] = {}
+        owner = assigned.index(min(assigned))
+        layer: dict[str, Tensor] = {}
         for name, full in group:
-            given[owner] += full.numel()
+            assigned[owner] += full.numel()
             if owner == rank and failed is None:
                 copied = distributed.capture(_copy_to_host, full, dtype)
-                kept[name], failed = copied.value, copied.error
-        if kept and failed is None:
-            sums |= {name: _sha256(tensor) for name, tensor in kept.items()} if hashed else {}
-            mine |= to_published_names(adapters.causal_of(loaded.skeleton), kept)
+                layer[name], failed = copied.value, copied.error
+        if layer and failed is None:
+            sums |= {name: _sha256(tensor) for name, tensor in layer.items()} if hashed else {}
+            mine |= to_published_names(adapters.causal_of(loaded.skeleton), layer)
     chunks = list(_chunks(mine, FILE_BYTES))
-    told = distributed.gather_or_raise(
+    gathered = distributed.gather_or_raise(
         distributed.Captured(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums), failed)
     )
-    names, index = _name_files([sizes for sizes, _ in told])
+    names, index = _name_files([sizes for sizes, _ in gathered])
     return Share(
-        dict(zip(names[rank], chunks, strict=True)), index, {n: s for _, found in told for n, s in found.items()}
+        dict(zip(names[rank], chunks, strict=True)), index, {n: s for _, found in gathered for n, s in found.items()}
     )
 
 
@@ -186,8 +195,10 @@ def _copy_to_host(full: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _whole_weights(loaded: LoadedModel, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model's state_dict, each tied one once; those of the base, with the adapter merged in,
-    if one is named. Each is all-gathered when it is asked for."""
+    """Yield the tensors of the model's state_dict, tied ones once, each all-gathered on demand.
+
+    With an adapter: the tensors of the base with the adapter merged in.
+    """
     if adapter is not None:
         yield from dense_weights(loaded.model, merged=True, adapter=adapter)
         return
@@ -204,7 +215,8 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def _chunks(weights: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Weights in their order, so many bytes a file at most; a larger one has a file of its own. None is a view."""
+    """Group weights in their order into files of at most `limit` bytes; a larger weight gets its own file. No result is
+    a view."""
     chunk, size = dict[str, Tensor](), 0
     for name, tensor in weights.items():
         if chunk and size + tensor.nbytes > limit:
@@ -218,7 +230,7 @@ def _chunks(weights: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
 
 
 def _name_files(sizes: Iterable[list[dict[str, int]]]) -> tuple[list[list[str]], dict[str, Any]]:
-    """Names of the files of each rank, and the index of all. sizes: by rank and file, bytes of each weight."""
+    """Name the files of each rank, and build the index of all. sizes: by rank and file, bytes of each weight."""
     by_rank = list(sizes)
     total = sum(map(len, by_rank))
     numbers = iter(range(1, total + 1))
@@ -234,11 +246,11 @@ def _name_files(sizes: Iterable[list[dict[str, int]]]) -> tuple[list[list[str]],
 
 
 def write_files(share: Share, folder: Path) -> None:
-    """Write this rank's files of weights. Raises RunError where the folder, which rank 0 has made, is not there."""
+    """Write this rank's weight files. Raises RunError if this rank does not see the folder that rank 0 has created."""
     if not folder.is_dir():
         raise RunError(
-            f"rank {distributed.rank()} does not see {folder}, which rank 0 has made",
-            hint="all ranks write a divided model: let --output be on a disk that the machines share",
+            f"rank {distributed.rank()} does not see {folder}, which rank 0 has created",
+            hint="all ranks write a sharded model: set --output to a disk shared by all machines",
         )
     with explain_write_errors(folder):
         for name, tensors in share.files.items():
@@ -246,11 +258,13 @@ def write_files(share: Share, folder: Path) -> None:
 
 
 def write_config(loaded: LoadedModel, index: dict[str, Any], folder: Path) -> None:
-    """Write config.json, the index of the files, and code that the model came with. Before `write_files`: transformers
-    removes files of weights that it did not write."""
+    """Write config.json, the weight index, and the model's custom code.
+
+    Call before `write_files`: transformers deletes weight files that it did not write.
+    """
     with quiet():
         save_under_published_names(adapters.causal_of(loaded.skeleton)).save_pretrained(folder, state_dict={})
-    (folder / SINGLE).unlink(missing_ok=True)  # without a weight in it
+    (folder / SINGLE).unlink(missing_ok=True)  # it contains no weights
     if loaded.half is not None and not loaded.is_lora:
         write_dtype(folder, loaded.half)
     write_json(folder / INDEX, index)
@@ -259,7 +273,7 @@ def write_config(loaded: LoadedModel, index: dict[str, Any], folder: Path) -> No
 def _compare_weights(
     model: Any, tokenizer: Any, reader: Any, folder: Path, *, sums: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """Whether a reloaded model has the weights with these sums. Raises RunError."""
+    """Check that a reloaded model has the weights with these SHA-256 sums. Raises RunError."""
     del tokenizer, reader
     found = {n: _sha256(_round_to(t.detach(), dtype)) for n, t in sharding.distinct_state(model).items()}
     wrong = sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model's layers, AdamW for all else (2502.16982)."""
+"""Muon for the matrices of a model's layers, AdamW for all other weights (2502.16982)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from posttrain.train.compiled import layers_of
 
 
 class MuonAdamW(Optimizer):
-    """torch's two optimisers as one, so that there is one learning rate, one checkpoint and one step.
+    """torch's Muon and AdamW as one optimizer, with one learning rate, one checkpoint and one step.
 
-    Muon makes the momentum of a matrix orthogonal and scales it by 0.2 sqrt(the longer side): then an update is as long
-    as one of AdamW, whose learning rate and weight decay hold for both. matrices, others: groups of parameters.
+    Muon orthogonalizes the momentum of a matrix and scales it by 0.2 sqrt(the longer side): an update then has the same
+    RMS as an AdamW update, so AdamW's learning rate and weight decay apply to both. matrices, others: parameter groups.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update by each."""
+        """Make one update with each optimizer."""
         assert closure is None
-        count = len(self.muon.param_groups)  # groups and state are other objects once a checkpoint was loaded
+        count = len(self.muon.param_groups)  # loading a checkpoint replaces groups and state
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:count], self.param_groups[count:]
         self.muon.state = self.adamw.state = self.state
         self.muon.step()
@@ -38,12 +38,14 @@ class MuonAdamW(Optimizer):
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained matrices of the layers: no embeddings, no head, no vectors, no experts in one tensor of three
-    dimensions. Raises ModelError where there are none."""
+    """Return the trained matrices of the layers: no embeddings, head, vectors, or experts in one 3-dimensional tensor.
+
+    Raises ModelError if there are none.
+    """
     layers = layers_of(model)
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad and p.ndim == 2}
-    kept = [p for number, p in found.items() if number not in looked_up]
-    if not kept:
+    matrices = [p for number, p in found.items() if number not in embeddings]
+    if not matrices:
         raise ModelError("no matrix of a layer is trained", where="optim.use: muon", hint="write `optim.use: adamw`")
-    return kept
+    return matrices

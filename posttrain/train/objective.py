@@ -1,23 +1,23 @@
-"""What a policy-gradient method computes: from rewards to one number to minimise. A method is a row of parts here.
+"""RL objective: composes the components of a policy-gradient method, from rewards to one loss.
 
 The order is fixed:
 
- 1. group_rewards  new rewards from those of a group, one after the other
- 2. keep           rows that stay (dynamic sampling); dropped ones leave the batch and its denominators
- 3. KL             with `kl.where: reward`: coef * the row's summed KL comes off its reward
+ 1. group_rewards  new rewards from the rewards of a group, applied one after another
+ 2. keep           rows that stay (dynamic sampling); dropped rows leave the batch and its denominators
+ 3. KL             with `kl.where: reward`: coef * the row's summed KL is subtracted from its reward
  4. advantage      from the rewards of the kept rows, over the whole step
- 5. factors        multiply the advantages of a row, those of its channels too
- 6. advantage_transforms   change the advantages, one after the other
+ 5. factors        multiply the advantages of a row, including its per-channel advantages
+ 6. advantage_transforms   change the advantages, one after another
  7. credit_assignment   divides a row's advantage among its turns or tokens
- 8. mask edits     completions that hit the limit, if `loss.mask_truncated` (these stay in the row count)
+ 8. mask edits     with `loss.mask_truncated`: masks completions that hit the length limit (they stay in the row count)
  9. select         tokens that are trained on
-10. loss           per token, or one value a group, from the current policy's log-probs
+10. loss           per token, or one value per group, from the current policy's log-probs
 11. corrections    multiply the policy-gradient term of a token
 12. KL in the loss and regularisers: + coef * the term
-13. aggregation    of each term, divided by the totals of the whole optimiser batch
+13. aggregation    of each term, divided by the totals of the whole optimizer batch
 
-`compute_advantages` is steps 1 to 9, on a whole step's rollouts; `loss` is steps 10 to 13, on any part of them (whole
-groups, for a loss over groups).
+`compute_advantages` is steps 1 to 9, on a whole step's rollouts; `loss` is steps 10 to 13, on any part of the rollouts
+(whole groups, for a loss over groups).
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.preset_recipe import preset_recipe
 
-_MANY = tuple(key for key in OBJECTIVE if key not in ("advantage", "loss", "kl", "controllers"))
-_ONE = ("advantage", "surrogate", "kl")
+_LIST_FIELDS = tuple(key for key in OBJECTIVE if key not in ("advantage", "loss", "kl", "controllers"))
+_SINGLE_FIELDS = ("advantage", "surrogate", "kl")
 
 
 @dataclass(frozen=True)
 class BoundComponent:
-    """One component: call it with a batch. `key` is where it stands in the recipe, e.g. `advantage_transforms.0`.
+    """Component of the objective with its arguments bound: call it with a batch.
 
-    coef and aggregation are those of terms that are added to the loss; other parts leave them alone.
+    key: path in the recipe, e.g. `advantage_transforms.0`. coef, aggregation: used by terms added to the loss; ignored
+    by other components.
     """
 
     kind: registry.Kind
@@ -70,27 +71,28 @@ class BoundComponent:
         return self.function(batch, *logp, **self.params)
 
     def at(self, numbers: Mapping[str, float]) -> BoundComponent:
-        """The same with the numbers that controllers give to its keys (`advantage_transforms.0.alpha`, `kl.coef`)."""
-        mine = {k.removeprefix(f"{self.key}."): v for k, v in numbers.items() if k.rpartition(".")[0] == self.key}
-        if not mine:
+        """Return this component with the values that controllers set for its keys (`advantage_transforms.0.alpha`,
+        `kl.coef`)."""
+        new = {k.removeprefix(f"{self.key}."): v for k, v in numbers.items() if k.rpartition(".")[0] == self.key}
+        if not new:
             return self
-        params = {k: _like(v, mine[k]) if k in mine else v for k, v in self.params.items()}
-        return dataclasses.replace(self, params=params, coef=mine.get("coef", self.coef))
+        params = {k: _round_if_int(new[k], v) if k in new else v for k, v in self.params.items()}
+        return dataclasses.replace(self, params=params, coef=new.get("coef", self.coef))
 
     def call_and_remember(self, batch: RolloutBatch) -> tuple[Any, RolloutBatch]:
-        """The result, and the batch with what the part wants to know again in the next step."""
+        """Return the component's result, and the batch with the state that the component keeps for the next step."""
         result = self(batch)
         if not isinstance(result, Remembered):
             return result, batch
         return result.result, batch.replace(memory={**batch.memory, self.name: result.memory})
 
 
-def _like(before: Any, number: float) -> float:
+def _round_if_int(number: float, before: Any) -> float:
     return round(number) if isinstance(before, int) else number
 
 
 def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundComponent:
-    """The part of a recipe section. Raises UserError for a name or argument that does not exist."""
+    """Bind the component of a recipe section. Raises UserError for an unknown name or argument."""
     component = load_component(section, base_dir)
     return BoundComponent(
         kind=component.kind,  # type: ignore[arg-type]
@@ -106,15 +108,16 @@ def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundCom
 
 @dataclass(frozen=True)
 class Objective:
-    """Parts by their place in the order; all are pure functions with their arguments bound."""
+    """Components of a policy-gradient method, by their position in the fixed order; all are pure functions, already
+    bound."""
 
     advantage: BoundComponent
-    surrogate: BoundComponent  # a loss per token or over groups
+    surrogate: BoundComponent  # per-token loss, or loss over groups
     group_rewards: tuple[BoundComponent, ...] = ()
     keep: tuple[BoundComponent, ...] = ()
     factors: tuple[BoundComponent, ...] = ()
     advantage_transforms: tuple[BoundComponent, ...] = ()
-    credit_assignment: tuple[BoundComponent, ...] = ()  # one at most
+    credit_assignment: tuple[BoundComponent, ...] = ()  # at most one
     select: tuple[BoundComponent, ...] = ()
     corrections: tuple[BoundComponent, ...] = ()
     kl: BoundComponent | None = None  # None = coefficient 0
@@ -127,9 +130,9 @@ class Objective:
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe) -> Objective:
-        """The objective of a recipe; functions of the user are looked for beside it.
+        """Build the objective of a recipe; user functions are searched next to the recipe file.
 
-        Raises UserError for names and arguments that do not exist.
+        Raises UserError for unknown names and arguments.
         """
         parts: dict[str, tuple[BoundComponent, ...]] = {}
         for key, section in recipe.active_components():
@@ -151,14 +154,17 @@ class Objective:
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Objective:
-        """The objective of `algorithm: NAME`; `overrides` are keys of its sections, e.g. loss={"clip_high": 0.3}; the
-        entries of a list are named by their number, advantage_transforms={"0": {"alpha": 0.5}}."""
+        """Build the objective of `algorithm: NAME`.
+
+        overrides: keys of recipe sections, e.g. loss={"clip_high": 0.3}; list entries are addressed by their index,
+        advantage_transforms={"0": {"alpha": 0.5}}.
+        """
         return cls.from_recipe(preset_recipe(name, **overrides))
 
     def at(self, numbers: Mapping[str, float]) -> Objective:
-        """The same with other numbers, by recipe key; those of a step's controllers."""
-        changed: dict[str, Any] = {name: tuple(p.at(numbers) for p in self._parts(name)) for name in _MANY}
-        one = {name: part.at(numbers) for name in _ONE if (part := getattr(self, name)) is not None}
+        """Return the objective with other values, by recipe key, as set by a step's controllers."""
+        changed: dict[str, Any] = {name: tuple(p.at(numbers) for p in self._parts(name)) for name in _LIST_FIELDS}
+        one = {name: part.at(numbers) for name in _SINGLE_FIELDS if (part := getattr(self, name)) is not None}
         return dataclasses.replace(self, **changed, **one)
 
     def _parts(self, name: str) -> tuple[BoundComponent, ...]:
@@ -167,41 +173,44 @@ class Objective:
 
     @cached_property
     def every_part(self) -> tuple[BoundComponent, ...]:
-        return tuple(part for name in (*_MANY, *_ONE) for part in self._parts(name))
+        return tuple(part for name in (*_LIST_FIELDS, *_SINGLE_FIELDS) for part in self._parts(name))
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """All that the batch must carry or the run must give, e.g. `ref_logp`."""
+        """All fields and services that the components need, e.g. `ref_logp`."""
         named = [part.needs for part in self.every_part]
         return frozenset({"old_logp"} if self.kl and self.kl_in_reward else ()).union(*named)
 
     @cached_property
     def needs_before_the_loss(self) -> frozenset[str]:
-        """What `compute_advantages` needs of them: it must be measured before."""
+        """Fields that `compute_advantages` needs: they must be computed before it."""
         early = [part.needs for name in BEFORE_THE_LOSS for part in self._parts(name)]
         reward = {"old_logp", "ref_logp"} if self.kl and self.kl_in_reward else set()
         return frozenset(reward).union(*early)
 
     @cached_property
     def is_by_row(self) -> bool:
-        """Whether `compute_advantages` reads nothing by token: then it takes a batch whose mask [N,1] says which rows
-        have a trained token. Of a function of the user that is not known."""
+        """Whether `compute_advantages` reads no per-token values.
+
+        If True, it accepts a batch whose mask [N,1] marks the rows with a trained token. Always False with user
+        functions, whose reads are unknown.
+        """
         early = [part for name in BEFORE_THE_LOSS for part in self._parts(name)]
-        own = all(part.function.__module__.startswith("posttrain.") for part in early)
-        return own and not self.kl_in_reward and all(part.needs <= BY_ROW for part in early)
+        builtin = all(part.function.__module__.startswith("posttrain.") for part in early)
+        return builtin and not self.kl_in_reward and all(part.needs <= BY_ROW for part in early)
 
     @cached_property
     def whole_groups(self) -> bool:
-        """`loss` must get all rows of a group together."""
+        """Whether `loss` must get all rows of a group in one call."""
         return self.surrogate.kind == "group_loss"
 
     # --- steps 1 to 9: on the rollouts of a whole step ---
 
     def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        """The batch with rewards, keep, advantages and the edited mask: everything that looks at the whole step.
+        """Compute everything that needs the whole step: rewards, keep, advantages and the edited mask (steps 1 to 9).
 
-        Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask. Where all
-        are dropped, no part is asked what to make of no rows, and none remembers the step.
+        No row is removed, so row indices stay valid; dropped rows get advantage 0 and an empty mask. If all rows are
+        dropped, no further component is called, and none stores state for the step.
         """
         if self.group_rewards:
             batch = self.apply_group_rewards(batch)
@@ -245,8 +254,10 @@ class Objective:
         )
 
     def apply_group_rewards(self, batch: RolloutBatch) -> RolloutBatch:
-        """Step 1: the rewards after all `group_rewards`. What each of them changed is a component of its name: an
-        advantage that reads components (GDPO) sees it, and metrics show it; a component that is there keeps its name.
+        """Step 1: apply all `group_rewards`.
+
+        The change made by each is stored as a reward component under its name, so that advantages that read components
+        (GDPO) and metrics see it; an existing component keeps its name.
         """
         changes: dict[str, Tensor] = {}
         for part in self.group_rewards:
@@ -259,15 +270,17 @@ class Objective:
         return batch.replace(components={**changes, **batch.components})
 
     def filter_rows(self, batch: RolloutBatch) -> Tensor:
-        """Step 2: rows that every filter keeps, bool [N]."""
+        """Step 2: return the rows that every filter keeps, bool [N]."""
         kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         for part in self.keep:
             kept = kept & part.call_and_remember(batch)[0]
         return kept
 
     def subtract_kl(self, batch: RolloutBatch) -> RolloutBatch:
-        """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,
-        for advantages that read rewards by token."""
+        """Step 3: subtract coef * (the old policy's KL to the reference, summed over trained tokens) from each reward.
+
+        Subtracts the per-token KL from `token_rewards` as well, for advantages that read per-token rewards.
+        """
         if self.kl is None or not self.kl_in_reward:
             return batch
         if batch.old_logp is None:
@@ -280,9 +293,12 @@ class Objective:
             token_rewards=torch.where(batch.mask, token_rewards(batch) - penalty, 0.0),
         )
 
-    def paid_kl_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """What metrics say of a KL that comes off the reward: means over all sampled tokens. batch: before step 1. A KL
-        in the loss is among the statistics of `loss`."""
+    def reward_kl_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """Return metrics of a KL that is subtracted from the reward: means over all sampled tokens; empty for a KL in
+        the loss.
+
+        batch: before step 1. A KL in the loss is reported by the statistics of `loss`.
+        """
         if self.kl is None or not self.kl_in_reward:
             return {}
         assert batch.old_logp is not None
@@ -290,7 +306,7 @@ class Objective:
         return {name: float(token_sum(value, batch.mask)) / tokens for name, value in term.stats.items()}
 
     def select_tokens(self, batch: RolloutBatch) -> RolloutBatch:
-        """Steps 8 and 9: the mask, the selected tokens, and the rows that stay."""
+        """Steps 8 and 9: set the mask, the selected tokens, and the rows that stay."""
         if self.mask_truncated:
             if batch.truncated is None:
                 raise ValueError("mask_truncated needs to know which rows were truncated")
@@ -303,10 +319,10 @@ class Objective:
                 keep = stay if batch.keep is None else batch.keep & stay
                 batch = batch.replace(mask=left, keep=keep)
             elif self.whole_groups:
-                what = f"{part.key} `{part.name}` takes tokens out of a loss by token"
                 raise UserError(
-                    f"{what}, and loss `{self.surrogate.name}` has one value a group",
-                    hint="remove it, or take a selection whose tokens leave the denominators too",
+                    f"{part.key} `{part.name}` removes tokens from a per-token loss, "
+                    f"but loss `{self.surrogate.name}` has one value a group",
+                    hint="remove it, or use a selection that also removes its tokens from the denominators",
                 )
             else:
                 before = batch.mask if batch.selected is None else batch.selected
@@ -314,38 +330,41 @@ class Objective:
         return batch
 
     def sampling_buffer(self, want: int, max_batches: int) -> DynamicSamplingBuffer:
-        """Collects generation batches until `want` groups passed `keep`."""
+        """Return a buffer that collects generation batches until `want` groups have passed `keep`."""
         keep = (lambda batch: self.filter_rows(self.apply_group_rewards(batch))) if self.keep else None
         return DynamicSamplingBuffer(keep, want, max_batches)
 
-    # --- steps 10 to 13: on the rows of one optimiser batch, or a part of them ---
+    # --- steps 10 to 13: on the rows of one optimizer batch, or a part of them ---
 
     @cached_property
     def terms(self) -> tuple[BoundComponent, ...]:
-        """What is added to the policy loss."""
+        """Terms added to the policy loss: KL in the loss, and regularisers."""
         return (*((self.kl,) if self.kl is not None and not self.kl_in_reward else ()), *self.regularisers)
 
     def totals(self, batch: RolloutBatch) -> Totals:
-        """The denominators of one optimiser batch (after `compute_advantages`). Add them up over ranks."""
+        """Compute the denominators of one optimizer batch (after `compute_advantages`). Sum them over ranks."""
         rows = batch if batch.keep is None else batch.select(batch.keep)
         found = totals(rows.mask, self.count_empty_rows, rows.trajectory_tokens)
-        own = [self.surrogate] if "own_mean" in self.surrogate.needs else []
-        if not self.regularisers and not own and not self.whole_groups:
+        with_own_mean = [self.surrogate] if "own_mean" in self.surrogate.needs else []
+        if not self.regularisers and not with_own_mean and not self.whole_groups:
             return found
         with torch.no_grad():
-            asked, logp = _with_stand_ins(rows), torch.zeros(rows.mask.shape, device=rows.mask.device)
-            results = {part.key: part(asked, logp) for part in (*self.regularisers, *own)}
+            filled, logp = _fill_policy_outputs(rows), torch.zeros(rows.mask.shape, device=rows.mask.device)
+            results = {part.key: part(filled, logp) for part in (*self.regularisers, *with_own_mean)}
             terms = {key: float(r.counted.sum()) for key, r in results.items() if r.counted is not None}
-            weights = _weights(self.surrogate(asked, logp)) if self.whole_groups and len(rows) else logp.new_zeros(0)
+            weights = (
+                _group_weights(self.surrogate(filled, logp)) if self.whole_groups and len(rows) else logp.new_zeros(0)
+            )
         return dataclasses.replace(found, groups=float(len(weights)), weight=float(weights.sum()), terms=terms)
 
     def has_signal(self, batch: RolloutBatch) -> Tensor:
-        """Rows that have a gradient, bool [N]; the others need no forward pass (`totals` still counts them)."""
+        """Return the rows that have a gradient, bool [N]; other rows need no forward pass (`totals` still counts
+        them)."""
         if self.whole_groups:
             return batch.mask.any(-1) if batch.keep is None else batch.keep
         if self.terms or "every_row" in self.surrogate.needs:
             return batch.mask.any(-1)
-        if self.aggregation == "local_token_mean":  # rows without a gradient are in its denominators
+        if self.aggregation == "local_token_mean":  # its denominators include rows without a gradient
             return torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         assert batch.advantages is not None
         advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
@@ -353,12 +372,13 @@ class Objective:
         return (chosen & (advantages != 0)).any(-1)
 
     def loss(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """What these rows add to the loss, to be called backward on, and their statistics. logp [N,T] has the gradient.
+        """Compute the contribution of these rows to the loss, to call backward on, and their statistics.
 
-        Statistics are detached sums over trained tokens: divide them by the number of tokens summed.
+        logp [N,T] carries the gradient. Statistics are detached sums over trained tokens: divide them by the number of
+        tokens.
         """
         if self.whole_groups:
-            loss, sums = self.group_term(batch, logp, totals)
+            loss, sums = self.compute_group_loss(batch, logp, totals)
         else:
             token_loss = self.surrogate(batch, logp)
             values, stats = token_loss.values, dict(token_loss.stats)
@@ -376,8 +396,9 @@ class Objective:
             sums |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
         return loss, sums
 
-    def group_term(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """Step 10 of a loss over groups: the weighted mean over the groups of the optimiser batch."""
+    def compute_group_loss(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """Step 10 of a loss over groups: return the weighted mean over the groups of the optimizer batch, and
+        statistics."""
         kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         rows = batch.select(kept)
         found: GroupLoss = self.surrogate(rows, logp[kept])
@@ -385,13 +406,16 @@ class Objective:
         sums = {name: (value * tokens.to(value.dtype)).sum() for name, value in found.stats.items()}
         if totals.weight == 0:
             return found.values.sum() / max(totals.groups, 1.0), sums
-        return (found.values * _weights(found)).sum() / totals.weight, sums
+        return (found.values * _group_weights(found)).sum() / totals.weight, sums
 
     def row_losses(self, batch: RolloutBatch, logp: Tensor) -> Tensor:
-        """The policy loss of each row [N] at these log-probs: the mean over its trained tokens of steps 10 and 12, KL
-        included, regularisers not. NaN for rows that `keep` dropped; 0 for those without a trained token."""
+        """Compute the policy loss of each row [N] at these log-probs: the mean over its trained tokens.
+
+        Includes steps 10 and 12 with the KL, but not the regularisers. NaN for rows dropped by `keep`; 0 for rows
+        without a trained token.
+        """
         with torch.no_grad():
-            rows = _with_stand_ins(batch)
+            rows = _fill_policy_outputs(batch)
             active = self.has_signal(batch)[:, None] & batch.mask
             logp = torch.where(active, logp, 0.0 if rows.old_logp is None else rows.old_logp)
             values = self.surrogate(rows, logp).values
@@ -403,19 +427,23 @@ class Objective:
     def aggregate_term(
         self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals, *, coef: float = 1.0
     ) -> Tensor:
-        """Step 13 for one term, times `coef`: by the recipe's aggregation, or the mean over its own tokens."""
+        """Step 13 for one term, times `coef`: aggregate as the recipe says, or as the mean over the term's own
+        tokens."""
         if part.key in totals.terms:
             return coef * (torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0))
         mode = part.aggregation or self.aggregation
         return coef * aggregate(term.values, batch.mask, mode, totals, self.norm_len, batch.trajectory_tokens)
 
 
-def _weights(loss: GroupLoss) -> Tensor:
+def _group_weights(loss: GroupLoss) -> Tensor:
     return torch.ones_like(loss.values) if loss.weights is None else loss.weights
 
 
-def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
-    """For questions that do not depend on the current policy: the old one's numbers in place of its own."""
+def _fill_policy_outputs(batch: RolloutBatch) -> RolloutBatch:
+    """Fill the fields that a forward pass of the current policy would give with the old policy's values or zeros.
+
+    For computations that do not depend on the current policy.
+    """
     router = torch.zeros(len(batch), device=batch.mask.device)
     spread = torch.zeros(batch.mask.shape, device=batch.mask.device)
     found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp, "divergence": spread}
@@ -423,18 +451,18 @@ def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
 
 
 def token_sum(value: Tensor, mask: Tensor) -> Tensor:
-    """Sum over trained tokens of a statistic [N,T], or [N] that holds for every token of its row."""
+    """Sum a statistic [N,T] over trained tokens; a statistic [N] holds for every token of its row."""
     spread = value if value.dim() == 2 else value[:, None].expand(mask.shape)
     return torch.where(mask, spread, 0.0).sum()
 
 
 def group_tokens(batch: RolloutBatch) -> Tensor:
-    """Trained tokens [K] of each group, in order of first appearance."""
+    """Return the number of trained tokens [K] of each group, in order of first appearance."""
     return group_total(batch.mask.sum(-1), *group_key(batch.group_ids))
 
 
 def scatter_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
-    """Values of the kept rows at their places among all rows; 0 elsewhere."""
+    """Scatter the values of kept rows to their indices among all rows; 0 elsewhere. Returns None for None."""
     if values is None:
         return None
     everywhere = values.new_zeros((len(kept), *values.shape[1:]))
@@ -443,7 +471,7 @@ def scatter_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
 
 
 def multiply_rows(advantages: Tensor, factor: Tensor) -> Tensor:
-    """Advantages * factor, constant for the gradient; each is [N] or [N,T]."""
+    """Multiply advantages by a detached factor; each is [N] or [N,T]."""
     dims = max(advantages.dim(), factor.dim())
-    one, other = (value if value.dim() == dims else value[:, None] for value in (advantages, factor.detach()))
-    return one * other
+    left, right = (value if value.dim() == dims else value[:, None] for value in (advantages, factor.detach()))
+    return left * right

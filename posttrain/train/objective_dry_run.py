@@ -1,7 +1,7 @@
-"""One step of the objective on made-up numbers, before a model is loaded.
+"""Dry run of one objective step on made-up numbers, before a model is loaded.
 
-What only the functions themselves know is told then: a reward component or data column that is not there, prompts that
-do not divide into bundles, a user's function that breaks.
+Reports mistakes that only the functions themselves can detect: a missing reward component or data column, prompts that
+do not divide into bundles, a user function that fails.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ NEEDED = (
 )
 
 
-def rehearse(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) -> None:
-    """Run every part once on random rewards and log-probs of a whole step. Raises what a part raises; where that is a
-    function of the user, a RecipeError with its line."""
+def dry_run(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) -> None:
+    """Run every component once on random rewards and log-probs of a whole step.
+
+    Re-raises a component's error; for a user function, as a RecipeError with its line.
+    """
     names = [reward_name(reward) for reward in recipe.rewards]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             _run(objective, _batch(objective, recipe, prompts, names))
         except UserError as error:
-            if not any(f"`{name}/" in str(error) for name in names):  # parts of a reward are known when it has run
+            if not any(f"`{name}/" in str(error) for name in names):  # a reward's components are known after it ran
                 raise
         except Exception as error:
             if not (line := script_line(error)):
@@ -50,7 +52,7 @@ def _run(objective: Objective, batch: RolloutBatch) -> None:
     assigned = objective.compute_advantages(batch)
     rows = assigned if assigned.keep is None else assigned.select(assigned.keep)
     if len(rows):
-        logp = _like(rows.mask).requires_grad_()
+        logp = _random_like(rows.mask).requires_grad_()
         objective.loss(rows, logp, objective.totals(rows))[0].backward()
 
 
@@ -81,9 +83,9 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         for group, size in enumerate(_sizes(recipe))
         for row in range(size)
     ]
-    put_there = objective.needs & {"hinted", "hint_mask", "external"}
+    external = objective.needs & {"hinted", "hint_mask", "external"}
     by_part = recipe.acts or recipe.scoring.split or {"part_ids", "finished"} & given
-    needs = objective.needs if by_part else put_there
+    needs = objective.needs if by_part else external
     batch = rollout_batch(rollouts, ("last_number",), needs)
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
@@ -91,7 +93,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
     if "router_loss" in wanted:
         made["router_loss"] = torch.rand(len(batch))
     if "new_values" in made:
-        made["new_values"].requires_grad_()  # a loss may train the critic alone
+        made["new_values"].requires_grad_()  # a loss may train only the critic
     if "divergence" in made:
         made["divergence"].requires_grad_()
     sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if sampler_gives(recipe) else {}
@@ -99,7 +101,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
 
 
 def _call_of(recipe: RlRecipe, row: int) -> WorkflowCall | None:
-    """A call of one of the roles that the recipe's workflow trains, of rows in turn; None without a workflow."""
+    """Return a call of one of the trained workflow roles, cycling by row; None without a workflow."""
     if (workflow := recipe.rollout.workflow) is None:
         return None
     named = recipe.advantage.params.get("role")
@@ -108,17 +110,17 @@ def _call_of(recipe: RlRecipe, row: int) -> WorkflowCall | None:
 
 
 def _sizes(recipe: RlRecipe) -> list[int]:
-    """Rollouts of each prompt: of several numbers where the sampler may divide them so."""
+    """Return the number of rollouts of each prompt: unequal ones if the sampler may divide them so."""
     prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
     unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
     if makes_groups(recipe):
         return [2] * (prompts * size)
-    if recipe.rollout.workflow is not None:  # whose calls are groups of their own, also of a single rollout
+    if recipe.rollout.workflow is not None:  # its calls form separate groups, also with a single rollout
         return [max(2, size)] * prompts
     return [size + (unequal and size > 1) * (1 - 2 * (group % 2)) for group in range(prompts)]
 
 
-def _like(mask: Tensor, *more: int) -> Tensor:
+def _random_like(mask: Tensor, *more: int) -> Tensor:
     return -torch.rand(*mask.shape, *more)
 
 
@@ -135,7 +137,7 @@ _SHAPES = {
 
 
 def _make_field(name: str, mask: Tensor) -> Tensor:
-    value = _like(mask, *_SHAPES[name])
+    value = _random_like(mask, *_SHAPES[name])
     if name == "topk_chosen":
         return torch.zeros_like(value, dtype=torch.bool).index_fill(-1, torch.tensor([0]), True)
     return mask if name == "prompt_mask" else value

@@ -1,4 +1,4 @@
-"""Completions that the data rows bring, as the tokens that a model would have to write for them."""
+"""Completions from data rows, as the tokens that a model would have to generate."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from posttrain.rollout.stored import Tokens
 def stored_completions(
     prompts: Sequence[Prompt], tokenizer: Any, section: Data, limit: int, reader: Reader | None = None
 ) -> Tokens:
-    """uid -> the tokens that a model would have to write for the row's completion, its end included.
+    """Return uid -> the tokens that a model would have to generate for the row's completion, including its end.
 
-    reader: of a model that sees. Raises DataError for a row without a completion, one of several turns, and rows that
-    are longer than `limit`.
+    reader: image reader of a vision model. Raises DataError for a row without a completion, with several turns, or
+    longer than `limit`.
     """
     found = {prompt.uid: _completion(prompt, dict(prompt.row), tokenizer, section, reader) for prompt in prompts}
-    bare = [uid for uid, ids in found.items() if ids is None]
-    if bare:
+    missing = [uid for uid, ids in found.items() if ids is None]
+    if missing:
         raise DataError(
             "the row is not a prompt and one completion of it",
-            where=source_locations.row(bare[0]),
+            where=source_locations.row(missing[0]),
             hint="rollout.engine stored reads columns `prompt` and `completion`",
         )
-    return _within({uid: ids for uid, ids in found.items() if ids is not None}, limit, "completion")
+    return _check_lengths({uid: ids for uid, ids in found.items() if ids is not None}, limit, "completion")
 
 
 def solution_completions(
@@ -42,9 +42,10 @@ def solution_completions(
     shown: Callable[[Any], Any] | None = None,
     reader: Reader | None = None,
 ) -> Tokens:
-    """uid -> the tokens of the solution in `column` as the answer to the prompt, its end included; of rows with one.
+    """Return uid -> the tokens of the solution in `column` as the answer to the prompt, including its end; rows with
+    one only.
 
-    shown: the row as its prompt was rendered. Raises DataError as `stored_completions` does.
+    shown: returns the row as its prompt was rendered. Raises DataError as `stored_completions` does.
     """
     found: dict[str, tuple[int, ...]] = {}
     for prompt in prompts:
@@ -62,13 +63,13 @@ def solution_completions(
                 hint="a prompt that data.max_length cuts has none",
             )
         found[prompt.uid] = ids
-    return _within(found, limit, "solution")
+    return _check_lengths(found, limit, "solution")
 
 
 def _completion(
     prompt: Prompt, row: dict[str, Any], tokenizer: Any, section: Data, reader: Reader | None
 ) -> tuple[int, ...] | None:
-    """The trained tokens of a row that is rendered as a prompt and its answer; None where it is something else."""
+    """Return the trained tokens of a row rendered as a prompt and its answer; None if it renders to anything else."""
     example = render_example(row, tokenizer, section, reader)
     start = example.trained.index(True) if True in example.trained else len(example.ids)
     ids = tuple(i for i, trained in zip(example.ids, example.trained, strict=True) if trained)
@@ -76,8 +77,8 @@ def _completion(
     return ids if ids and whole else None
 
 
-def _within(found: dict[str, tuple[int, ...]], limit: int, what: str) -> Tokens:
-    """The same. Raises DataError where one is longer than `limit`."""
+def _check_lengths(found: dict[str, tuple[int, ...]], limit: int, what: str) -> Tokens:
+    """Return `found`. Raises DataError if a completion is longer than `limit`."""
     long = [uid for uid, ids in found.items() if len(ids) > limit]
     if long:
         longest = max(len(found[uid]) for uid in long)

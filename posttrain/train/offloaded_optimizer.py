@@ -1,10 +1,10 @@
-"""AdamW whose moments, and float32 master weights where it has some, wait in the host's memory between updates.
+"""AdamW with moments, and float32 master weights if any, offloaded to host memory between updates.
 
-An update brings them to the GPU piece by piece, computes there with the kernel that AdamW uses anyway, and takes them
-back: while one piece is computed the next one comes and the last one goes, on streams of their own. So the numbers are
-those of AdamW, bit for bit, and the time is that of 8 bytes a weight over the bus in each direction (12 with master
-weights). An update on the host's processors, as DeepSpeed and torchao make it, sends gradients down and weights up,
-which is half of it, but takes the host's cores, of which a GPU has few, and rounds in another way.
+An update copies them to the GPU chunk by chunk, computes there with AdamW's own kernel, and copies them back: while one
+chunk is computed, the next is copied in and the previous one out, on separate streams. The results are bitwise those of
+AdamW, and the time is that of transferring 8 bytes per weight in each direction (12 with master weights). An update on
+the CPU, as in DeepSpeed and torchao, transfers only gradients and weights, which is half as much, but needs CPU cores,
+of which there are few per GPU, and rounds differently.
 """
 
 from __future__ import annotations
@@ -21,54 +21,56 @@ from torch.optim.adamw import adamw
 from posttrain.models.host_memory import HostMemory
 from posttrain.train.master_weights import MasterAdamW
 
-PIECE = 1 << 25  # numbers of a tensor that are on the GPU at once; three pieces of each kind are on their way
+CHUNK_NUMEL = 1 << 25  # elements of a tensor per chunk; three chunks of each kind are on the GPU
+Update = Callable[[Sequence[Tensor]], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of one parameter. host: its moments and, if any, master weights; `compute` changes what it is given."""
+class Chunk:
+    """Part of one parameter. host: its moments and, if any, master weights; `compute` updates its arguments in
+    place."""
 
     host: tuple[Tensor, ...]
-    compute: Callable[[Sequence[Tensor]], None]
+    compute: Update
 
 
 class OffloadedAdamW(AdamW):
-    """AdamW for float32 weights on the GPU. A checkpoint is that of AdamW, and either goes on with the other's."""
+    """AdamW for float32 weights on the GPU. Its checkpoints are interchangeable with those of AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         self.device = groups[0]["params"][0].device
         self.memory = HostMemory(pinned=self.device.type == "cuda")
         super().__init__(groups, **settings)
-        self._step_supports_amp_scaling = False  # a loss scaler looks for overflows before it asks for a step
+        self._step_supports_amp_scaling = False  # a loss scaler checks for overflows before it calls `step`
 
     def weight_for(self, parameter: Tensor) -> Tensor:
-        """The model's weight, which has the gradient."""
+        """Return the model's weight, which has the gradient."""
         return parameter
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         assert closure is None
-        compute_in_pieces(self._pieces(), self.device)
+        update_in_chunks(self._chunks(), self.device)
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _chunks(self) -> Iterator[Chunk]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 weight = self.weight_for(parameter)
                 if weight.grad is None:
                     continue
-                state = self._state_of(parameter)
+                state = self._get_state(parameter)
                 host = [state[name].view(-1) for name in MOMENTS]
                 host += [] if parameter is weight else [parameter.view(-1)]
                 flat, grad = weight.view(-1), weight.grad.reshape(-1)
-                for start in range(0, len(flat), PIECE):
-                    part = slice(start, start + PIECE)
-                    compute = _update_of(flat[part], grad[part], float(state["step"]), group)
-                    yield Piece(tuple(tensor[part] for tensor in host), compute)
+                for start in range(0, len(flat), CHUNK_NUMEL):
+                    part = slice(start, start + CHUNK_NUMEL)
+                    compute = _make_update(flat[part], grad[part], float(state["step"]), group)
+                    yield Chunk(tuple(tensor[part] for tensor in host), compute)
                 state["step"] += 1
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _get_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -77,19 +79,19 @@ class OffloadedAdamW(AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over moments, which torch's own would bring to the GPU."""
+        """Load moments into host memory; torch's own method would move them to the GPU."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             if stored := state_dict["state"].get(number):
-                state = self._state_of(parameter)
+                state = self._get_state(parameter)
                 for name, value in state.items():
                     value.copy_(stored[name])
 
 
 class OffloadedMasterAdamW(OffloadedAdamW, MasterAdamW):
-    """The same for weights in half precision: their float32 master weights are on the host as well."""
+    """OffloadedAdamW for half-precision weights; the float32 master weights are offloaded as well."""
 
     def copy_master(self, weight: Tensor) -> Tensor:
         return self.memory.take(weight.shape, torch.float32).copy_(weight)
@@ -97,12 +99,13 @@ class OffloadedMasterAdamW(OffloadedAdamW, MasterAdamW):
     def weight_for(self, parameter: Tensor) -> Tensor:
         return self.weight_of[id(parameter)]
 
-    def surround_steps(self) -> None:
-        """Nothing to do: a step reads gradients where they are, and rounds each piece when it is computed."""
+    def register_step_hooks(self) -> None:
+        """Do nothing: a step reads the gradients directly, and rounds each chunk once it is computed."""
 
 
-def _update_of(weight: Tensor, grad: Tensor, step: float, group: dict[str, Any]) -> Callable[[Sequence[Tensor]], None]:
-    """AdamW's update number `step` + 1 of a part of a weight, given its moments and, if any, its master weights."""
+def _make_update(weight: Tensor, grad: Tensor, step: float, group: dict[str, Any]) -> Update:
+    """Return a function that makes AdamW's update number `step` + 1 of a chunk, given its moments and, if any, master
+    weights."""
     beta1, beta2 = group["betas"]
 
     def compute(given: Sequence[Tensor]) -> None:
@@ -120,39 +123,39 @@ def _update_of(weight: Tensor, grad: Tensor, step: float, group: dict[str, Any])
     return compute
 
 
-def compute_in_pieces(pieces: Iterator[Piece], device: torch.device) -> None:
-    """Bring each piece's tensors to the device, compute, and take them back; returns when all are on the host again."""
+def update_in_chunks(chunks: Iterator[Chunk], device: torch.device) -> None:
+    """Copy each chunk's tensors to the device, compute, and copy them back; returns once all are on the host again."""
     if device.type != "cuda":
-        for piece in pieces:
-            piece.compute(piece.host)
+        for chunk in chunks:
+            chunk.compute(chunk.host)
         return
-    compute, coming, going = torch.cuda.current_stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)
+    compute, copy_in, copy_out = torch.cuda.current_stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)
     slots: list[_Slot] = []
-    for number, piece in enumerate(pieces):
+    for number, chunk in enumerate(chunks):
         if len(slots) < 3:
-            slots.append(_Slot([torch.empty(PIECE, device=device) for _ in piece.host]))
-            coming.wait_stream(compute)  # this memory was another's until now
+            slots.append(_Slot([torch.empty(CHUNK_NUMEL, device=device) for _ in chunk.host]))
+            copy_in.wait_stream(compute)  # earlier kernels may still use this memory
         slot = slots[number % len(slots)]
-        here = [buffer[: len(tensor)] for buffer, tensor in zip(slot.buffers, piece.host, strict=True)]
-        with torch.cuda.stream(coming):
-            coming.wait_event(slot.gone)
-            for buffer, tensor in zip(here, piece.host, strict=True):
+        on_gpu = [buffer[: len(tensor)] for buffer, tensor in zip(slot.buffers, chunk.host, strict=True)]
+        with torch.cuda.stream(copy_in):
+            copy_in.wait_event(slot.copied_out)
+            for buffer, tensor in zip(on_gpu, chunk.host, strict=True):
                 buffer.copy_(tensor, non_blocking=True)
-            slot.come.record(coming)
-        compute.wait_event(slot.come)
-        piece.compute(here)
+            slot.copied_in.record(copy_in)
+        compute.wait_event(slot.copied_in)
+        chunk.compute(on_gpu)
         slot.computed.record(compute)
-        with torch.cuda.stream(going):
-            going.wait_event(slot.computed)
-            for buffer, tensor in zip(here, piece.host, strict=True):
+        with torch.cuda.stream(copy_out):
+            copy_out.wait_event(slot.computed)
+            for buffer, tensor in zip(on_gpu, chunk.host, strict=True):
                 tensor.copy_(buffer, non_blocking=True)
-            slot.gone.record(going)
-    going.synchronize()
+            slot.copied_out.record(copy_out)
+    copy_out.synchronize()
 
 
 class _Slot:
-    """Memory on the GPU for one piece, and the events of its use."""
+    """GPU buffers for one chunk, and the events of their use."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self.buffers = buffers
-        self.come, self.computed, self.gone = (torch.cuda.Event() for _ in range(3))
+        self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))

@@ -1,7 +1,7 @@
-"""The opponent: a slow copy of the policy, whose answers the policy's are compared with (Nash mirror prox).
+"""Opponent: a slow copy of the policy, whose answers the policy's answers are compared with (Nash mirror prox).
 
-Only what is trained is copied, the adapter under LoRA. To be asked, the copy takes the place of the trained weights for
-a moment; after every step it moves a little towards them.
+Only trained weights are copied, under LoRA the adapter. To sample, the copy temporarily replaces the trained weights;
+after every step it moves towards them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ FILE = "opponent.safetensors"
 
 
 class Opponent(WeightCopy):
-    """A moving average of the trained weights of `model`, that begins as they are. ema: the share of the new ones."""
+    """Exponential moving average of the trained weights of `model`, initialized with them. ema: weight of the new
+    values."""
 
     def __init__(self, model: nn.Module, ema: float) -> None:
         super().__init__(model)
         self.ema = ema
 
     def follow(self, model: nn.Module) -> None:
-        """A step towards the policy: ema * policy + (1 - ema) * opponent."""
+        """Update towards the policy: ema * policy + (1 - ema) * opponent."""
         for name, weight in trained_parameters(model):
             self.weights[name].lerp_(weight.detach(), self.ema)
 

@@ -1,4 +1,4 @@
-"""Optimiser, learning-rate schedule and gradient clipping, the same in every stage that trains."""
+"""Optimizer, learning-rate schedule and gradient clipping, shared by all training stages."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from posttrain.train.muon import MuonAdamW, layer_matrices
 from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
 
 PAGED = "paged_adamw_8bit"
-OUTSIDE = "outside_adapters"  # in metrics: trained weights that are no adapter's, beside several of them
+OUTSIDE = "outside_adapters"  # metric name of trained weights outside of several adapters
 
 
 def check(section: Optim, device: torch.device) -> None:
-    """Refuse an optimiser that cannot run here, before a model is loaded. Raises MissingExtra, RecipeError."""
+    """Raise MissingExtra or RecipeError, before a model is loaded, if the optimizer cannot run here."""
     if not section.in_eight_bits:
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", f"optim.use: {section.use}", "quant")
     if section.use == PAGED and device.type != "cuda":
         raise RecipeError(
-            f"optim.use: {PAGED} needs a GPU: on a CPU there is no memory to page out of",
+            f"optim.use: {PAGED} needs a GPU: there is no GPU memory to page out",
             hint="write `optim.use: adamw_8bit`",
         )
 
 
 def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, critic_lr: float = 0.0) -> Optimizer:
-    """The recipe's optimiser over the trainable parameters, without weight decay on vectors (norms and biases).
+    """Build the recipe's optimizer over the trainable parameters, without weight decay on vectors (norms and biases).
 
-    A critic has a learning rate of its own, which follows the same schedule, and no weight decay. Raises ModelError
-    where all weights are frozen.
+    A critic has its own learning rate, which follows the same schedule, and no weight decay. Raises ModelError if all
+    weights are frozen.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -53,7 +53,7 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": section.weight_decay}]
     if section.in_eight_bits:
-        groups = _in_eight_bits(groups[0], model)
+        groups = _separate_embeddings(groups[0], model)
     groups.append({"params": vectors, "weight_decay": 0.0})
     if critic is not None:
         scale = critic_lr / section.lr
@@ -63,7 +63,7 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     groups = [g for g in groups if g["params"]]
     if section.in_eight_bits:
         return _eight_bit_adamw(paged=section.use == PAGED)(groups, **settings)
-    settings["fused"] = trained[0].device.type == "cuda" or None  # no copy of all second moments in between
+    settings["fused"] = trained[0].device.type == "cuda" or None  # avoids a temporary copy of all second moments
     if section.use == "muon":
         return _muon(model, section, groups, settings)
     kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (AdamW, MasterAdamW)
@@ -72,43 +72,45 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
 
 
 def _muon(model: nn.Module, section: Optim, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
-    """Muon over the matrices of the layers, which leave the first of the groups."""
+    """Build Muon over the matrices of the layers, which are removed from the AdamW groups."""
     matrices = layer_matrices(model)
     taken = {id(p) for p in matrices}
-    rest = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
-    ours = [{"params": matrices, "weight_decay": section.weight_decay}]
-    return MuonAdamW(ours, [group for group in rest if group["params"]], momentum=section.momentum, **settings)
+    others = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
+    with_muon = [{"params": matrices, "weight_decay": section.weight_decay}]
+    return MuonAdamW(with_muon, [group for group in others if group["params"]], momentum=section.momentum, **settings)
 
 
 def weight_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
-    """The model's weight that a parameter of the optimiser is, or is the float32 one of."""
+    """Return the model's weight of an optimizer parameter: itself, or the weight of which it is the float32 master."""
     return optimizer.weight_of[id(parameter)] if isinstance(optimizer, MasterAdamW) else parameter
 
 
-def masters(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor] | None:
-    """The model's state_dict with the optimiser's float32 weights in it; None where it has none of its own."""
+def state_dict_with_masters(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor] | None:
+    """Return the model's state_dict with the optimizer's float32 masters in place of weights; None without masters."""
     if not isinstance(optimizer, MasterAdamW):
         return None
-    of = {id(weight): master.detach() for master, weight in optimizer.pairs()}
-    return {name: of.get(id(value), value.detach()) for name, value in model.state_dict(keep_vars=True).items()}
+    master_of = {id(weight): master.detach() for master, weight in optimizer.pairs()}
+    return {name: master_of.get(id(value), value.detach()) for name, value in model.state_dict(keep_vars=True).items()}
 
 
 @torch.no_grad()
-def fill_masters(optimizer: Optimizer, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Take over the float32 weights of a checkpoint, by the names of the model; nothing where it keeps none."""
+def load_masters(optimizer: Optimizer, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load the float32 weights of a checkpoint, by model names, into the optimizer's masters; no-op without masters."""
     if not isinstance(optimizer, MasterAdamW):
         return
     names = {id(weight): name for name, weight in model.named_parameters()}
     for master, weight in optimizer.pairs():
-        if (name := names.get(id(weight))) is not None:  # a critic's weights are loaded by themselves
+        if (name := names.get(id(weight))) is not None:  # a critic's weights are loaded separately
             master.copy_(weights[name])
         else:
             master.copy_(weight)
 
 
-def _in_eight_bits(matrices: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
-    """Embeddings in a group of their own: most of their rows have no gradient in a step, and moments that are quantised
-    in blocks lose what little the rare rows have. Their moments stay in float32, as bitsandbytes advises."""
+def _separate_embeddings(matrices: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
+    """Split off embeddings into a group with float32 moments, as bitsandbytes advises.
+
+    Most embedding rows have no gradient in a step, and blockwise quantized moments lose the little that rare rows have.
+    """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     dense = [p for p in matrices["params"] if id(p) not in embeddings]
     sparse = [p for p in matrices["params"] if id(p) in embeddings]
@@ -116,15 +118,19 @@ def _in_eight_bits(matrices: dict[str, Any], model: nn.Module) -> list[dict[str,
 
 
 def _eight_bit_adamw(*, paged: bool) -> Any:
-    """bitsandbytes' AdamW with two moments in 8 bits, in blocks of 256 with a scale each (2110.02861); tensors under
-    4096 numbers keep float32. paged: large moments lie where the driver can move them to the host when memory is short.
+    """Return bitsandbytes' AdamW with two 8-bit moments, in blocks of 256 with one scale each (2110.02861).
+
+    Tensors under 4096 elements keep float32. paged: large moments are in memory that the driver can move to the host
+    when GPU memory is short.
     """
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
     class EightBit(PagedAdamW8bit if paged else AdamW8bit):  # type: ignore[misc]
-        """AdamW8bit with two changes: a parameter group may set `optim_bits`, which bitsandbytes takes for the whole
-        optimiser (embeddings keep 32-bit moments), and moments that are loaded from a checkpoint are put into paged
-        memory again, where `load_state_dict` would leave them in ordinary GPU memory."""
+        """AdamW8bit with `optim_bits` per parameter group, and paged moments after loading.
+
+        bitsandbytes reads `optim_bits` for the whole optimizer only (embeddings keep 32-bit moments), and its
+        `load_state_dict` would leave loaded moments in ordinary GPU memory.
+        """
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             config: dict[str, Any] = super().get_config(gindex, pindex, group)
@@ -142,14 +148,17 @@ def _eight_bit_adamw(*, paged: bool) -> Any:
 
 
 def loss_scaler(loaded: LoadedModel) -> GradScaler:
-    """Scales the loss up before the backward pass and gradients down after it, where products are float16, so that
-    small gradients do not vanish; halves the scale when one overflows. Elsewhere it hands everything on as it is."""
+    """Return the loss scaler for float16 matmuls; a disabled one for other dtypes.
+
+    It scales the loss up before the backward pass and gradients down afterwards, so that small gradients do not
+    underflow, and halves the scale when a gradient overflows.
+    """
     return GradScaler(loaded.device.type, enabled=loaded.half == torch.float16)
 
 
 @contextlib.contextmanager
 def count_updates(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
-    """Gives a function that says how many updates of the weights the optimisers have begun since the block began."""
+    """Yield a function that returns how many updates the optimizers have begun since the block was entered."""
     updates = list[None]()
     hooks = [one.register_step_pre_hook(lambda *_: updates.append(None)) for one in optimizers if one is not None]
     try:
@@ -160,7 +169,8 @@ def count_updates(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
 
 
 def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:
-    """Set and return the learning rate of optimiser update 0, 1, ...; a pure function of it, so nothing to resume."""
+    """Set and return the learning rate of update 0, 1, ...; a pure function of the update, so there is no state to
+    resume."""
     lr = section.lr * lr_factor(update, section, total_updates)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
@@ -168,9 +178,9 @@ def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int
 
 
 def changed_lr_note(section: Optim, update: int, planned: int | None, total: int, last: float | None) -> str | None:
-    """What is said of a resumed run whose schedule has become another, because its length has; None if it has not.
+    """Return a note if a resumed run's learning rate jumps because its length has changed; None otherwise.
 
-    update: the next one, from 0. planned, total: updates of the whole run, before and now. last: the newest rate.
+    update: the next one, from 0. planned, total: updates of the whole run, before and now. last: the latest rate.
     """
     if planned is None or planned == total:
         return None
@@ -186,8 +196,11 @@ def changed_lr_note(section: Optim, update: int, planned: int | None, total: int
 
 
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:
-    """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, the same for every schedule, which
-    then goes to the end. The first update has more than 0, the one after the warm-up the peak."""
+    """Return the learning rate of update 0, 1, ... as a fraction of the peak: linear warm-up, then the schedule.
+
+    Every schedule has the same warm-up and extends to the end of the run. The first update has a rate above 0, the
+    first after the warm-up has the peak.
+    """
     warmup = section.warmup_steps if section.warmup_steps >= 1 else math.ceil(section.warmup_steps * total_updates)
     if update < warmup:
         return (update + 1) / (warmup + 1)
@@ -219,11 +232,12 @@ def stable_decay(
     warmup_steps: int = 0,
     shape: Literal["cosine", "linear"] = "cosine",
 ) -> float:
-    """Learning rate of update 0, 1, ...: warm-up, constant until stable_steps, then down to min_lr in decay_steps.
+    """Return the learning rate of update 0, 1, ...: warm-up, constant until stable_steps, then decay to min_lr in
+    decay_steps.
 
-    OctoThinker's stable-then-decay schedule (2506.20512); the shape of the decay and the last learning rate are ours.
-    With decay_steps 0 it jumps to min_lr. Its own warm-up, which ends with the peak, is the paper's; recipes have that
-    of `lr_factor`.
+    OctoThinker's stable-then-decay schedule (2506.20512); the shape of the decay and the final learning rate are ours.
+    With decay_steps 0 the rate drops to min_lr immediately. The warm-up here, whose last update has the peak, is the
+    paper's; recipes use the warm-up of `lr_factor`.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -237,31 +251,34 @@ def stable_decay(
 
 
 def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
-    """Clip the gradients of each of several adapters to `max_norm`, and those of all weights outside of them together;
-    returns the norms before, {} of a model with fewer than two adapters. An adapter that no row was of has none and is
-    not in it."""
+    """Clip the gradients of each of several adapters to `max_norm`, and those of all other weights together.
+
+    Returns the norms before clipping; {} for a model with fewer than two adapters. An adapter without rows in the step
+    has no gradients and is left out.
+    """
     found = parameters_by_adapter(model)
     if not found:
         return {}
-    inside = {id(p) for own in found.values() for p in own}
+    inside = {id(p) for parameters in found.values() for p in parameters}
     found |= {OUTSIDE: [p for p in model.parameters() if id(p) not in inside]}
-    having = {name: own for name, own in found.items() if any(p.grad is not None for p in own)}
-    return {name: float(clip_gradients(model, max_norm, own)) for name, own in having.items()}
+    updated = {name: parameters for name, parameters in found.items() if any(p.grad is not None for p in parameters)}
+    return {name: float(clip_gradients(model, max_norm, parameters)) for name, parameters in updated.items()}
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterable[Tensor] | None = None) -> Tensor:
-    """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor. Every number
-    counts once, however many ranks have it. One that is not finite leaves gradients as they are, for an error to name.
-    parameters: only these, else all of the model."""
-    found: dict[Any, list[Tensor]] = {}  # by the mesh that they are divided over
+    """Clip gradients to `max_norm` in place (None: only compute) and return the norm before clipping, a 0-d tensor.
+
+    Every gradient element counts once, however many ranks hold it. A non-finite norm leaves gradients unchanged, so
+    that an error can name the parameter. parameters: only these; default: all of the model.
+    """
+    found: dict[Any, list[Tensor]] = {}  # by the device mesh that they are sharded over
     for gradient in (p.grad for p in parameters or model.parameters() if p.grad is not None):
         found.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [nn.utils.get_total_norm(gradients) for gradients in found.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
     if max_norm is not None and norms:
-        share = (max_norm / (total + 1e-6)).clamp(max=1.0).where(total.isfinite(), 1.0)
-        every = itertools.chain(*found.values())
-        parts = [g.to_local() if isinstance(g, DTensor) else g for g in every]
-        torch._foreach_mul_(parts, share.to(parts[0].device))
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0).where(total.isfinite(), 1.0)
+        shards = [g.to_local() if isinstance(g, DTensor) else g for g in itertools.chain(*found.values())]
+        torch._foreach_mul_(shards, scale.to(shards[0].device))
     return total

@@ -1,6 +1,8 @@
-"""Which rows of a step each of several ranks trains on. Every row has one rank, in all updates of the step; only that
-rank has its tensors by token in the update. What is said of all rows comes from sums over ranks. One process alone has
-all rows (`update.rows_of_step`)."""
+"""Assignment of a step's rows to ranks: every row is trained on by one rank, in all updates of the step.
+
+Only that rank holds the row's per-token tensors during the update; statistics of all rows are sums over ranks. A single
+process has all rows (`update.rows_of_step`).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from posttrain.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The rows of this rank, and what it must know of those of the others. Rows have the numbers that they have in the
-    step; this rank's batch and sequences hold `mine` in that order, then `spare`.
+    """Rows of this rank, and what it must know about the rows of other ranks.
 
-    parts: the rows of each update, of all ranks. active: of all, those with a gradient; the others are only counted.
-    owners: the rank of each row, counted in ranks that run the same rows. mine: this rank's. spare: a row of another
-    rank, for passes whose result is dropped, where this rank has none of its own.
+    Rows are numbered as in the step; this rank's batch and sequences contain `mine` in that order, then `spare`.
+
+    parts: rows of each update, of all ranks. active: all rows with a gradient; other rows are only counted. owners:
+    rank of each row, counting ranks that run the same rows as one. mine: rows of this rank. spare: a row of another
+    rank, for passes whose result is discarded, if this rank has no rows.
     """
 
     ranks: Ranks
@@ -35,50 +38,55 @@ class OwnRows:
     mine: Sequence[int]
     spare: tuple[int, ...] = ()
 
-    def of(self, batch: RolloutBatch) -> RolloutBatch:
-        """This rank's rows of a batch of all; no sum and no denominator counts a spare one."""
+    def select_batch(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return this rank's rows of a batch of all rows; sums and denominators exclude a spare row."""
         own = batch.select([*self.mine, *self.spare])
         if not self.spare:
             return own
         last = torch.arange(len(own), device=own.mask.device) == len(own) - 1
-        kept = torch.ones_like(last) if own.keep is None else own.keep
-        return own.replace(mask=own.mask & ~last[:, None], keep=kept & ~last)
+        keep = torch.ones_like(last) if own.keep is None else own.keep
+        return own.replace(mask=own.mask & ~last[:, None], keep=keep & ~last)
 
-    def sequences(self, sequences: Sequences) -> Sequences:
-        """This rank's rows of the sequences of all."""
+    def select_sequences(self, sequences: Sequences) -> Sequences:
+        """Return this rank's rows of the sequences of all rows."""
         return replace(sequences.select([*self.mine, *self.spare]), own=True)
 
-    def bring_tokens(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """This rank's rollouts, with tokens and text, which the others lose. rollouts: all, each with its tokens on the
-        rank that has sampled it. A spare one gets token 0 in place of its own: its prompt's last may be an image's."""
+    def receive_tokens(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Exchange tokens and text between ranks; return this rank's rollouts, the only ones that keep theirs here.
+
+        rollouts: all rollouts, each with its tokens on the rank that sampled it. A spare rollout gets the single
+        completion token 0, because the last token of its prompt may belong to an image.
+        """
         self.ranks.send_tokens(rollouts, self.owners)
         others = [rollouts[row] for row in self.spare]
         spare = [replace(one, segments=(Segment("model", (0,)),)) for one in others]
         return [*(rollouts[row] for row in self.mine), *spare]
 
-    def everywhere(self, own: Tensor) -> Tensor:
-        """Values of all rows [N,...], of each rank's own [n,...]."""
+    def gather_values(self, own: Tensor) -> Tensor:
+        """Return values of all rows [N,...] from the values of each rank's own rows [n,...]."""
         found = own.new_zeros((self.count, *own.shape[1:]))
         found[list(self.mine)] = own[: len(self.mine)]
         return self.ranks.sum(found)
 
 
-def deal_rows(
+def assign_rows(
     p: TrainContext,
     batch: RolloutBatch,
     lengths: Sequence[int],
     parts: Sequence[Sequence[int]],
     sampled_by: Sequence[int] = (),
 ) -> OwnRows:
-    """Give every row of a step to a rank: of each update those with a gradient so that all ranks have as many tokens;
-    the others stay with the rank that has sampled them, or go round.
+    """Assign every row of a step to a rank.
 
-    batch: all rows, with their advantages. lengths: tokens of each row. parts: the rows of each update; a row that
-    stands in several stays where the first has it. sampled_by: the rank that has the tokens of each row; () = all have.
-    A loss over groups gets whole groups; where rows share the pass of their prompt they come together if there are
+    In each update, rows with a gradient are divided so that all ranks have nearly equal tokens; other rows stay with
+    the rank that sampled them, or are distributed round-robin.
+
+    batch: all rows, with their advantages. lengths: tokens of each row. parts: rows of each update; a row in several
+    updates is assigned by the first. sampled_by: rank that holds the tokens of each row; () = all ranks do. A loss over
+    groups gets whole groups; if rows share the forward pass of their prompt, a prompt's rows stay together if there are
     enough prompts.
     """
-    # as rank 0 finds them: rounding differs between GPUs, and all ranks must agree
+    # decided by rank 0: rounding differs between GPUs, and all ranks must agree
     active = frozenset(p.ranks.broadcast(p.objective.has_signal(batch).nonzero()[:, 0].tolist()))
     same, groups, owner = p.ranks.model_parallel_size, batch.group_ids.tolist(), dict[int, int]()
     count = p.ranks.count // same
@@ -94,7 +102,7 @@ def deal_rows(
 
 
 def ranks_of_tokens(ranks: Ranks, rollouts: Sequence[Rollout]) -> list[int]:
-    """Which rank has the tokens of each rollout, where only the one that has sampled it does."""
+    """Return the rank that holds the tokens of each rollout, which is the one that sampled it."""
     here = ranks.gather([n for n, rollout in enumerate(rollouts) if rollout.is_here])
     rank_of = {n: rank for rank, rows in enumerate(here) for n in rows}
     return [rank_of[n] for n in range(len(rollouts))]

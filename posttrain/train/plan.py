@@ -17,7 +17,16 @@ from posttrain.rollout.engine_group import check_groups
 from posttrain.train import assemble
 from posttrain.train.cluster_plan import plan_cluster
 from posttrain.train.memory import GIB
-from posttrain.train.memory_plan import Machine, Recipe, edits, of_pairs, passes, predict_phases, shape_of, skeleton
+from posttrain.train.memory_plan import (
+    Machine,
+    Recipe,
+    count_passes,
+    edits,
+    predict_phases,
+    shape_of,
+    skeleton,
+    trains_on_pairs,
+)
 from posttrain.train.row_plan import row_plan
 from posttrain.train.step_time import Rates
 
@@ -124,12 +133,12 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None, reader)
     room = variants.room if variants else 0
-    shape = assemble.shape_of(recipe, tokenizer, prompts, reader)
+    shape = assemble.build_shape(recipe, tokenizer, prompts, reader)
     longest = max(len(p.ids) for p in prompts) + room + (shape.room if shape else 0)
     parts = len(rehearse_shape(shape, prompts[0], recipe.rollout)) if shape else 1
     rollout, batch = recipe.rollout, recipe.batch
     steps, rows = assemble.total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
-    mean, extra = sum(len(p.ids) for p in prompts) / len(prompts), passes(recipe)
+    mean, extra = sum(len(p.ids) for p in prompts) / len(prompts), count_passes(recipe)
     return {
         "prompts": len(prompts),
         "longest prompt": longest,
@@ -174,7 +183,7 @@ def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple
     from posttrain.train.reward_rows import held_out
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
-    kind: Callable[..., Any] = prepare.prepare_pairs if of_pairs(recipe) else prepare.prepare_examples
+    kind: Callable[..., Any] = prepare.prepare_pairs if trains_on_pairs(recipe) else prepare.prepare_examples
     reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     items = kind(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     lengths = [_length(item) for item in items]

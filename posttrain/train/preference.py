@@ -50,7 +50,7 @@ from posttrain.train import (
     stored_logps,
     validation,
 )
-from posttrain.train.attention import PADDED, cannot_split
+from posttrain.train.attention import PADDED_NOTE, cannot_split_error
 from posttrain.train.context_split import is_split
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
@@ -103,7 +103,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     held_out = prepare_held_out(recipe, tokenizer)
     unseen = validation_pairs(recipe, tokenizer, wanted, missing)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    packed = not single and packs(loaded, prepared.items)
+    packed = not single and enable_packing(loaded, prepared.items)
     job = job_of(recipe, directory, loaded, prepared.items, packed=packed)
     pair_loss = functools.partial(component.function, **recipe.loss.params)
     trainer = make_trainer(job, prepared.items, pair_loss, columns, packed=packed)
@@ -116,7 +116,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     losses = [trainer.validation_loss(unseen.items, directory.path, bool(missing))] if unseen else []
     unpacked = loaded.device.type == "cuda" and not single and not packed
     notes = [
-        *([PADDED] if unpacked else []),
+        *([PADDED_NOTE] if unpacked else []),
         hf_trainer.rows_note(prepared, "row" if single else "pair"),
         shared_rows_note(prepared.kept_rows, held_out or unseen),
         pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
@@ -169,17 +169,18 @@ def job_of(
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
     tokens = [packed_length(pair) if packed else pair_length(pair) for pair in pairs]
-    job.order = functools.partial(load_balancing.balance_micro_batches if packed else load_balancing.by_length, tokens)
+    order = load_balancing.balance_micro_batches if packed else load_balancing.sort_by_length
+    job.order = functools.partial(order, tokens)
     return job
 
 
-def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
+def enable_packing(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it. Raises
     ModelError where it does not, and ranks divide lines among them."""
     split = is_split(causal_of(loaded.model))
     found = (split or loaded.device.type == "cuda") and pair_packing.packs_exactly(loaded, pairs)
     if split and not found:
-        raise cannot_split()
+        raise cannot_split_error()
     return found
 
 
@@ -327,7 +328,7 @@ class Preference(RunLoop, DPOTrainer):
             seed = derive(self.job.recipe.run.seed, "online_kl", self.job.state.step)
             parts = [pairs_of(batch) for batch in batches]
             self.watchdog.enter("rollout")
-            self.answers = self.online.answers(parts, self.mine, seed)
+            self.answers = self.online.sample_answers(parts, self.mine, seed)
             self.watchdog.leave()
             self.watchdog.enter("update")
         return batches, pairs
@@ -366,7 +367,7 @@ class Preference(RunLoop, DPOTrainer):
         loss = result.losses.sum()
         if self.online is not None:
             with self.job.loaded.autocast():
-                term, kl = self.online.term(model, self.answers[self.done])
+                term, kl = self.online.loss_term(model, self.answers[self.done])
             loss = loss + term
             self.add("online_kl/kl", kl)
         return loss / num_items_in_batch

@@ -142,7 +142,7 @@ class SeveralRanks(Ranks):
     def sum_passes(
         self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
     ) -> Mapping[str, float]:
-        sums = distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
+        sums = distributed.sum_by_name(distributed.gather_or_raise(self._capture_passes(passes, *args)))
         distributed.sum_gradients(*trained)
         sharding.drop_unseen_gradients(trained[0])
         return {name: value / self.model_parallel_size for name, value in sums.items()}

@@ -14,7 +14,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import lost_rows
 from posttrain.run.progress import Progress
 from posttrain.train import saved_rollouts
-from posttrain.train.canary import canaries_of
+from posttrain.train.canary import create_canaries
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import evaluation_notes
@@ -67,7 +67,7 @@ class Record:
                 progress.note(note)
             self.metrics.fill(done, state.last_metrics or {})
         saved_rollouts.cut(self.folder, done)
-        self.canaries = canaries_of(p.recipe, directory, done)
+        self.canaries = create_canaries(p.recipe, directory, done)
         self.failing = set[str]()  # rewards of which a failed call was told
         self.trained_rewards = any(reward.weight for reward in p.recipe.rewards)
 

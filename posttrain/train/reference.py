@@ -24,7 +24,7 @@ from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.train import sharding
-from posttrain.train.attention import packs
+from posttrain.train.attention import enable_packing
 from posttrain.train.weight_copy import WeightCopy, trained_parameters
 
 FILE = "reference.safetensors"
@@ -59,7 +59,7 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel, *, images: bool = Fal
         reader=policy.images if images else None,
     )
     half = policy.half if recipe.model.quantize is None else None
-    packs(teacher.model, policy.device)
+    enable_packing(teacher.model, policy.device)
     return _keep_frozen(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
 
 
@@ -111,7 +111,7 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False)
         return named_reference(recipe, loaded, images=images)
     if loaded.is_sharded and not loaded.is_lora:
         model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
-        packs(model, loaded.device)
+        enable_packing(model, loaded.device)
         return frozen_policy(model)
     first = reference_policy(loaded, offload=recipe.model.offload_reference)
     return first if recipe.kl.reset_at is None else RenewedReference(first, loaded.model, recipe.kl.reset_at)

@@ -15,7 +15,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.collate import Sequences, join_batches, rollout_batch, sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
-from posttrain.train.own_rows import deal_rows
+from posttrain.train.own_rows import assign_rows
 from posttrain.train.policy import compute_logprobs
 from posttrain.train.update import UpdateStats, update_once
 
@@ -119,10 +119,10 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     like = batch.advantages.new_zeros((1, 1) if by_token else 1)
     assigned = _measure_stored(ctx, state, more, ctx.objective.needs, like=like)[1]
     sequences, rows = sequences_of(more), list(range(len(more)))
-    rows_of = deal_rows(ctx, assigned, sequences.lengths, [rows])
-    own = rows_of.of(assigned)
+    rows_of = assign_rows(ctx, assigned, sequences.lengths, [rows])
+    own = rows_of.select_batch(assigned)
     stats = UpdateStats(torch.zeros(own.mask.shape, device=own.mask.device))
-    made = update_once(ctx, own, rows_of.sequences(sequences), rows, state.step, stats, rows_of)
+    made = update_once(ctx, own, rows_of.select_sequences(sequences), rows, state.step, stats, rows_of)
     ages = [state.step - one.stored.step for one in more if one.stored is not None]
     return {
         "replay/apart_rows": len(more),

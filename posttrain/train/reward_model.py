@@ -60,7 +60,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     longest = max([*items.trained, *items.held], key=lambda item: item.longest)
     hf_trainer.check_window(loaded, longest.uid, longest.longest)
     job = Job.of(recipe, directory, loaded, len(items.trained), longest.longest)
-    job.order = functools.partial(load_balancing.by_length, [item.longest for item in items.trained])
+    job.order = functools.partial(load_balancing.sort_by_length, [item.longest for item in items.trained])
     trainer = make_trainer(job, items)
     notes = [hf_trainer.rows_note(items.prepared, "row"), f"held out for the report: {len(items.held)}"]
     if settings.pairs:

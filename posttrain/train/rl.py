@@ -49,7 +49,7 @@ from posttrain.train import (
     update_check,
     windows,
 )
-from posttrain.train.assemble import audit_rewards, begin_engine, build_context, prepare_run
+from posttrain.train.assemble import audit_rewards, build_context, prepare_run, start_engine_early
 from posttrain.train.collate import Sequences, row_lengths, sequences_of, with_tokens
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
@@ -59,10 +59,10 @@ from posttrain.train.evaluation import Evaluation
 from posttrain.train.held_out import evaluate_step, rl_evaluation
 from posttrain.train.library_logging import quiet
 from posttrain.train.memory_plan import explain_out_of_memory
-from posttrain.train.memory_probe import check_room, naps, probe_max_memory
+from posttrain.train.memory_probe import check_free_memory, engine_sleeps, probe_max_memory
 from posttrain.train.model_checks import check_start
 from posttrain.train.model_folder import save_model
-from posttrain.train.own_rows import OwnRows, deal_rows, ranks_of_tokens
+from posttrain.train.own_rows import OwnRows, assign_rows, ranks_of_tokens
 from posttrain.train.peak import peak_memory
 from posttrain.train.policy import ON_OTHER_SEQUENCES, compute_logprobs, compute_on_other_sequences
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
@@ -99,7 +99,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         build_scorer(recipe, directory, progress) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
-        begin_engine(recipe, directory, work) as starting_engine,
+        start_engine_early(recipe, directory, work) as starting_engine,
     ):
         if not correctness.can_judge(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")
@@ -241,7 +241,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     state.memory = dict(batch.memory)
     values |= {**collected.metrics, "num_tokens": state.tokens}
     if ctx.objective.kl_in_reward:
-        values |= ctx.objective.paid_kl_metrics(scored)
+        values |= ctx.objective.reward_kl_metrics(scored)
     if ctx.variants is not None:
         values |= variant_metrics(rollouts)
     if ctx.replay is None:
@@ -284,7 +284,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     if ctx.sampler is not None:
         losses = None
         if "row_loss" in ctx.sampler.needs:
-            losses = rows_of.everywhere(ctx.objective.row_losses(measured, logp))
+            losses = rows_of.gather_values(ctx.objective.row_losses(measured, logp))
         values |= update_sampler(ctx, ctx.sampler, state, collected.groups, scored, batch, losses)
     updated = bool(metrics["updates"])
     tokens = token_ledger(own_scored, own_batch, ctx.objective.has_signal(own_batch), updated=updated)
@@ -298,7 +298,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     if ctx.replay is not None:
         old_logp = saved_rollouts.of(own_scored, measured, logp).batch.old_logp
         assert old_logp is not None
-        values |= replay.store(ctx, state.step, rollouts, scored, rows_of.everywhere(old_logp), batch)
+        values |= replay.store(ctx, state.step, rollouts, scored, rows_of.gather_values(old_logp), batch)
     if ctx.shape is not None:
         state.unfinished = windows.keep_unfinished(collected.rollouts)
         values |= windows.window_metrics(collected.rollouts)
@@ -323,12 +323,12 @@ def shard_batches(
     of each update. scored, batch: the step before and after advantages were assigned.
     """
     sampled_by = ranks_of_tokens(ctx.ranks, rollouts) if ctx.keeps_tokens_apart else ()
-    rows_of = deal_rows(ctx, batch, row_lengths(rollouts), parts, sampled_by)
-    own_scored, own_batch = rows_of.of(scored), rows_of.of(batch)
+    rows_of = assign_rows(ctx, batch, row_lengths(rollouts), parts, sampled_by)
+    own_scored, own_batch = rows_of.select_batch(scored), rows_of.select_batch(batch)
     if not ctx.keeps_tokens_apart:
-        return rows_of, own_scored, own_batch, rows_of.sequences(sequences)
+        return rows_of, own_scored, own_batch, rows_of.select_sequences(sequences)
     with ctx.watchdog.phase("gather"):
-        own_rollouts = rows_of.bring_tokens(rollouts)
+        own_rollouts = rows_of.receive_tokens(rollouts)
     tokens = batch_of(ctx, own_rollouts, state, own=True).to(ctx.loaded.device)
     own_sequences = replace(sequences_of(own_rollouts), own=True)
     return rows_of, with_tokens(own_scored, tokens), with_tokens(own_batch, tokens), own_sequences
@@ -399,8 +399,8 @@ def check_before_first_step(ctx: TrainContext, stop: GracefulStop) -> None:
         with ctx.watchdog.phase("longest rows"):
             used = probe_max_memory(ctx)
         wait_for_engine(ctx, stop)
-        if not naps(ctx):
-            check_room(used)
+        if not engine_sleeps(ctx):
+            check_free_memory(used)
 
 
 def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:

@@ -30,7 +30,7 @@ from typing import Protocol
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed, rollout_json
 from posttrain.train.checkpoint import State
-from posttrain.train.collect import StepRollouts, SynchronousRollouts, collect, sync_engine, take_batch
+from posttrain.train.collect import StepRollouts, SynchronousRollouts, advance_state, collect, sync_engine
 from posttrain.train.context import TrainContext
 
 DRAIN_TIMEOUT_S = 60.0  # how long to wait for rollouts in progress when closing, or when saving after an error
@@ -119,7 +119,7 @@ class AsyncRollouts:
             batch = task.result()
         ctx.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in batch.seconds.items()}
         try:
-            ctx.ranks.run(take_batch, ctx, state, batch, self._staleness)
+            ctx.ranks.run(advance_state, ctx, state, batch, self._staleness)
         except Exception as error:
             task.error = error  # so that these rollouts are not saved: a resumed run would fail on them again
             raise

@@ -91,7 +91,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if written is not None:
         collate = with_behavior(collate)
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
-    deal = load_balancing.balance_micro_batches if recipe.batch.packing else load_balancing.by_length
+    deal = load_balancing.balance_micro_batches if recipe.batch.packing else load_balancing.sort_by_length
     job.order = functools.partial(deal, [len(example.ids) for example in prepared.items])
     trainer = make_trainer(job, prepared.items, collate, written)
     trainer.weighing = weighing

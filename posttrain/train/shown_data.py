@@ -12,7 +12,7 @@ from posttrain.errors import count_noun
 from posttrain.models.load import load_image_reader
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import rehearse_shape
-from posttrain.train.assemble import shape_of
+from posttrain.train.assemble import build_shape
 from posttrain.train.offline import solution_completions
 from posttrain.train.variants import PromptVariants, if_nobody_is_right
 from posttrain.train.workflow import workflow_of
@@ -33,7 +33,7 @@ def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
         return
     reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
-    shape = shape_of(recipe, tokenizer, prompts, reader)
+    shape = build_shape(recipe, tokenizer, prompts, reader)
     assert shape is not None
     rows = rehearse_shape(shape, prompts[0], recipe.rollout)
     segments = [segment for row in rows for segment in row.segments]

@@ -105,7 +105,7 @@ def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
     """
     if s.ranks == 1:
         return 0.0, 0.0
-    own, parts = shape.own_part(s.tensor, s.expert), s.shards / s.tensor
+    own, parts = shape.rank_share(s.tensor, s.expert), s.shards / s.tensor
     share, share_of_experts = 1 - 1 / parts, 1 - s.expert / parts
     layers = (own.linear - own.experts) * share + own.experts * share_of_experts
     outside = (own.parameters - own.linear) * share

@@ -25,7 +25,7 @@ from posttrain.train import checkpoint, optim
 from posttrain.train.collate import with_images
 from posttrain.train.context import TrainContext
 from posttrain.train.objective import BoundComponent, Objective
-from posttrain.train.own_rows import deal_rows
+from posttrain.train.own_rows import assign_rows
 from posttrain.train.update import UpdateStats, minibatches, update_once
 
 MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first
@@ -99,8 +99,8 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
     seed = derive(ctx.recipe.run.seed, "unsolved", step)
     ctx.loaded.model.train()
     parts = minibatches(batch.group_ids, count, seed)
-    rows_of = deal_rows(supervised, batch, sequences.lengths, parts)
-    batch, sequences = rows_of.of(batch), rows_of.sequences(sequences)
+    rows_of = assign_rows(supervised, batch, sequences.lengths, parts)
+    batch, sequences = rows_of.select_batch(batch), rows_of.select_sequences(sequences)
     stats = UpdateStats(torch.zeros(batch.mask.shape, device=batch.mask.device))
     made = sum(update_once(supervised, batch, sequences, rows, step, stats, rows_of) for rows in parts)
     tokens = max(float(stats.sums["tokens"]), 1.0)

@@ -47,7 +47,7 @@ class UpdateStats:
 
 
 def rows_of_step(p: TrainContext, batch: RolloutBatch, step: int) -> OwnRows:
-    """Return the rows of each update of a step, all assigned to this process; `own_rows.deal_rows` divides them among
+    """Return the rows of each update of a step, all assigned to this process; `own_rows.assign_rows` divides them among
     ranks.
 
     batch: with its advantages.

@@ -59,7 +59,7 @@ def test_the_tables_of_the_page(call: Any, name: str) -> None:
 
 def test_the_assumptions_of_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for key, value in cluster_plan.asdict(Rates(launch=cluster_plan.EAGER)).items():
+    for key, value in cluster_plan.asdict(Rates(launch=cluster_plan.EAGER_LAUNCH)).items():
         assert (line := f"| `{key}` | {value:g} | {MEANING[key]} |") in page, line
     assert MEANING.keys() == cluster_plan.asdict(Rates()).keys()
 

@@ -13,7 +13,7 @@ from posttrain.errors import DataError
 from posttrain.options import Column, PartialColumn
 from posttrain.recipe.load import load_dict
 from posttrain.registry import index, keywords
-from posttrain.train.assemble import columns_of
+from posttrain.train.assemble import required_columns
 
 ROWS: list[dict[str, Any]] = [
     {"uid": "1", "prompt": "a", "size": 1, "some": None, "word": "x"},
@@ -82,7 +82,7 @@ def recipe(tmp_path: Path, factors: list[Any], **changes: Any) -> dict[str, Any]
 
 def test_a_recipe_names_them(tmp_path: Path) -> None:
     values = recipe(tmp_path, [{"use": "f.py:by_size"}, {"use": "duration"}])
-    found = columns_of(load_dict(values, base_dir=tmp_path, where="test").recipe)  # type: ignore[arg-type]
+    found = required_columns(load_dict(values, base_dir=tmp_path, where="test").recipe)  # type: ignore[arg-type]
     assert [(one.key, one.column) for one in found] == [
         ("factors.0.size", "size"), ("factors.1.column", "tool_seconds"),
     ]  # fmt: skip

@@ -65,7 +65,7 @@ from posttrain.train.logprobs import completion_logprobs
 
 device = torch.device("cuda")
 if sys.argv[1] == "growing":
-    assert allocator.use_growing_segments(device)
+    assert allocator.use_expandable_segments(device)
 config = Qwen2Config(hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
                      intermediate_size=4096, vocab_size=8192, max_position_embeddings=4096, dtype="bfloat16")
 model = Qwen2ForCausalLM(config).to(device, torch.bfloat16)
@@ -115,7 +115,7 @@ def read(described, queue):
 
 if __name__ == "__main__":
     device = torch.device("cuda")
-    assert allocator.use_growing_segments(device)
+    assert allocator.use_expandable_segments(device)
     kept = [torch.full((1 << 20,), float(n), device=device) for n in range(8)]
     del kept[::2]  # free blocks of segments that grow
     staging = Staging(1 << 22, device)

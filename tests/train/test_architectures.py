@@ -153,8 +153,8 @@ def test_moments_are_matched_by_name(tmp_path: Path) -> None:
         group["params"].reverse()
         names.reverse()
     again, another = started(base)
-    own = checkpoint._names(another, again.model, None)
-    another.load_state_dict(checkpoint._by_name(moments, own, tmp_path))
+    own = checkpoint._parameter_names(another, again.model, None)
+    another.load_state_dict(checkpoint._match_by_name(moments, own, tmp_path))
     named = {id(p): n for n, p in loaded.model.named_parameters()}
     expected = {named[id(p)]: state["exp_avg"] for p, state in optimizer.state.items()}
     for name, parameter in again.model.named_parameters():
@@ -165,7 +165,7 @@ def test_moments_of_other_weights_are_refused(tmp_path: Path) -> None:
     loaded, optimizer = started(save_family("llama", tmp_path / "base"))
     moments = {**optimizer.state_dict(), "names": [["a"], ["b"]]}
     with pytest.raises(RunError, match=r"has the optimiser's state of other weights, e.g. a"):
-        checkpoint._by_name(moments, checkpoint._names(optimizer, loaded.model, None), tmp_path)
+        checkpoint._match_by_name(moments, checkpoint._parameter_names(optimizer, loaded.model, None), tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

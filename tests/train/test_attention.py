@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from posttrain.models.load import load
 from posttrain.recipe.sections import Lora, Model
 from posttrain.train import attention
-from posttrain.train.attention import NAME, takes_borders, use_packed_attention
+from posttrain.train.attention import NAME, use_packed_attention, uses_packed_attention
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.pass_checks import check_head
@@ -133,7 +133,7 @@ def test_rows_longer_than_a_window(kind: str) -> None:
     packs, keys = WINDOWED[kind]
     for window in (4096, 8):
         model = family(kind, sliding_window=window, **keys)
-        assert use_packed_attention(model) == packs == takes_borders(model)
+        assert use_packed_attention(model) == packs == uses_packed_attention(model)
         assert model.config.sliding_window == window, "the trial leaves it as it was"
         layers = [m.sliding_window for m in model.modules() if getattr(m, "sliding_window", None)]
         assert set(layers) <= {window}
@@ -162,4 +162,4 @@ def test_a_model_that_was_not_switched_is_padded_whatever_is_asked() -> None:
 def test_a_copy_is_packed_as_its_original_is() -> None:
     """The reference of full training is one."""
     model = small("qwen2")
-    assert use_packed_attention(model) and takes_borders(copy.deepcopy(model))
+    assert use_packed_attention(model) and uses_packed_attention(copy.deepcopy(model))

@@ -18,7 +18,7 @@ from posttrain.report.page import render
 from posttrain.report.run_view import RunView
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl
-from posttrain.train.canary import Canaries, canaries_of, have_diverged, trend
+from posttrain.train.canary import Canaries, create_canaries, fit_trend, have_diverged
 
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -26,14 +26,14 @@ Opened = Callable[..., AbstractContextManager[Any]]
 def test_trend_by_hand() -> None:
     """Values 0, 1, 5: slope (5 - 0) / 2 = 2.5; the line is -0.5, 2, 4.5, so the squares left add up to
     0.25 + 1 + 0.25 = 1.5; with 1 degree of freedom and a spread of 2 the error is sqrt(0.75)."""
-    found = trend([0.0, 1.0, 5.0])
+    found = fit_trend([0.0, 1.0, 5.0])
     assert found.rise == pytest.approx(5.0)
     assert found.errors == pytest.approx(2.5 / math.sqrt(0.75))
 
 
 def test_a_line_without_noise_and_a_constant() -> None:
-    assert trend([1.0, 2.0, 3.0, 4.0]) == (3.0, math.inf)
-    assert trend([0.3] * 5).errors == 0.0
+    assert fit_trend([1.0, 2.0, 3.0, 4.0]) == (3.0, math.inf)
+    assert fit_trend([0.3] * 5).errors == 0.0
 
 
 def rows(trained: list[float], canary: list[float]) -> list[dict[str, Any]]:
@@ -77,7 +77,9 @@ def test_steps_without_a_score_are_left_out() -> None:
 def test_noise_seldom_raises_it() -> None:
     draw = random.Random(0)
     count = 4000
-    alarms = sum(have_diverged(*(trend([draw.gauss(0, 1) for _ in range(20)]) for _ in range(2))) for _ in range(count))
+    alarms = sum(
+        have_diverged(*(fit_trend([draw.gauss(0, 1) for _ in range(20)]) for _ in range(2))) for _ in range(count)
+    )
     assert alarms <= 12  # 0.0009 * 4000 = 3.6 are expected
 
 
@@ -117,7 +119,7 @@ def test_a_run_tells_its_alarm_everywhere(values: dict[str, Any], opened: Opened
         (directory.path / "summary.json").write_text(json.dumps(summary))
         steps = read_metrics(directory.path)
         page = render([RunView(directory.path)])
-        again = canaries_of(recipe, directory, 8).summary()
+        again = create_canaries(recipe, directory, 8).summary()
     alarms = [row["step"] for row in steps if row.get("canary/letters/alarm")]
     assert alarms and summary["canaries"]["letters"]["first_alarm"] == alarms[0]
     assert again == summary["canaries"]

@@ -15,7 +15,7 @@ from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.recipe.load import load_dict
 from posttrain.train import saved_rollouts
-from posttrain.train.compare_methods import by_row, compare, summary
+from posttrain.train.compare_methods import compare, summarize, tabulate_rows
 from posttrain.train.saved_rollouts import Saved
 
 
@@ -101,10 +101,10 @@ def test_methods_by_hand(saved: Saved) -> None:
     assert cispo.push[0, 0] > 0 > cispo.push[1, 0]
     assert dapo.kept.tolist() == [True, True, False, False]
     assert outcomes["verl_rank"].missing == "the rollouts do not have hidden"
-    table = summary(list(outcomes.values()), saved.batch)
+    table = summarize(list(outcomes.values()), saved.batch)
     assert [row["method"] for row in table] == ["as it was", "grpo", "cispo", "dapo", "verl_rank"]
     assert table[3]["rows kept"] == "2/4" and table[4]["note"] and table[1]["like the run"] is None
-    rows = by_row(list(outcomes.values()), saved.batch)
+    rows = tabulate_rows(list(outcomes.values()), saved.batch)
     assert rows[2]["dapo: A"] is None and rows[2]["grpo: A"] == 0.0 and rows[0]["cispo: push"] > 0
 
 

@@ -57,10 +57,10 @@ def test_parts_attend_as_the_whole_line_does(lengths: list[int], count: int, sha
 def test_an_architecture_whose_rows_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build()[0]
     model.config._attn_implementation = "eager"
-    assert not attention.packs(model, CPU)
+    assert not attention.enable_packing(model, CPU)
     monkeypatch.setattr(attention, "is_split", lambda _: True)
-    with pytest.raises(ModelError, match=r"model\.parallel\.context divides lines of rows"):
-        attention.packs(model, CPU)
+    with pytest.raises(ModelError, match=r"model\.parallel\.context divides packed rows"):
+        attention.enable_packing(model, CPU)
 
 
 def test_causal_attention_is_about_as_much_work_for_each() -> None:

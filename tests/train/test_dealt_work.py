@@ -174,6 +174,6 @@ def test_an_engine_beside_the_trainer_sleeps_in_the_update_with_every_staleness(
 
 def test_dealing_by_length_and_in_equal_lines() -> None:
     lengths = [1, 9, 2, 8, 3, 7]
-    assert load_balancing.by_length(lengths, [0, 1, 2, 3], 2) == [1, 3, 2, 0]
+    assert load_balancing.sort_by_length(lengths, [0, 1, 2, 3], 2) == [1, 3, 2, 0]
     lines = load_balancing.balance_micro_batches(lengths, list(range(6)), 2)
     assert [sum(lengths[r] for r in lines[i : i + 2]) for i in (0, 2, 4)] == [10, 10, 10]

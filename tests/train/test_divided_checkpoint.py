@@ -136,4 +136,4 @@ def test_a_rank_knows_its_own_files_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "divided").mkdir()
     for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_0.distcp", ".metadata"):
         (tmp_path / "divided" / name).touch()
-    assert divided_checkpoint.own_parts(tmp_path, 1) == {"divided/__1_0.distcp", "divided/__1_1.distcp"}
+    assert divided_checkpoint.list_shards(tmp_path, 1) == {"divided/__1_0.distcp", "divided/__1_1.distcp"}

@@ -7,7 +7,7 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError
-from posttrain.train.dynamic_sampling import HINTS, outcome
+from posttrain.train.dynamic_sampling import HINTS, classify_group
 from posttrain.train.objective import Objective
 
 
@@ -47,7 +47,7 @@ def test_too_few_groups_end_the_run_with_numbers() -> None:
     ],
 )
 def test_why_a_group_did_not_pass(correct: list[float], found: str) -> None:
-    assert outcome(batch([1.0, *correct], [0, 1, 1]), 1) == found and found in HINTS
+    assert classify_group(batch([1.0, *correct], [0, 1, 1]), 1) == found and found in HINTS
 
 
 @pytest.mark.parametrize(("name", "max_batches"), [("dapo", 1), ("grpo", 10)])

@@ -20,7 +20,7 @@ from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.train import evaluation, preference, rl, sft
 from posttrain.train.checkpoint import State
-from posttrain.train.evaluation import Completions, completion_metrics, given_up, judge
+from posttrain.train.evaluation import Completions, completion_metrics, early_stop_message, update_best
 from posttrain.train.held_out import evaluate_step
 from posttrain.train.validation import batches_of
 
@@ -65,18 +65,18 @@ def test_the_best_evaluation_and_those_since() -> None:
     found = []
     for step, value in enumerate([0.2, 0.5, 0.5, None, 0.4, 0.6]):
         state.step = step
-        found.append((judge(state, "accuracy", value), state.since_best))
+        found.append((update_best(state, "accuracy", value), state.since_best))
     assert found == [(True, 0), (True, 0), (False, 1), (False, 2), (False, 3), (True, 0)]
     assert state.best == {"step": 5, "metric": "eval/accuracy", "value": 0.6}
     state = State()
-    assert [judge(state, "loss", value) for value in (2.0, 2.1, 1.9)] == [True, False, True]
-    assert not judge(State(), "accuracy", None)
+    assert [update_best(state, "loss", value) for value in (2.0, 2.1, 1.9)] == [True, False, True]
+    assert not update_best(State(), "accuracy", None)
 
 
 def test_what_is_said_of_an_early_stop() -> None:
     state = State(step=40, since_best=2, best={"step": 20, "metric": "eval/loss", "value": 1.25})
     said = "stopped after step 40: 2 evaluations in a row not better than eval/loss 1.25 after step 20 (eval.patience)"
-    assert given_up(state) == said
+    assert early_stop_message(state) == said
 
 
 def record(problem: int, correct: bool | None, finish: str = "stop") -> Values:

@@ -42,7 +42,7 @@ def test_updates_that_bfloat16_would_lose_add_up() -> None:
         (layer.weight.sum() * 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    master = optim.masters(optimizer, layer)
+    master = optim.state_dict_with_masters(optimizer, layer)
     assert master is not None and master["weight"].dtype == torch.float32
     assert float(master["weight"][0, 0]) == pytest.approx(0.5 - 15e-4, abs=1e-6)
     assert torch.equal(layer.weight, master["weight"].bfloat16()) and bool((layer.weight < 0.5).all())

@@ -76,7 +76,7 @@ def test_both_sides_of_a_pair_see_its_images(recipe: Any, rows_of: Any, monkeypa
     do pairs in one line."""
     whole = rows_of(preference.run, recipe("dpo", run={"steps": 2}), "whole")
     single = rows_of(preference.run, recipe("dpo", batch={"micro_size": 1}, run={"steps": 2}), "single")
-    monkeypatch.setattr(preference, "packs", pair_packing.packs_exactly)
+    monkeypatch.setattr(preference, "enable_packing", pair_packing.packs_exactly)
     packed = rows_of(preference.run, recipe("dpo", run={"steps": 2}), "packed")
     for other in (single, packed):
         assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in whole], rel=1e-4)

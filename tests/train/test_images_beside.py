@@ -119,7 +119,7 @@ def test_a_reference_must_see_only_where_images_can_come(monkeypatch: pytest.Mon
         offer = None if shows is None else SimpleNamespace(shows=shows)
         work: Any = SimpleNamespace(objective=SimpleNamespace(needs={"ref_logp"}), offer=offer, prompts=prompts)
         recipe: Any = SimpleNamespace(critic=SimpleNamespace(path=None))
-        assert assemble.reference_for(recipe, work, None) is asked  # type: ignore[arg-type]
+        assert assemble.build_reference(recipe, work, None) is asked  # type: ignore[arg-type]
 
 
 def test_answers_of_online_kl_are_given_the_pairs_images(tmp_path: Path, rows_of: Any) -> None:

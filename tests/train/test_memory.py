@@ -34,9 +34,9 @@ from posttrain.train.memory import (
 )
 from posttrain.train.memory_plan import (
     Machine,
+    component_bytes,
+    count_passes,
     edits,
-    measured_bytes,
-    passes,
     predict_phases,
     settings_of,
     shape_of,
@@ -535,16 +535,16 @@ def test_calibration_runs_the_update(recipe: Any) -> None:
 
 def test_what_components_need_is_told() -> None:
     """Hidden states of 64 float32 numbers a token; 50 likeliest tokens, a float32 and a flag each."""
-    assert measured_bytes({"hidden", "groups"}, 64) == 256
-    assert measured_bytes({"topk_logp", "topk_chosen"}, 64) == 250
-    assert measured_bytes({"values", "new_values"}, 64) == 8
-    assert measured_bytes({"groups", "ref_logp"}, 64) == 0
+    assert component_bytes({"hidden", "groups"}, 64) == 256
+    assert component_bytes({"topk_logp", "topk_chosen"}, 64) == 250
+    assert component_bytes({"values", "new_values"}, 64) == 8
+    assert component_bytes({"groups", "ref_logp"}, 64) == 0
     base = {
         "stage": "rl", "model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "math.accuracy"}],
         "run": {"steps": 1},
     }  # fmt: skip
     found = {
-        name: passes(load_dict({**base, **more}, base_dir=Path(), where="test").recipe)
+        name: count_passes(load_dict({**base, **more}, base_dir=Path(), where="test").recipe)
         for name, more in {
             "one update": {},
             "two updates": {"batch": {"minibatches": 2}},

@@ -133,7 +133,7 @@ def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
     assert assigned.rewards.tolist() == [1.0, 1.0]  # type: ignore[union-attr]  # metrics show the reward as it was paid
     _, stats = objective.loss(assigned, logp, objective.totals(assigned))
     assert "kl" not in stats
-    assert objective.paid_kl_metrics(rows) == {"kl": pytest.approx(0.5)}
+    assert objective.reward_kl_metrics(rows) == {"kl": pytest.approx(0.5)}
     with pytest.raises(ValueError, match="before advantages"):
         objective.compute_advantages(rows.replace(old_logp=None))
 

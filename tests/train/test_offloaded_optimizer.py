@@ -24,7 +24,7 @@ SECTION = Optim(lr=1e-3, weight_decay=0.1, schedule="linear")
 
 @pytest.fixture(autouse=True)
 def _tensors_have_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded_optimizer, "PIECE", 1000)
+    monkeypatch.setattr(offloaded_optimizer, "CHUNK_NUMEL", 1000)
 
 
 def model(half: bool) -> Any:
@@ -47,7 +47,8 @@ def update(one: nn.Module, optimizer: Any, first: int, count: int) -> None:
 
 
 def weights(one: nn.Module, optimizer: Any) -> list[Tensor]:
-    return list((optim.masters(optimizer, one) or dict(one.named_parameters())).values()) + list(one.parameters())
+    exact = optim.state_dict_with_masters(optimizer, one) or dict(one.named_parameters())
+    return [*exact.values(), *one.parameters()]
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -63,7 +64,7 @@ def test_updates_are_those_of_adamw_and_checkpoints_fit_both(half: bool) -> None
         optimizer = optim.build(one, SECTION.model_copy(update={"offload": offload}))
         assert isinstance(optimizer, offloaded_optimizer.OffloadedAdamW) == offload
         update(one, optimizer, 0, 3)
-        saved.append(copy.deepcopy((one, optim.masters(optimizer, one), optimizer.state_dict())))
+        saved.append(copy.deepcopy((one, optim.state_dict_with_masters(optimizer, one), optimizer.state_dict())))
         update(one, optimizer, 3, 2)
         ends.append(weights(one, optimizer))
     assert equal(*ends)
@@ -72,7 +73,7 @@ def test_updates_are_those_of_adamw_and_checkpoints_fit_both(half: bool) -> None
         if half:
             keep_half_weights(one)  # which a copy of a model forgets
         optimizer = optim.build(one, SECTION.model_copy(update={"offload": offload}))
-        optim.fill_masters(optimizer, one, exact or {})
+        optim.load_masters(optimizer, one, exact or {})
         optimizer.load_state_dict(state)
         update(one, optimizer, 3, 2)
         assert equal(weights(one, optimizer), ends[0])

@@ -55,16 +55,16 @@ def test_the_gradient_is_that_of_the_formula() -> None:
     with torch.no_grad():
         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
     parts = [[2, 0], [1]]
-    found = online.answers(parts, [0, 1], seed=3)
-    again = online.answers([[0, 1, 2]], [0], seed=3)[0]
-    (sum(online.term(loaded.model, found[n])[0] for n in (0, 1)) / 3).backward()
+    found = online.sample_answers(parts, [0, 1], seed=3)
+    again = online.sample_answers([[0, 1, 2]], [0], seed=3)[0]
+    (sum(online.loss_term(loaded.model, found[n])[0] for n in (0, 1)) / 3).backward()
     parted, weight.grad = weight.grad.clone(), None
     logp, _ = completion_logprobs(loaded.model, again.sequences, again.batch.mask.shape[1])
     none = PairBatch(torch.zeros(0), torch.zeros(0), ref_chosen_logp=torch.zeros(0), ref_rejected_logp=torch.zeros(0))
     wanted = distribution.hypo(none, again.batch, logp, kl_coef=0.5, baseline="rloo")
     wanted.loss.backward()
     torch.testing.assert_close(parted, weight.grad, rtol=1e-3, atol=1e-6)
-    kl = sum(online.term(loaded.model, found[n])[1].item() for n in (0, 1)) / 3
+    kl = sum(online.loss_term(loaded.model, found[n])[1].item() for n in (0, 1)) / 3
     assert kl == pytest.approx(wanted.kl.item(), rel=1e-3) and abs(kl) > 1e-3
 
 

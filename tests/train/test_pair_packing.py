@@ -14,7 +14,7 @@ from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run.metrics import read_metrics
 from posttrain.train import load_balancing, pair_packing, preference
-from posttrain.train.attention import _row
+from posttrain.train.attention import _attend_row
 from posttrain.train.hf_trainer import Job
 
 from .vision_families import prompts_of, save_seeing
@@ -75,12 +75,12 @@ def test_a_sliding_window_counts_from_the_end_of_the_row():
     """Keys of other rows beyond the window change nothing; those within it do."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 4)
-    before = _row(q, k, v, None, 3, gqa=False)
+    before = _attend_row(q, k, v, None, 3, gqa=False)
     far, near = k.clone(), k.clone()
     far[:, :, 0] += 1  # the first query is token 3 of 0 to 4 and sees 1, 2, 3
     near[:, :, 1] += 1
-    torch.testing.assert_close(_row(q, far, v, None, 3, gqa=False), before)
-    assert not torch.allclose(_row(q, near, v, None, 3, gqa=False)[:, :, 0], before[:, :, 0])
+    torch.testing.assert_close(_attend_row(q, far, v, None, 3, gqa=False), before)
+    assert not torch.allclose(_attend_row(q, near, v, None, 3, gqa=False)[:, :, 0], before[:, :, 0])
 
 
 def test_an_architecture_that_leaks_is_padded(monkeypatch):
@@ -138,7 +138,7 @@ def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatc
     """The whole stage, as on a GPU: losses, margins and counts of six steps."""
     with opened("padded") as directory:
         preference.run(dpo_recipe(), directory)
-    monkeypatch.setattr(preference, "packs", lambda loaded, pairs: pair_packing.packs_exactly(loaded, pairs))
+    monkeypatch.setattr(preference, "enable_packing", lambda loaded, pairs: pair_packing.packs_exactly(loaded, pairs))
     with opened("packed") as directory:
         preference.run(dpo_recipe(), directory)
     for padded, line in zip(read_metrics(tmp_path / "padded"), read_metrics(tmp_path / "packed"), strict=True):
@@ -149,6 +149,6 @@ def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatc
 def test_order_within_a_step():
     """Longest first; or 9 | 8 | then 5 to 8's, 4 to 9's, 1 to the lighter."""
     lengths = [1, 9, 4, 8, 5]
-    assert load_balancing.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
+    assert load_balancing.sort_by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
     assert load_balancing.balance_micro_batches(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
     assert load_balancing.balance_micro_batches(lengths, [4], 3) == [4]

@@ -187,7 +187,7 @@ def test_a_run_has_the_numbers_of_one_that_shares_nothing(
         base |= {"environment": {"use": "world.py:Echo"}}
         base["rollout"] |= {"max_turns": 2, "turn_tokens": 6}
     recipe = load_dict(base, base_dir=tmp_path, where="test").recipe
-    monkeypatch.setattr(assemble, "can_pack", lambda loaded, _: use_packed_attention(loaded.model))
+    monkeypatch.setattr(assemble, "enable_row_packing", lambda loaded, _: use_packed_attention(loaded.model))
     found = []
     for name in ("shared", "whole"):
         with monkeypatch.context() as patch, opened(name) as directory:
@@ -235,7 +235,7 @@ def test_blocks_of_short_rows_are_the_rows_by_themselves(
 
     def measure() -> list[torch.Tensor]:
         line.cache.clear()
-        out = attention._without_kernel(*given, line, None, window)
+        out = attention._attend_by_row(*given, line, None, window)
         return [out, *torch.autograd.grad((out * torch.arange(8)).sum(), given)]
 
     found = measure()

@@ -11,7 +11,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
 from posttrain.train.objective import Objective
-from posttrain.train.objective_dry_run import rehearse
+from posttrain.train.objective_dry_run import dry_run
 
 BROKEN = """
 def loss(batch, logp):
@@ -42,4 +42,4 @@ def test_a_broken_function_is_told_with_its_line(name: str, told: str, tmp_path:
     }
     recipe: Any = load_dict(values, base_dir=tmp_path, where="r.yaml").recipe
     with pytest.raises(RecipeError, match=told):
-        rehearse(Objective.from_recipe(recipe), recipe, [Prompt("a", {"uid": "a"}, "q", (5, 6))])
+        dry_run(Objective.from_recipe(recipe), recipe, [Prompt("a", {"uid": "a"}, "q", (5, 6))])

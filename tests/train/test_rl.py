@@ -351,9 +351,9 @@ def test_an_engine_that_grew_beside_the_trial_must_leave_it_room(monkeypatch: py
     """Of 100 bytes 30 are free, and 20 of the others are the trainer's own: 50 are someone else's."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20)
-    memory_probe.check_room(50)
+    memory_probe.check_free_memory(50)
     with pytest.raises(torch.OutOfMemoryError, match="51 bytes for the trainer and 50 of others"):
-        memory_probe.check_room(51)
+        memory_probe.check_free_memory(51)
 
 
 @pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])
@@ -718,7 +718,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU rows are packed; here by hand."""
-    inner, check = attention._without_kernel, rl.check_start
+    inner, check = attention._attend_by_row, rl.check_start
 
     def one_row(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *more: Any) -> Tensor:
         return inner(query, key, value, Packed.of([sum(packed.lengths)], query.device), *more)
@@ -726,7 +726,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
     def packed_start(p: Any) -> None:
         assert attention.use_packed_attention(p.loaded.model)
         check(replace(p, packed=True))
-        monkeypatch.setattr(attention, "_without_kernel", one_row)
+        monkeypatch.setattr(attention, "_attend_by_row", one_row)
         check(replace(p, packed=True))
 
     monkeypatch.setattr(rl, "check_start", packed_start)
@@ -735,7 +735,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
 
 
 @pytest.mark.parametrize(
-    "place", [(rl, "update"), (rl, "check_start"), (assemble, "reference_for")], ids=lambda at: at[1]
+    "place", [(rl, "update"), (rl, "check_start"), (assemble, "build_reference")], ids=lambda at: at[1]
 )
 def test_a_gpu_without_memory_is_told_with_predicted_peaks(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]

@@ -86,5 +86,5 @@ def test_a_rank_without_rows_passes_a_row_with_as_many_image_tokens_as_its_promp
     prompt = Prompt("p", {}, "", ids, PromptImages((image,), (1, 5, 9), len(ids)))
     other = Rollout(prompt, 0, (Segment("model", (7, 7, 7)),), "777", "stop", 0)
     rows_of = OwnRows(Alone(), 1, [[0]], frozenset({0}), [1], [], spare=(0,))  # type: ignore[arg-type]
-    (ids,) = sequences_of(rows_of.bring_tokens([other])).ids
+    (ids,) = sequences_of(rows_of.receive_tokens([other])).ids
     assert list(ids).count(9) == 2 and len(ids) == 5

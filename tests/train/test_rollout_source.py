@@ -32,7 +32,7 @@ from posttrain.seeds import derive
 from posttrain.train import assemble, rl, rollout_json, rollout_source
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import rollout_batch
-from posttrain.train.collect import StepRollouts, take_batch
+from posttrain.train.collect import StepRollouts, advance_state
 from posttrain.train.ranks import Ranks
 from posttrain.train.rl_metrics import age_metrics, drift_metrics
 from posttrain.train.rollout_source import AsyncRollouts
@@ -329,7 +329,7 @@ def test_versions_that_cannot_be_end_the_run(version: int, wrong: bool) -> None:
     scorer: Any = SimpleNamespace(failures=lambda history: Failures({}, 0.1, history=history))
     ctx: Any = SimpleNamespace(scorer=scorer)
     with pytest.raises(EngineError, match=r"step 6 .* versions") if wrong else contextlib.nullcontext():
-        take_batch(ctx, State(step=5), StepRollouts(5, [rollout], {}, [], 0), 3)
+        advance_state(ctx, State(step=5), StepRollouts(5, [rollout], {}, [], 0), 3)
 
 
 def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:
@@ -578,9 +578,9 @@ def test_turns_of_different_versions(
     made: Any = recipe(
         rollout={**rollout, "max_new_tokens": 100}, environment={"use": "env.py:Echo"}, run={"save_every": None}
     )
-    taken, take = list[list[Rollout]](), rollout_source.take_batch
+    taken, take = list[list[Rollout]](), rollout_source.advance_state
     monkeypatch.setattr(assemble, "check_engine", lambda *_: None)
-    monkeypatch.setattr(rollout_source, "take_batch", lambda *args: (taken.append(args[2].rollouts), take(*args))[1])
+    monkeypatch.setattr(rollout_source, "advance_state", lambda *args: (taken.append(args[2].rollouts), take(*args))[1])
     use(lambda tokenizer: SecondTurnLater(tokenizer, 6))
     rows = run("turns", made)
     for step, rollouts in enumerate(taken):

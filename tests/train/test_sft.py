@@ -166,7 +166,7 @@ def test_packing_that_leaks_is_refused(sft_recipe, tmp_path):
 def test_rows_are_ordered_by_length_only_where_a_step_has_several_forward_passes():
     """In one pass an order changes nothing but the rounding, and with it what a later stage is trained from."""
     lengths = [(7 * row) % 20 for row in range(20)]
-    order = functools.partial(load_balancing.by_length, lengths)
+    order = functools.partial(load_balancing.sort_by_length, lengths)
     drawn = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0))
     assert list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0, order=order)) == drawn
     several = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 5), start=0, order=order))

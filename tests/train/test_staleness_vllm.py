@@ -47,7 +47,7 @@ class Runs:
         self.taken: list[list[Rollout]] = []
         self.weights: dict[int, Any] = {}
         self.apart = True
-        make, take = engines.make_engine, rollout_source.take_batch
+        make, take = engines.make_engine, rollout_source.advance_state
 
         def make_once(section: Any, loaded: Any, **more: Any) -> Any:
             if self.engine is None:
@@ -64,7 +64,7 @@ class Runs:
 
         monkeypatch.setattr(assemble, "make_engine", make_once)
         for module in (collect, rollout_source):  # drawn when the step begins, and ahead
-            monkeypatch.setattr(module, "take_batch", taking)
+            monkeypatch.setattr(module, "advance_state", taking)
 
     def run(self, name: str, *, apart: bool = True, resume: bool = False, **rollout: Any) -> list[dict[str, Any]]:
         """The metrics of a run, without times."""

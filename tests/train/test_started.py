@@ -55,7 +55,7 @@ def here(tmp_path: Path) -> Path:
 
 def facts(folder: Path, **changes: Any) -> dict[str, str]:
     loaded = load_dict({**RECIPE, **changes}, base_dir=folder, where="test")
-    return {key: fact.compared for key, fact in launch_fingerprint.started_with(loaded).items()}
+    return {key: fact.compared for key, fact in launch_fingerprint.launch_facts(loaded).items()}
 
 
 def damage(path: Path) -> None:
