@@ -1,5 +1,4 @@
-"""Training loops: sft, preference and rl, each readable alone. `posttrain.train()` runs the function of a recipe's
-stage."""
+"""Training loops: sft, preference and rl, each readable alone. `posttrain.train()` runs the one of a recipe's stage."""
 
 import posttrain.models  # noqa: F401 (first: it silences a warning that TRL's imports set off)
 from posttrain.callable_module import make_callable

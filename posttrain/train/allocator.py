@@ -1,4 +1,4 @@
-"""Setup of torch's CUDA caching allocator: expandable segments, which avoid fragmentation by micro-batches of varying
+"""Setup of torch's CUDA caching allocator: expandable segments, against fragmentation by micro-batches of varying
 size."""
 
 from __future__ import annotations

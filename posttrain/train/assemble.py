@@ -1,7 +1,7 @@
-"""Setup of an RL run before its first step: everything that needs no model (`prepare_run`), then model, engine and the
-other parts of a step (`build_context`).
+"""Setup of an RL run before its first step.
 
-Mistakes in the recipe are reported by the first part, before minutes are spent on loading.
+`prepare_run` does everything that needs no model; `build_context` loads the model, starts the engine and builds the
+other parts of a step. Mistakes in the recipe are reported by the first part, before minutes are spent on loading.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ class RunInputs:
 
 
 def prepare_run(recipe: RlRecipe) -> RunInputs:
-    """Check machine and recipe, load the data, and dry-run the objective on made-up numbers. Loads a tokenizer, no
-    model."""
+    """Check machine and recipe, load the data, and dry-run the objective on made-up numbers.
+
+    Loads a tokenizer, no model.
+    """
     machine_checks.check(recipe)
     check_engine(recipe.rollout, lambda: models.config_of(recipe.model, recipe.base_dir), recipe.base_dir)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
@@ -203,10 +205,9 @@ def build_context(
     note: Note,
     begun: StartingEngine | None = None,
 ) -> Iterator[TrainContext]:
-    """Load the model, start the engine with its weights, and build everything else a step uses. Closes the engine at
-    the end.
+    """Load the model, start the engine with its weights, and build everything else a step uses.
 
-    begun: an engine started early by `start_engine_early`.
+    Closes the engine at the end. begun: an engine started early by `start_engine_early`.
     """
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.broadcast_weights(loaded.model)
@@ -281,8 +282,7 @@ def build_prompt_values(sampler: StepSampler, loaded: models.LoadedModel) -> Pro
 def start_engine_early(
     recipe: RlRecipe, directory: RunDirectory, work: RunInputs
 ) -> AbstractContextManager[StartingEngine | None]:
-    """Start the engine in the background, in parallel to the setup before `build_context` needs it; see
-    `make_engine.start_early`."""
+    """Start the engine in the background while the setup goes on (`make_engine.start_early`)."""
     return start_early(
         recipe.rollout,
         recipe.model,
@@ -337,16 +337,14 @@ def build_engine(
 
 
 def engine_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
-    """Return the model the engine is built from: a second copy for transformers, which cannot sample with a sharded
-    model."""
+    """Return the model the engine is built from: for transformers with a sharded model, a second, whole copy."""
     if loaded.is_sharded and recipe.rollout.engine == "transformers":
         return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     return loaded
 
 
 def enable_row_packing(loaded: models.LoadedModel, note: Note) -> bool:
-    """Switch the model to packed rows if possible (`attention.enable_packing`); print a note if a GPU run has to
-    pad."""
+    """Switch the model to packed rows if possible (`attention.enable_packing`); note on a GPU if rows are padded."""
     found = enable_packing(loaded.model, loaded.device) and (loaded.images is None or packs_images(loaded))
     if not found and loaded.device.type == "cuda":
         note(PADDED_NOTE)

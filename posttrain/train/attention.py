@@ -51,8 +51,10 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention: query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim]; no
-    dropout."""
+    """Compute attention over rows packed in one line, or SDPA if `packed` is None; without dropout.
+
+    query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim].
+    """
     if packed is None:
         if attention_mask is None:
             attention_mask = _mask_if_needed(query.shape[2], key.shape[2], sliding_window, query.device)
@@ -123,8 +125,10 @@ def _attend_by_row(
 
 
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, *, gqa: bool) -> Tensor:
-    """Compute causal attention of the last tokens of a row [1,heads,L,dim] to the whole row [1,kv_heads,S,dim], L
-    <= S."""
+    """Compute causal attention of the last L tokens of a row to the whole row.
+
+    q [1,heads,L,dim], k and v [1,kv_heads,S,dim] -> [1,heads,L,dim], L <= S.
+    """
     own, length = q.shape[2], k.shape[2]
     if own == length and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
@@ -133,29 +137,34 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: 
 
 
 def _window_mask(own: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask [own,length] of a sliding window: each of the last `own` of `length` tokens sees itself and
-    `window` - 1 tokens before."""
+    """Return the causal sliding-window mask [own,length] of the last `own` of `length` tokens.
+
+    A token sees itself and the `window` - 1 tokens before it.
+    """
     distance = torch.arange(length - own, length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def _mask_if_needed(own: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return a mask [1,1,own,length] for rows without padding if SDPA's causal order is not sufficient; None
-    otherwise."""
+    """Return a mask [1,1,own,length] for rows without padding, or None if SDPA's causal order suffices."""
     if (window or length) < length or 1 < own < length:
         return _window_mask(own, length, window or length, device)[None, None]
     return None
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return None without padding: packed rows are separated by `packed`, and other calls build their mask
-    (`_mask_if_needed`)."""
+    """Return SDPA's mask for padded rows; None for rows without padding.
+
+    Packed rows are separated by `packed`, and other calls build their mask themselves (`_mask_if_needed`).
+    """
     return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Switch the model to packed attention in place. Returns False, with the model unchanged, if its architecture
-    cannot use it."""
+    """Switch the model to packed attention in place; return whether its architecture supports it.
+
+    If not, the model is unchanged.
+    """
     causal = causal_of(model)
     if not supports_sdpa(causal):
         return False
@@ -179,10 +188,9 @@ def _set_attention(causal: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _record_windows() -> Iterator[set[int | None]]:
-    """Register the packed attention and its masks; yield the set of windows, in tokens, requested of either in the
-    block.
+    """Register packed attention and its masks; yield the set of window sizes that the model requests in the block.
 
-    A window of None means all tokens.
+    Sizes are in tokens; None means all tokens.
     """
     windows = set[int | None]()
 
@@ -226,8 +234,7 @@ def short_windows(causal: Any) -> Iterator[None]:
 
 
 def enable_packing(model: Any, device: torch.device) -> bool:
-    """Switch the model to packed rows if that saves time and its architecture supports it; return whether rows are
-    packed.
+    """Switch the model to packed rows if that saves time and is supported; return whether rows are packed.
 
     Packing saves time on a GPU, and with images on any device, because rows of one prompt then share its many tokens.
     Raises ModelError if the model cannot pack although ranks divide packed lines (`model.parallel.context`).
@@ -254,10 +261,10 @@ def uses_packed_attention(causal: Any) -> bool:
 
 
 def supports_sdpa(causal: Any) -> bool:
-    """Return whether the model's attention is plain softmax(q k) v: no capped scores, no sinks, no chunks defined by a
-    mask only.
+    """Return whether the model's attention is plain softmax(q k) v.
 
-    `eager`, whether set by the recipe or the only implementation of the architecture, is not replaced.
+    Not supported: capped scores, sinks, and chunks defined by a mask only. `eager`, whether set by the recipe or the
+    only implementation of the architecture, is not replaced.
     """
     config = causal.config.get_text_config()
     more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_chunk_size", None)

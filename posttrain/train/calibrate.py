@@ -1,5 +1,4 @@
-"""Calibration of plan estimates: seconds per update and memory measured with two micro-batches on this machine's
-GPU."""
+"""Calibration of plan estimates: time and memory of two micro-batches, measured on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from posttrain.train.memory import GIB
 
 
 def calibrate(recipe: RlRecipe, *, prompt: int, tokens_a_step: int) -> dict[str, float]:
-    """Run forward and backward passes of full micro-batches of random tokens; estimate `update_s` for `tokens_a_step`
+    """Measure full micro-batches of random tokens, forward and backward; estimate `update_s` for `tokens_a_step`
     tokens.
 
     Generation and scoring are not measured: an engine takes a minute to start. prompt: tokens per prompt.

@@ -25,8 +25,10 @@ MIN_STANDARD_ERRORS = 2.0  # minimum distance of a slope from 0, in standard err
 
 
 class Trend(NamedTuple):
-    """Fitted line. rise: from the first to the last value. errors: the slope divided by its standard error (t
-    statistic)."""
+    """Fitted line.
+
+    rise: difference between its last and first value. errors: slope divided by its standard error (t statistic).
+    """
 
     rise: float
     errors: float

@@ -79,13 +79,14 @@ class State:
         return self.seconds + self.eval_seconds + self.save_seconds + 2 * self.longest_save
 
     def out_of_time(self, minutes: float | None) -> bool:
-        """Return whether the limit of `minutes` is used up; False without a limit. Gives the same answer after a step
-        and when resumed from that step's checkpoint."""
+        """Return whether the limit of `minutes` is used up; False without a limit.
+
+        The answer after a step is the same as when resumed from that step's checkpoint.
+        """
         return minutes is not None and self.spent >= 60 * minutes
 
     def count_tokens(self, trained: float, seen: float, updates: int) -> None:
-        """Count a step that passed `trained` of `seen` tokens through the loss; they count as trained only if it made
-        an update."""
+        """Count tokens passed through the loss in a step; they count as trained only if the step made an update."""
         self.trained += trained if updates else 0.0
         self.seen += seen
 
@@ -252,8 +253,7 @@ def _find_newest_intact(root: Path, before: int | None) -> Path | None:
 
 
 def _find_newest_complete(root: Path, before: int | None) -> Path | None:
-    """Return the newest checkpoint of a step before `before` whose files have the right sizes, the same on all
-    ranks."""
+    """Return the newest checkpoint before step `before` with files of the right sizes; the same on all ranks."""
     folder = checkpoints.latest(root, before=before)
     mine = NOTHING if folder is None else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
     rank_consistency.check(

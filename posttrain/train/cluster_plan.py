@@ -30,8 +30,7 @@ COMPILED_LAUNCH, EAGER_LAUNCH = 1.5e-3, 5e-3  # `Rates.launch`
 
 
 def rates_of(card: str, stated: list[str], *, compiled: bool) -> Rates:
-    """Return the rates of a GPU type, overridden by `stated` KEY=VALUE pairs. Raises UserError for an unknown card or
-    key."""
+    """Return the rates of a GPU type, overridden by `stated` KEY=VALUE pairs. Raises UserError for unknown names."""
     if card not in CARDS:
         raise UserError(
             f"--card {card}: not known", allowed=", ".join(CARDS), hint="--assume flops=... states its rates"
@@ -88,10 +87,9 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
 
 
 def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates: Rates) -> dict[str, Any]:
-    """Estimate a step from `rates`: seconds by part, network bytes, bottleneck, scaling to fewer and more GPUs, and
-    improvements.
+    """Estimate a step: seconds by part, network bytes, bottleneck, scaling with the number of GPUs, and improvements.
 
-    The rates are included in the result as `assumed`.
+    All estimates follow from `rates`, which the result contains as `assumed`.
     """
     step = step_of(recipe, prompt, machine)
     seconds = step_seconds(shape, step, rates)
@@ -143,8 +141,8 @@ def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, An
 
 
 def saturation(scaled: list[dict[str, Any]]) -> int | None:
-    """Return the smallest of these GPU counts at which doubling the GPUs gives less than `MIN_SPEEDUP`; None if there
-    is none."""
+    """Return the smallest of these GPU counts at which doubling them speeds up less than `MIN_SPEEDUP`; None if
+    none."""
     for one, twice in itertools.pairwise(scaled):
         if one["gpus"] < twice["gpus"] and one["step_s"] < MIN_SPEEDUP * twice["step_s"]:
             return int(one["gpus"])

@@ -99,8 +99,10 @@ def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four flat tensors [M] over all completion tokens: row, position of the predicting state, completion
-    column, token id."""
+    """Return four flat tensors [M] over all completion tokens.
+
+    They are: row, position of the state that predicts the token, column within the completion, token id.
+    """
     lengths, starts = torch.tensor(sequences.lengths), torch.tensor(sequences.prompt_lengths)
     counts = lengths - starts
     rows = torch.arange(len(counts)).repeat_interleave(counts)
@@ -116,11 +118,10 @@ def row_lengths(rollouts: Sequence[Rollout]) -> list[int]:
 
 
 def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """Build a RolloutBatch of per-row fields only, which are known on every rank; its mask [N,1] marks rows with a
-    trained token.
+    """Build a RolloutBatch of per-row fields only, which are known on every rank.
 
-    columns: data columns that hold numbers (or None in some rows). `tool_seconds` are the rollouts' own if the data has
-    no such column, even if no rollout called a tool.
+    Its mask [N,1] marks rows with a trained token. columns: data columns that hold numbers (or None in some rows).
+    `tool_seconds` are the rollouts' own if the data has no such column, even if no rollout called a tool.
     """
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     data = [{"tool_seconds": r.tool_seconds, **r.prompt.row} if r.turns else r.prompt.row for r in rollouts]
@@ -146,8 +147,10 @@ def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
 
 
 def with_tokens(rows: RolloutBatch, tokens: RolloutBatch) -> RolloutBatch:
-    """Add the per-token fields of `tokens`, the `rollout_batch` of the same rollouts, to a `row_batch`, perhaps with
-    advantages."""
+    """Add per-token fields to a batch of `row_batch`, which may already have advantages.
+
+    tokens: the `rollout_batch` of the same rollouts.
+    """
     known = {item.name: getattr(rows, item.name) for item in dataclasses.fields(rows)}
     empty = [name for name, value in known.items() if value is None or (isinstance(value, Mapping) and not value)]
     chosen = {name: known[name] & tokens.mask for name in ("mask", "selected") if known[name] is not None}
@@ -216,8 +219,7 @@ def _node_field(rollouts: Sequence[Rollout], width: int, name: str, none: float,
 
 
 def _external_fields(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
-    """Return the masks of rows and tokens not chosen by the policy: hinted rows, tokens of hints, tokens of given
-    solutions."""
+    """Return masks of what the policy did not choose: hinted rows, tokens of hints, tokens of given solutions."""
     hinted = [r.variant is not None and r.variant.hinted for r in rollouts]
     hints = [r.by_segment([s.kind in ("injected", "given") and h for s in r.segments])
              for r, h in zip(rollouts, hinted, strict=True)]  # fmt: skip

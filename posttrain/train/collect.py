@@ -27,7 +27,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.collate import answer_extractors, rollout_batch, row_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
-from posttrain.train.given import solution_rows
+from posttrain.train.given_solutions import solution_rows
 from posttrain.train.opponent import Opponent
 from posttrain.train.policy import prompt_states
 from posttrain.train.prompt_sampler import MOST_REQUESTS
@@ -60,8 +60,7 @@ def sync_engine(ctx: TrainContext, version: int) -> None:
 
 
 class SynchronousRollouts:
-    """`RolloutSource` of steps that sample their own rollouts with the newest weights; nothing is left for later
-    steps."""
+    """`RolloutSource` of steps that sample their own rollouts with the newest weights, and leave none over."""
 
     def next(self, ctx: TrainContext, state: State) -> StepRollouts:
         """See `RolloutSource.next`."""
@@ -223,8 +222,7 @@ def sample_share(
     on_generated: Callable[[], object] | None = None,
     round_: Sequence[int] = (),
 ) -> Share:
-    """Sample and score this rank's share of the plan's prompts; see `sample_plan`. Does not communicate with other
-    ranks."""
+    """Sample and score this rank's share of the plan's prompts, without communication; see `sample_plan`."""
     prompts, calls = [ctx.prompts[i] for i in plan.prompts], list[Calls]()
     first_group = batch * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batch, *round_)

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 
 def sum_gradients_of(whole: Tensor, group: Any) -> Tensor:
-    """Identity forward, all-reduce of the gradient backward: for a replicated activation that enters sharded
-    weights."""
+    """Identity forward, all-reduce of the gradient backward: for a replicated activation before sharded weights."""
     return _SumBackward.apply(whole, group) if whole.requires_grad else whole  # type: ignore[no-any-return]
 
 

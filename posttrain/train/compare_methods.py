@@ -28,11 +28,10 @@ BATCH_FIELDS = {field.name for field in fields(RolloutBatch)}
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method on the rollouts: kept rows [N], advantages [N] (mean per row), push on each token [N,T], and clip
-    fraction.
+    """Result of one method on the rollouts.
 
-    `clipped` is the share of trained tokens in the clip region. `missing`: the reason if the method could not be
-    computed.
+    kept: rows that stay [N]. advantages [N]: mean per row. push: on each token [N,T]. clipped: share of trained tokens
+    in the clip region. missing: the reason if the method could not be computed.
     """
 
     name: str
@@ -135,8 +134,7 @@ def cosine(a: Tensor, b: Tensor) -> float | None:
 
 
 def tabulate_rows(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:
-    """Return one table row per rollout: group, reward, length, and each method's advantage and push on the whole
-    row."""
+    """Return one table row per rollout: group, reward, length, and each method's advantage and push on the row."""
     assert batch.rewards is not None
     rows = []
     for n in range(len(batch)):

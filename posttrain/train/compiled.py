@@ -49,10 +49,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module, section: Model) -> Switch:
-    """Return a function that opens a context in which the layers of `model` are compiled; a no-op unless the recipe
-    asks for it.
+    """Return a function that opens a context in which the layers of `model` are compiled.
 
-    The backward pass belongs inside the context: gradient checkpointing runs the layers again.
+    A no-op unless the recipe asks for compilation. The backward pass belongs inside the context: gradient checkpointing
+    runs the layers again.
     """
     if not section.compile:
         return nullcontext

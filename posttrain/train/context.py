@@ -81,8 +81,7 @@ class TrainContext:
 
     @cached_property
     def needs_old_logp(self) -> bool:
-        """Whether a step reads log-probs of the policy at its start that differ from the log-probs of the training
-        pass.
+        """Whether a step reads log-probs of its starting policy that differ from those of the training pass.
 
         With one update per step they are equal. With several, the policy changes after the first. With dropout, the
         training pass differs from the policy that a component compares with the engine.

@@ -38,8 +38,10 @@ def is_split(causal: Any) -> bool:
 
 
 def split_lines(model: Any, group: Any) -> None:
-    """Divide every packed line of the model among the ranks of `group` from now on. All ranks must run the same
-    lines."""
+    """Divide every packed line of the model over the ranks of `group` from now on.
+
+    All ranks must run the same lines.
+    """
     below = backbone(causal_of(model))
     setattr(below, _SPLIT, group)
     below.forward = _divide_line(below.forward, group)

@@ -47,8 +47,7 @@ class Controls:
         return {key: controller.start(self.initial[key]) for key, controller in self.controllers.items()}
 
     def foreseen(self, steps: int) -> Iterator[dict[str, float]]:
-        """Yield the values of the coming steps; a controller is left out from the step at which its values depend on
-        metrics."""
+        """Yield the values of the coming steps, of each controller as far as they do not depend on metrics."""
         known = {key: _foresee(c, self.initial[key], steps) for key, c in self.controllers.items()}
         for _ in range(steps):
             given = {key: next(values, None) for key, values in known.items()}

@@ -23,8 +23,10 @@ TWIN_INIT_STD = 0.01  # of the weights of twin heads, which would stay equal fro
 
 
 class TwinHead(nn.Linear):
-    """Two value heads on the same features; the value is their soft minimum, which is pessimistic where they disagree
-    (SAFE)."""
+    """Two value heads on the same features.
+
+    The value is their soft minimum, which is pessimistic where they disagree (SAFE).
+    """
 
     def __init__(self, features: int, alpha: float) -> None:
         super().__init__(features, 2)
@@ -37,8 +39,10 @@ class TwinHead(nn.Linear):
 
 
 def create_value_head(loaded: LoadedModel, *, twin: float | None = None, seed: int = 0) -> nn.Linear:
-    """Create a value head for the model, in float32 on its device: zeros, or with `twin` two heads of small random
-    weights."""
+    """Create a value head for the model, in float32 on its device.
+
+    Its weights are zero; with `twin`, two heads have small random weights.
+    """
     features = loaded.model.config.get_text_config().hidden_size
     head = nn.Linear(features, 1) if twin is None else TwinHead(features, twin)
     with torch.no_grad():

@@ -103,8 +103,10 @@ def join_process_group() -> Iterator[None]:
 
 
 def _init_process_group() -> str:
-    """Initialize torch.distributed and return the name of this start (`rank_rendezvous`). Raises PeerLost if a rank
-    does not join: it was not started, or failed earlier."""
+    """Initialize torch.distributed and return the name of this start (`rank_rendezvous`).
+
+    Raises PeerLost if a rank does not join: it was not started, or failed earlier.
+    """
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         name = agree_on_start(store, number, count, timeout_s=JOIN_TIMEOUT.total_seconds())
@@ -150,8 +152,7 @@ def _full_message(error: BaseException) -> str:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Return whether an error comes from a broken connection to another rank, e.g. in a collective that FSDP starts
-    itself."""
+    """Return whether an error comes from a broken connection to another rank, e.g. in a collective of FSDP."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
@@ -221,8 +222,7 @@ def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
 
 
 def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[np.uint8]]]:
-    """Send `parts[r]` to each rank r and return the parts that each rank sent to this one, ordered by rank
-    (all-to-all)."""
+    """Send `parts[r]` to each rank r; return the parts received from each rank, ordered by rank (all-to-all)."""
     sizes = gather([[len(part) for part in own] for own in parts])
     to, from_ = [sum(own) for own in sizes[rank()]], [theirs[rank()] for theirs in sizes]
     flat = [np.frombuffer(part, np.uint8) for own in parts for part in own]
@@ -285,8 +285,10 @@ class Captured(Generic[T]):
 
     @property
     def failure(self) -> str:
-        """Error as reported to other ranks: `rank 1 failed: ...`, or the message of a PeerLost, which already names the
-        rank that failed first; empty without an error."""
+        """Error as reported to other ranks, e.g. `rank 1 failed: ...`; empty without an error.
+
+        A PeerLost is reported by its own message, which already names the rank that failed first.
+        """
         if self.error is None or isinstance(self.error, PeerLost):
             return self.message
         return f"rank {rank()} failed: {self.message}"
@@ -297,8 +299,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
-    """Call `function` and capture an exception, for `gather_or_raise` to raise on all ranks instead of leaving them
-    waiting."""
+    """Call `function` and capture an exception, so that `gather_or_raise` can raise it on all ranks."""
     try:
         return Captured(function(*args))
     except Exception as error:
@@ -316,8 +317,7 @@ def gather_or_raise(mine: Captured[T]) -> list[T]:
 
 
 def run_all_or_raise(function: Callable[..., T], *args: Any) -> T:
-    """Call `function` on every rank and return this rank's value; raise on all ranks if any call fails
-    (`gather_or_raise`)."""
+    """Call `function` on every rank and return this rank's value; raise on all ranks if any call fails."""
     return value_or_raise(capture(function, *args))
 
 
@@ -376,8 +376,10 @@ def rank_path(path: Path) -> Path:
 
 
 def rank_seed(seed: int) -> int:
-    """Return a seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share the
-    seed."""
+    """Return a seed for draws that must differ between ranks, such as dropout.
+
+    Ranks that run the same tokens share the seed.
+    """
     number = rank() // _tensor_parallel
     return derive(seed, "rank", number) if number else seed
 
@@ -457,8 +459,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_weights(*modules: nn.Module | None) -> None:
-    """Broadcast the trained weights of rank 0 to all ranks; skip sharded ones, of which each rank holds a different
-    shard.
+    """Broadcast the trained weights of rank 0 to all ranks, except sharded ones.
 
     Weights must be bitwise equal, because they are never compared again.
     """
@@ -498,14 +499,12 @@ def loss_share() -> float:
 
 
 def data_parallel_size() -> int:
-    """Return the number of ranks, or of groups of ranks that run the same rows, that the rows of a pass are divided
-    among."""
+    """Return the number of ranks, or groups of ranks with the same rows, that divide the rows of a pass."""
     return world() // _model_parallel
 
 
 def sum_of_passes(tensor: Tensor) -> Tensor:
-    """Sum in place what the rows of all ranks contributed, each row counted once; bool tensors as in
-    `all_reduce_sum`."""
+    """Sum in place what the rows of all ranks contributed, each row counted once; bools as in `all_reduce_sum`."""
     summed = all_reduce_sum(tensor)
     return summed if _model_parallel == 1 or tensor.dtype == torch.bool else summed.div_(_model_parallel)
 
@@ -521,8 +520,10 @@ def my_shard(count: int) -> range:
 
 
 def my_even_shard(costs: Sequence[float]) -> list[int]:
-    """Return the sorted indices of this rank's items: ranks get nearly equal total cost, and item counts that differ by
-    one at most."""
+    """Return the sorted indices of this rank's items.
+
+    All ranks get nearly equal total cost, and numbers of items that differ by at most one.
+    """
     room = [-(-len(costs) // data_parallel_size())] * data_parallel_size()
     return sorted(partition(costs, data_parallel_size(), room)[rank() // _model_parallel])
 
@@ -534,8 +535,10 @@ def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[
 
 @contextlib.contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Hide the ranks' environment variables in the block: accelerate would shard the batches and wrap the model
-    again."""
+    """Hide the ranks' environment variables in the block.
+
+    Otherwise accelerate would shard the batches and wrap the model again.
+    """
     hidden = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield

@@ -138,8 +138,10 @@ def _finish(
 
 
 def _hash(unsealed: Path, mine: set[str], of_all_ranks: set[str]) -> checkpoints.Files:
-    """Sync and hash this rank's files. mine: names of files written by this rank. of_all_ranks: names of files written
-    by any rank; rank 0 also hashes every file not among them."""
+    """Sync and hash this rank's files, and on rank 0 also files that no rank has declared.
+
+    mine: names of files written by this rank. of_all_ranks: names of files written by any rank.
+    """
     others = checkpoints.list_files(unsealed) - of_all_ranks if distributed.is_main() else set[str]()
     return checkpoints.sync_and_hash(unsealed, mine | others)
 
@@ -172,8 +174,10 @@ def list_shards(unsealed: Path, rank: int) -> set[str]:
 
 @contextlib.contextmanager
 def _as_run_error(what: str, where: Path, hint: str = "") -> Iterator[None]:
-    """Convert DCP's CheckpointException, a BaseException with the errors of all ranks, to a RunError with the first
-    error."""
+    """Convert DCP's CheckpointException to a RunError with the first rank's error.
+
+    CheckpointException is a BaseException with the errors of all ranks.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -237,8 +241,10 @@ def load(
 def _plan(
     folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
 ) -> dict[str, Tensor]:
-    """Return the tensors to load into, by the checkpoint's names. Tensors of moments are allocated here and put into
-    `state`."""
+    """Return the tensors to load into, by the checkpoint's names.
+
+    Tensors of moments are allocated here and put into `state`.
+    """
     stored = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
     weights = {f"{WEIGHTS}/{name}": tensor for name, tensor in _weights(loaded, optimizer).items()}
     _check_names(folder, weights, stored)
@@ -263,8 +269,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _weights(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint's weights are loaded into: the model's, or the optimizer's float32
-    masters."""
+    """Return the tensors that weights are loaded into: the model's, or the optimizer's float32 masters."""
     exact = optim.state_dict_with_masters(optimizer, loaded.model)
     distinct = sharding.distinct_state(loaded.model)
     return {name: tensor if exact is None else exact[name] for name, tensor in distinct.items()}

@@ -1,8 +1,8 @@
-"""Log-probs from a vocabulary-parallel output head: each rank holds the rows of the head, and the logits, of its shard
-of the vocabulary.
+"""Log-probs from a vocabulary-parallel output head.
 
-A log-softmax over the whole vocabulary needs a maximum and a few sums per position. Only these are all-reduced, not the
-logits; all ranks get the same log-probs.
+Each rank holds the rows of the head, and the logits, of its shard of the vocabulary. A log-softmax over the whole
+vocabulary needs a maximum and a few sums per position. Only these are all-reduced, not the logits; all ranks get the
+same log-probs.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def _gather_own_tokens(values: Tensor, tokens: Tensor, first: int) -> Tensor:
 
 
 class ShardedTokenScores(torch.autograd.Function):
-    """Compute (logp, entropy) [M] in float32 of targets [M], from hidden [M,H] and this rank's rows [V/n,H] of the
-    head.
+    """Compute (logp, entropy) [M] in float32 of targets [M] from a sharded head.
 
-    Logits are computed in the dtype of hidden and recomputed in the backward pass; the gradient of the weight is summed
-    in float32. chunks: yields hidden states, targets and scales a few tokens at a time; scaled: logits / scale.
+    hidden: [M,H]. weight: this rank's rows [V/n,H] of the head. Logits are computed in the dtype of hidden and
+    recomputed in the backward pass; the gradient of the weight is summed in float32. chunks: yields hidden states,
+    targets and scales a few tokens at a time. scaled: logits / scale.
     """
 
     @staticmethod

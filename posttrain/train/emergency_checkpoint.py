@@ -76,10 +76,10 @@ def save_before_raising(
     exact: bool = True,
     note: Note,
 ) -> None:
-    """Call `save(alone=...)` to checkpoint the `done` finished steps unless such a checkpoint exists; a note says the
-    outcome.
+    """Call `save(alone=...)` to checkpoint the `done` finished steps, unless such a checkpoint exists.
 
-    Waits first for an asynchronous save of an earlier step; if that save failed, a note says so.
+    Prints a note with the outcome. Waits first for an asynchronous save of an earlier step, and notes if that save
+    failed.
 
     models: the trained modules. whole: their weights are those of step `done`. exact: a run resumed from the checkpoint
     continues as if uninterrupted; if False, an existing older checkpoint is preferred.
@@ -129,10 +129,10 @@ def save_step(
     alone: bool = False,
     wait: bool = True,
 ) -> None:
-    """Write a checkpoint of the finished step, with the opponent and other step state, and the rollouts of coming
-    steps.
+    """Write a checkpoint of the finished step, with the opponent and other parts that have state.
 
-    source: None leaves the rollouts of coming steps out. alone, wait: see `checkpoint.save`.
+    source: source of the rollouts of coming steps, saved as well; None leaves them out. alone, wait: see
+    `checkpoint.save`.
     """
 
     def save_more(folder: Path) -> None:

@@ -104,8 +104,10 @@ class Evaluation:
 
 
 def update_best(state: State, metric: str, value: float | None) -> bool:
-    """Return whether an evaluation is the best so far, and update `state`. An evaluation without a value is never the
-    best."""
+    """Return whether an evaluation is the best so far, and update `state`.
+
+    An evaluation without a value is never the best.
+    """
     before = state.best
     sign = -1 if metric in LOWER_IS_BETTER else 1
     if value is None or (before is not None and sign * value <= sign * before["value"]):

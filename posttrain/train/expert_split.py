@@ -29,8 +29,7 @@ PART = Part(0)
 
 
 def experts_of(causal: Any) -> dict[str, Any]:
-    """Return the expert modules of a model by name, including adapters. Raises ModelError if transformers has no
-    plan."""
+    """Return the expert modules of a model by name, with adapters. Raises ModelError if transformers has no plan."""
     plan: dict[str, str] = getattr(causal, "_ep_plan", None) or {}
     found = {name: module for name, module in causal.named_modules() if plan.get(wild_name(name)) in MODULES}
     for name, module in found.items():
@@ -60,8 +59,7 @@ def check(causal: Any, count: int) -> None:
 
 
 def divide_experts(module: Any, mesh: DeviceMesh) -> None:
-    """Keep only this rank's experts in a module, including its adapters, and make it exchange tokens with other
-    ranks."""
+    """Keep only this rank's experts in a module, with its adapters, and make it exchange tokens with other ranks."""
     experts, rank, count = base_layer(module), mesh.get_local_rank(), mesh.size()
     for leaf, weight in experts._parameters.items():
         if weight is not None:

@@ -1,5 +1,4 @@
-"""Held-out evaluation of a training run: builds the prompts, engine and scorer before the first step, closes them at
-the end."""
+"""Held-out evaluation of a training run: its prompts, engine and scorer."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def rl_sampling(recipe: RlRecipe) -> Sampling:
 
 
 def eval_shape(recipe: RlRecipe, shape: Shape | None) -> Shape | None:
-    """Return the shape of evaluation answers: the rollouts' shape if it ends in one answer; None = plain
-    completions."""
+    """Return the shape of evaluation answers: the rollouts' shape if it has one answer; None = plain completions."""
     section = recipe.rollout.shape
     if shape is None or section is None or recipe.eval is None:
         return None

@@ -176,11 +176,10 @@ class RunLoop(abc.ABC):
             return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of one micro-batch if it belongs to this rank; after the last one, sum gradients
-        over ranks.
+        """Run forward and backward of one micro-batch of this rank; after the last, sum gradients over ranks.
 
-        Raises NonFiniteError before the optimizer can use a NaN. With several ranks, errors are exchanged after the
-        last micro-batch, where other ranks would otherwise wait for the gradient.
+        Micro-batches of other ranks are skipped. Raises NonFiniteError before the optimizer can use a NaN. With several
+        ranks, errors are exchanged after the last micro-batch, where other ranks would otherwise wait for the gradient.
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
         if self.failed is None and self.done in self.mine:
@@ -216,8 +215,7 @@ class RunLoop(abc.ABC):
         return loss
 
     def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> None:
-        """Run forward and backward without contribution to the gradient: the loss, including router terms, is
-        multiplied by 0."""
+        """Run forward and backward with the loss, including router terms, multiplied by 0."""
         self._begin_pass()
         sums = dict(self.sums)
         with self._scale_loss(0):

@@ -55,8 +55,10 @@ def with_images(collate: Collate, reader: ImageReader, copies: int = 1) -> Colla
 
 
 def image_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace a batch's images by the model's image inputs, with their positions in a packed line; return other batches
-    as is."""
+    """Replace a batch's images by the model's image inputs, with their positions in a packed line.
+
+    A batch without images is returned unchanged.
+    """
     given = dict(inputs)
     shown: RowImages | None = given.pop(IMAGES, None)
     if shown is None:

@@ -59,8 +59,10 @@ def _text(value: object) -> Fact:
 
 
 def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[Path_, list[Path], str, int]]:
-    """Yield (path in the recipe, files, name, size above which a file is large) of each local file or folder named by a
-    section."""
+    """Yield each local file or folder that a section names.
+
+    Each item is (path in the recipe, files, name, size in bytes above which a file is large).
+    """
     use = part.values.get("use")
     if isinstance(use, str) and (script := _script(use, base_dir, reward=part.model is Reward)):
         yield (*part.path, "use"), [script], use, LARGE

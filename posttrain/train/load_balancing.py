@@ -16,10 +16,10 @@ def group_rows(groups: Sequence[int]) -> list[list[int]]:
 
 
 def partition(weights: Sequence[float], count: int, room: Sequence[int] | None = None) -> list[list[int]]:
-    """Partition indices of `weights` into `count` parts of nearly equal sums (greedy: heaviest first, to the lightest
-    part).
+    """Partition indices of `weights` into `count` parts of nearly equal sums.
 
-    room: maximum size of each part, sufficient in total; None = no limit.
+    Greedy: the heaviest first, each to the lightest part. room: maximum size of each part, sufficient in total; None =
+    no limit.
     """
     loads, parts = [0.0] * count, [list[int]() for _ in range(count)]
     for number in sorted(range(len(weights)), key=lambda n: (-weights[n], n)):

@@ -50,14 +50,13 @@ def micro_batches(
     groups: Sequence[int] | None = None,
     prompts: Prompts | None = None,
 ) -> list[list[int]]:
-    """Split rows into micro-batches of at most `max_tokens` tokens, padding included; a longer row forms its own
-    micro-batch.
+    """Split rows into micro-batches of at most `max_tokens` tokens, padding included.
 
-    Rows are processed longest first, so that running out of memory shows immediately. Each row goes to the first
-    micro-batch with enough room; if rows are padded, to the newest, whose rows have similar lengths. Packed
-    micro-batches are then balanced without increasing their number, so that none is short. groups: a group number per
-    row; rows of a group stay together, and a too large group forms its own micro-batch. prompts: of these rows, if rows
-    of one prompt share its pass; such rows are placed together as far as they fit.
+    A longer row forms its own micro-batch. Rows are processed longest first, so that running out of memory shows
+    immediately. Each row goes to the first micro-batch with enough room; padded rows go to the newest, where lengths
+    are similar. Packed micro-batches are then balanced without increasing their number, so that none is short. groups:
+    a group number per row; rows of a group stay together, and a too large group forms its own micro-batch. prompts: of
+    these rows, if rows of one prompt share its pass; such rows are placed together as far as they fit.
     """
     units = [[row] for row in range(len(lengths))] if groups is None else group_rows(groups)
     if prompts is not None and groups is None:
@@ -85,8 +84,7 @@ def micro_batches(
 def _balance_packed(
     units: list[list[int]], sizes: Sequence[int], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Distribute units of rows over `count` micro-batches of nearly equal tokens; None if a micro-batch became too
-    large.
+    """Distribute units of rows over `count` micro-batches of nearly equal tokens; None if one became too large.
 
     A short micro-batch at the end would be computed less efficiently and, with compiled layers, in a graph of its own:
     torch's kernels for norm gradients need 4096 tokens or more.
@@ -122,16 +120,17 @@ def completion_scores(
     extras: Extras | None = None,
     reader: ImageReader | None = None,
 ) -> dict[str, Tensor]:
-    """Compute `logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and
-    extras.
+    """Compute `logp` and `entropy` [N,width] of each row's completion tokens, and extras.
 
-    Cells after a row's completion are 0. Entropy (nats) is detached. `temperature` is a number or [N], one per row; 0
-    (greedy) is treated as 1. packed: if the model was switched by `attention.use_packed_attention`, rows have no
-    padding, and the line is filled up to a multiple of `fill` tokens, so that the allocator can reuse blocks of equal
-    size. share: rows of one prompt share its pass in a packed line, if that saves enough (`prompt_sharing`). Extras:
-    `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `divergence`
-    [N,width], `router_loss` [N]. reader: the model's image reader, for rows with images. With several LoRA adapters,
-    all rows must use the same adapter.
+    The distribution is softmax(logits / temperature). Cells after a row's completion are 0. Entropy (nats) is detached.
+    `temperature` is a number or [N], one per row; 0 (greedy) is treated as 1. packed: if the model was switched by
+    `attention.use_packed_attention`, rows have no padding, and the line is filled up to a multiple of `fill` tokens, so
+    that the allocator can reuse blocks of equal size. share: rows of one prompt share its pass in a packed line, if
+    that saves enough (`prompt_sharing`). reader: the model's image reader, for rows with images. With several LoRA
+    adapters, all rows must use the same adapter.
+
+    Extras: `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H],
+    `divergence` [N,width], `router_loss` [N].
     """
     if len(getattr(model, "peft_config", ())) > 1:
         (adapter,) = sequences.by_adapter(range(len(sequences)))
@@ -157,8 +156,10 @@ def _completion_scores(
     extras: Extras,
     reader: ImageReader | None = None,
 ) -> dict[str, Tensor]:
-    """Compute `completion_scores`. line: packed lines are filled to a multiple of this number; None = rows are
-    padded."""
+    """Compute `completion_scores`.
+
+    line: packed lines are filled up to a multiple of this number of tokens; None = rows are padded.
+    """
     device = next(causal.parameters()).device
     rows, positions, columns, targets = completion_positions(sequences, device)
     asked = {"output_router_logits": True} if extras.router else {}
@@ -198,8 +199,7 @@ def _completion_scores(
 
 
 def _router_loss(causal: Any, out: Any, sequences: Sequences, borders: Packed | None, device: torch.device) -> Tensor:
-    """Compute the load-balancing loss [N] of each row, from tokens in one packed line, or in right-padded rows without
-    borders."""
+    """Compute the load-balancing loss [N] of each row. borders: of rows in one packed line; None = padded rows."""
     lengths = on_device(sequences.lengths, device)
     rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
     if borders is None:
@@ -246,8 +246,10 @@ class Head(nn.Module):
 
     @property
     def plain_weight(self) -> Tensor | None:
-        """Weight of the projection if logits are a constant times hidden @ weight.T, else None; this rank's rows if
-        sharded."""
+        """Weight of the projection if logits are a constant times hidden @ weight.T, else None.
+
+        With a sharded head, the rows of this rank.
+        """
         if type(self.project) is not nn.Linear or self.project.bias is not None or self.softcap:
             return None
         weight = self.project.weight if type(self.project.weight) is nn.Parameter else local(self.project.weight)

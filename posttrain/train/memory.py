@@ -114,8 +114,10 @@ class Phases:
 
 
 def weights(shape: Shape, s: Settings) -> dict[str, int]:
-    """Return the bytes of the model between steps: float32 if trained; a frozen base in bfloat16 or 4 bits, and its
-    adapter."""
+    """Return the bytes of the model between steps.
+
+    Trained weights are in float32; a frozen base is in bfloat16 or 4 bits, with a float32 adapter.
+    """
     if s.half_weights:
         return {"weights (bfloat16)": 2 * shape.parameters, MASTERS: 4 * shape.parameters}
     if not shape.adapter:
@@ -172,8 +174,7 @@ def block_bytes(shape: Shape, s: Settings) -> int:
 
 
 def activations(shape: Shape, s: Settings) -> int:
-    """Return the bytes that all blocks save for a rank's part of one micro-batch; with checkpointing, the block
-    inputs."""
+    """Return the bytes that all blocks save for a rank's part of a micro-batch; with checkpointing, their inputs."""
     tokens = s.micro_tokens // s.context
     if not s.checkpointing:
         return tokens * block_bytes(shape, s) * shape.layers
@@ -183,8 +184,10 @@ def activations(shape: Shape, s: Settings) -> int:
 
 
 def input_bytes(shape: Shape, s: Settings) -> int:
-    """Return the bytes of a block's input per token: residuals are float32 if weights are, otherwise in the matmul
-    dtype."""
+    """Return the bytes of a block's input per token.
+
+    Residuals are float32 if weights are, otherwise in the matmul dtype.
+    """
     return (2 if s.half_weights or (s.half and shape.adapter) else 4) * shape.hidden
 
 
@@ -240,8 +243,10 @@ def moments_of_update(shape: Shape, s: Settings, chunk_cells: int) -> list[dict[
 
 
 def kv_bytes(shape: Shape, s: Settings) -> int:
-    """Return the bytes of keys and values per token in all layers; transformers keeps keys in float32 with float32
-    weights."""
+    """Return the bytes of keys and values per token in all layers.
+
+    transformers keeps keys in float32 with float32 weights.
+    """
     key = 2 if s.half and (shape.adapter or s.half_weights) else 4
     return shape.layers * shape.kv_heads * (key + (2 if s.half else 4))
 

@@ -161,8 +161,10 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
 
 
 def teacher_shape(recipe: RlRecipe) -> Shape | None:
-    """Return the shape of the model `kl.reference`; None without one. Raises ModelError if its configuration cannot be
-    read."""
+    """Return the shape of the model `kl.reference`; None without one.
+
+    Raises ModelError if its configuration cannot be read.
+    """
     if recipe.kl.reference is None:
         return None
     section = recipe.model.model_copy(update={"path": recipe.kl.reference, "revision": None, "lora": None})
@@ -180,8 +182,7 @@ def trains_on_pairs(recipe: Recipe) -> bool:
 
 
 def component_bytes(needs: Collection[str], hidden: int) -> int:
-    """Return the GPU bytes per completion token, held for a whole step, of values that components need besides
-    log-probs."""
+    """Return the GPU bytes per completion token of values that components need besides log-probs, for a whole step."""
     likeliest = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag per token
     numbers = len(set(needs) & {"values", "new_values", "old_vocab_mean_logp", "vocab_mean_logp", "entropy"})
     return likeliest + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
@@ -305,8 +306,10 @@ def _text(value: Any) -> str:
 def explain_out_of_memory(
     recipe: Recipe, model: Any, longest: int, state: State, directory: RunDirectory
 ) -> Iterator[None]:
-    """Convert torch.OutOfMemoryError to a RunError that suggests changes. longest: tokens of the longest row, or prompt
-    (rl)."""
+    """Convert torch.OutOfMemoryError to a RunError that suggests changes.
+
+    longest: tokens of the longest row, or prompt (rl).
+    """
     try:
         yield
     except torch.OutOfMemoryError as cause:

@@ -17,8 +17,7 @@ from posttrain.train.policy import scores
 
 
 def probe_max_memory(p: TrainContext) -> int:
-    """Run forward and backward of a full micro-batch of the longest rows, with memory for the optimizer's moments
-    allocated.
+    """Run forward and backward of a full micro-batch of the longest rows, with the optimizer's moments allocated.
 
     The engine sleeps if it does so in a step. Weights and random state are unchanged. Returns the peak bytes reserved
     by torch's allocator. Raises torch.OutOfMemoryError.
@@ -54,8 +53,7 @@ def engine_sleeps(p: TrainContext) -> bool:
 
 
 def check_free_memory(taken: int) -> None:
-    """Raise torch.OutOfMemoryError unless the GPU has room for `taken` bytes of this process next to all other
-    processes.
+    """Raise torch.OutOfMemoryError unless `taken` bytes of this process fit next to all other processes.
 
     Other processes include the engine, which may have grown since the probe.
     """

@@ -18,8 +18,11 @@ from posttrain.train.policy import scores
 
 
 def check_start(p: TrainContext) -> None:
-    """Check before step 1: log-probs equal the model's own, packed equals padded, the reference is the starting
-    policy."""
+    """Check a model before step 1.
+
+    Log-probs must equal the model's own, packed rows must equal padded rows, and the reference must be the starting
+    policy.
+    """
     shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
     if not shortest:
         return
@@ -40,11 +43,11 @@ def check_start(p: TrainContext) -> None:
 
 
 def check_packing(p: TrainContext, probe: Sequences, together: Tensor) -> None:
-    """Check that rows in one line [N,width] have the same log-probs as each row in a line of its own, and as padded
-    rows.
+    """Check that packed rows have the log-probs of each row alone, and of padded rows.
 
-    The second comparison is between two attention kernels, whose rounding alone can cause 0.1 nats in a small model
-    with a 4-bit base; a wrong mask causes several nats. Raises NonFiniteError.
+    together: log-probs [N,width] of the rows packed in one line. The second comparison is between two attention
+    kernels, whose rounding alone can cause 0.1 nats in a small model with a 4-bit base; a wrong mask causes several
+    nats. Raises NonFiniteError.
     """
     rows = [probe.select([i]) for i in range(len(probe))]
     tokens = sum(probe.lengths) - len(rows)

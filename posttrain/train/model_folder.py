@@ -59,8 +59,7 @@ class Share:
 
 
 def save_model(loaded: LoadedModel, folder: Path, saver: Any = save) -> dict[str, Any]:
-    """Write the trained model into `folder` and verify it; all ranks must call this. Returns the report of
-    `models.save`.
+    """Write the trained model into `folder` and verify it; return the report of `models.save`. All ranks call this.
 
     saver: `models.save.save`, or a function that writes another kind of model. A sharded model is written by all ranks
     instead, unless its adapter can be merged only by PEFT, in an ordinary model on rank 0's host.
@@ -215,8 +214,10 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def _chunks(weights: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group weights in their order into files of at most `limit` bytes; a larger weight gets its own file. No result is
-    a view."""
+    """Group weights in their order into files of at most `limit` bytes; a larger weight gets its own file.
+
+    Views are copied.
+    """
     chunk, size = dict[str, Tensor](), 0
     for name, tensor in weights.items():
         if chunk and size + tensor.nbytes > limit:

@@ -71,8 +71,10 @@ class BoundComponent:
         return self.function(batch, *logp, **self.params)
 
     def at(self, numbers: Mapping[str, float]) -> BoundComponent:
-        """Return this component with the values that controllers set for its keys (`advantage_transforms.0.alpha`,
-        `kl.coef`)."""
+        """Return this component with the values that controllers set for its keys.
+
+        numbers: values by recipe key, e.g. `advantage_transforms.0.alpha` or `kl.coef`.
+        """
         new = {k.removeprefix(f"{self.key}."): v for k, v in numbers.items() if k.rpartition(".")[0] == self.key}
         if not new:
             return self
@@ -108,8 +110,10 @@ def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundCom
 
 @dataclass(frozen=True)
 class Objective:
-    """Components of a policy-gradient method, by their position in the fixed order; all are pure functions, already
-    bound."""
+    """Components of a policy-gradient method, by their position in the fixed order.
+
+    All are pure functions with their arguments bound.
+    """
 
     advantage: BoundComponent
     surrogate: BoundComponent  # per-token loss, or loss over groups
@@ -294,10 +298,9 @@ class Objective:
         )
 
     def reward_kl_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Return metrics of a KL that is subtracted from the reward: means over all sampled tokens; empty for a KL in
-        the loss.
+        """Return metrics of a KL that is subtracted from the reward: means over all sampled tokens.
 
-        batch: before step 1. A KL in the loss is reported by the statistics of `loss`.
+        batch: before step 1. Empty for a KL in the loss, which is reported by the statistics of `loss`.
         """
         if self.kl is None or not self.kl_in_reward:
             return {}
@@ -358,8 +361,10 @@ class Objective:
         return dataclasses.replace(found, groups=float(len(weights)), weight=float(weights.sum()), terms=terms)
 
     def has_signal(self, batch: RolloutBatch) -> Tensor:
-        """Return the rows that have a gradient, bool [N]; other rows need no forward pass (`totals` still counts
-        them)."""
+        """Return the rows that have a gradient, bool [N].
+
+        Other rows need no forward pass; `totals` still counts them.
+        """
         if self.whole_groups:
             return batch.mask.any(-1) if batch.keep is None else batch.keep
         if self.terms or "every_row" in self.surrogate.needs:
@@ -397,8 +402,7 @@ class Objective:
         return loss, sums
 
     def compute_group_loss(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """Step 10 of a loss over groups: return the weighted mean over the groups of the optimizer batch, and
-        statistics."""
+        """Step 10 of a loss over groups: the weighted mean over the groups of the optimizer batch, and statistics."""
         kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         rows = batch.select(kept)
         found: GroupLoss = self.surrogate(rows, logp[kept])
@@ -427,7 +431,7 @@ class Objective:
     def aggregate_term(
         self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals, *, coef: float = 1.0
     ) -> Tensor:
-        """Step 13 for one term, times `coef`: aggregate as the recipe says, or as the mean over the term's own
+        """Step 13 for one term, times `coef`: aggregate by the recipe's mode, or as the mean over the term's own
         tokens."""
         if part.key in totals.terms:
             return coef * (torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0))

@@ -42,10 +42,10 @@ def solution_completions(
     shown: Callable[[Any], Any] | None = None,
     reader: Reader | None = None,
 ) -> Tokens:
-    """Return uid -> the tokens of the solution in `column` as the answer to the prompt, including its end; rows with
-    one only.
+    """Return uid -> the tokens of the solution in `column` as the answer to the prompt, including its end.
 
-    shown: returns the row as its prompt was rendered. Raises DataError as `stored_completions` does.
+    Rows without a solution are left out. shown: returns the row as its prompt was rendered. Raises DataError as
+    `stored_completions` does.
     """
     found: dict[str, tuple[int, ...]] = {}
     for prompt in prompts:

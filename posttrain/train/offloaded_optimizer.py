@@ -28,8 +28,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of one parameter. host: its moments and, if any, master weights; `compute` updates its arguments in
-    place."""
+    """Part of one parameter.
+
+    host: its moments and, if any, master weights. compute: updates such tensors in place.
+    """
 
     host: tuple[Tensor, ...]
     compute: Update
@@ -104,8 +106,10 @@ class OffloadedMasterAdamW(OffloadedAdamW, MasterAdamW):
 
 
 def _make_update(weight: Tensor, grad: Tensor, step: float, group: dict[str, Any]) -> Update:
-    """Return a function that makes AdamW's update number `step` + 1 of a chunk, given its moments and, if any, master
-    weights."""
+    """Return a function that makes AdamW's update number `step` + 1 of a chunk.
+
+    The function takes the chunk's moments and, if any, its master weights.
+    """
     beta1, beta2 = group["betas"]
 
     def compute(given: Sequence[Tensor]) -> None:

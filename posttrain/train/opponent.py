@@ -17,8 +17,7 @@ FILE = "opponent.safetensors"
 
 
 class Opponent(WeightCopy):
-    """Exponential moving average of the trained weights of `model`, initialized with them. ema: weight of the new
-    values."""
+    """Exponential moving average of the trained weights of `model`. ema: weight of the new values."""
 
     def __init__(self, model: nn.Module, ema: float) -> None:
         super().__init__(model)

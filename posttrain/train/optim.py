@@ -169,8 +169,7 @@ def count_updates(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
 
 
 def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:
-    """Set and return the learning rate of update 0, 1, ...; a pure function of the update, so there is no state to
-    resume."""
+    """Set and return the learning rate of update 0, 1, ...; a pure function of the update, without state to resume."""
     lr = section.lr * lr_factor(update, section, total_updates)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
@@ -232,12 +231,11 @@ def stable_decay(
     warmup_steps: int = 0,
     shape: Literal["cosine", "linear"] = "cosine",
 ) -> float:
-    """Return the learning rate of update 0, 1, ...: warm-up, constant until stable_steps, then decay to min_lr in
-    decay_steps.
+    """Return the learning rate of update 0, 1, ...: warm-up, constant until stable_steps, then decay to min_lr.
 
     OctoThinker's stable-then-decay schedule (2506.20512); the shape of the decay and the final learning rate are ours.
-    With decay_steps 0 the rate drops to min_lr immediately. The warm-up here, whose last update has the peak, is the
-    paper's; recipes use the warm-up of `lr_factor`.
+    The decay takes decay_steps; with 0 the rate drops to min_lr immediately. The warm-up here, whose last update has
+    the peak, is the paper's; recipes use the warm-up of `lr_factor`.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

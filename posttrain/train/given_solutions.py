@@ -14,10 +14,10 @@ from posttrain.verify.failures import Calls
 def solution_rows(
     ctx: TrainContext, step: int, sampled: Sequence[Rollout], metrics: dict[str, Any]
 ) -> tuple[list[Rollout], list[Calls]]:
-    """Build one scored row for each group of `sampled` whose prompt has a solution; return the rows and the calls that
-    scored them.
+    """Build one scored row for each group of `sampled` that has a solution for its prompt.
 
-    Adds counts to `metrics`. The tokens are of kind `given`: trained on, without log-probs of an engine.
+    Returns the rows and the calls that scored them; adds counts to `metrics`. The tokens are of kind `given`: trained
+    on, without log-probs of an engine.
     """
     groups = {rollout.group: rollout for rollout in sampled}
     rows = [
