@@ -1,7 +1,7 @@
-"""A conversation with a model: its turns streamed as text, the calls of tools answered between them.
+"""Interactive conversation with a model: streams each turn as text and runs tool calls between turns.
 
-Sampling runs in a thread of its own, and ends when `Conversation.stop` is set. Every turn is rendered anew by the chat
-template, as servers do it.
+Sampling runs in its own thread, and ends when `Conversation.stop` is set. Every turn is rendered again by the chat
+template, as servers do.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse
 from posttrain.tools.tool_set import ToolSet, offer_of
 
-TURNS_IN_WINDOW = (
-    8  # a conversation of so many longest turns fits vLLM's window, unless vllm.max_model_len says its size
-)
-CHUNK_TOKENS = 16  # tokens that an engine without a stream of its own samples at once
+TURNS_IN_WINDOW = 8  # vLLM's default window, in turns of max_new_tokens; vllm.max_model_len overrides it
+CHUNK_TOKENS = 16  # tokens sampled per call of an engine without streaming
 Message = dict[str, Any]
 Emit = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of one turn of the model. finish: `stop`, `length` or `interrupted`. calls: of tools, with results."""
+    """End of one turn of the model. finish: `stop`, `length` or `interrupted`. calls: tool calls with results."""
 
     text: str
     tokens: int
@@ -52,7 +50,7 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """One model and what was said so far. `ask` streams an answer; `reset` forgets all but the system message."""
+    """A model and the messages so far. `ask` streams an answer; `reset` removes all but the system message."""
 
     recipe: GenerateRecipe
     loaded: LoadedModel
@@ -61,28 +59,28 @@ class Conversation:
     caller: Caller | None
     seed: int
     messages: list[Message] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)  # that the messages show, each with a PLACE: paths or data URLs
-    pending: list[str] = field(default_factory=list)  # that the next message will show
-    turns: int = 0  # of the model, since the start: each has a seed of its own
-    stop: threading.Event = field(default_factory=threading.Event)  # set it to end the answer that is being sampled
+    images: list[str] = field(default_factory=list)  # paths or data URLs of images in the messages, each with a PLACE
+    pending: list[str] = field(default_factory=list)  # images of the next message
+    turns: int = 0  # turns of the model since the start; each has its own seed
+    stop: threading.Event = field(default_factory=threading.Event)  # set to end the answer being sampled
 
     @property
     def name(self) -> str:
-        """The model, as it was named."""
+        """Source of the model, as the recipe names it."""
         return self.loaded.source
 
     def reset(self) -> None:
-        """Forget what was said; the system message stays."""
+        """Remove all messages except the system message."""
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
         self.images, self.pending = [], []
 
     def set_system(self, text: str) -> None:
-        """Put a system message in front, in the place of the one that is there; an empty text removes it."""
-        rest = [m for m in self.messages if m["role"] != "system"]
-        self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
+        """Set the first message to a system message, replacing an existing one; an empty text removes it."""
+        others = [m for m in self.messages if m["role"] != "system"]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *others]
 
     def prompt(self) -> str:
-        """What the model is given next, as the chat template writes it. Raises DataError where the template refuses."""
+        """Return the next prompt, rendered by the chat template. Raises DataError if the template refuses it."""
         row = {"messages": images.use_template_marks(chat.clean_messages(self.messages), self._row())}
         shown = self.offer.row(row) if self.offer else row
         return chat.render(self.loaded.tokenizer, shown["messages"], tools=shown.get("tools"), generation_prompt=True)
@@ -93,13 +91,15 @@ class Conversation:
         return chat.prefilled_think(self.prompt())
 
     def _row(self) -> dict[str, Any]:
-        """The conversation as a row of data."""
+        """Return the conversation as a data row."""
         return {"uid": "chat", "messages": self.messages, **({"images": self.images} if self.images else {})}
 
     def find_image(self, name: str) -> str:
-        """A file as `pending` names it. Raises DataError for one that is no image, and for a model that sees none."""
+        """Return the source of an image file for `pending`. Raises DataError for a file that is not an image, or a
+        text-only model.
+        """
         if self.loaded.images is None:
-            raise DataError(f"{self.name} sees no images", hint="take a model that sees")
+            raise DataError(f"{self.name} sees no images", hint="load a vision-language model")
         (source,) = images.collect_images({"images": [name]}, "", Path.cwd(), self.recipe.data.image)["images"]
         self.loaded.images.read(self._image(source))
         return str(source)
@@ -109,18 +109,19 @@ class Conversation:
         return Image(source, limits.min_pixels, limits.max_pixels)
 
     def ask(self, text: str) -> Iterator[str | Answer]:
-        """Say something: pieces of text, and an Answer after each turn of the model, more than one with tools.
+        """Send a message and yield pieces of text, and an Answer after each turn of the model (several turns with
+        tools).
 
-        The images of `pending` stand where the text has PLACE, or before it. Raises DataError, with the message taken
-        back, where the template refuses it or the window has no room for it.
+        The images of `pending` replace PLACE in the text, or come before it. Raises DataError, after removing the
+        message again, if the template refuses it or the window has no room for it.
         """
         self.stop.clear()
         if PLACE in text and self.loaded.images is not None and not self.pending:
             raise DataError(f"the message has {PLACE}, and no image is given with it", hint="/image FILE before it")
-        before, shown, given = list(self.messages), list(self.images), list(self.pending)
-        said = images.insert_placeholders({"prompt": text, "images": given}, "")["prompt"]
-        self.messages.append({"role": "user", "content": said})
-        self.images, self.pending = [*shown, *given], []
+        messages, shown, pending = list(self.messages), list(self.images), list(self.pending)
+        content = images.insert_placeholders({"prompt": text, "images": pending}, "")["prompt"]
+        self.messages.append({"role": "user", "content": content})
+        self.images, self.pending = [*shown, *pending], []
         try:
             for _ in range(self.recipe.sampling.max_turns):
                 answer = yield from self._turn()
@@ -128,11 +129,11 @@ class Conversation:
                 if not answer.calls:
                     return
         except DataError:
-            self.messages, self.images, self.pending = before, shown, given
+            self.messages, self.images, self.pending = messages, shown, pending
             raise
 
     def _turn(self) -> Generator[str, None, Answer]:
-        """Stream one turn of the model; returns its Answer, with the calls that it makes run."""
+        """Stream one turn of the model, run its tool calls and return its Answer."""
         prompt, tokenizer = self.prompt(), self.loaded.tokenizer
         text_of = Text("chat", (Piece(prompt, False),))
         ((ids, seen),) = encode_with_images([self._row()], [text_of], self.recipe.data, tokenizer, self.loaded.images)
@@ -142,64 +143,67 @@ class Conversation:
         if room < 1:
             raise DataError(
                 f"the conversation has {len(ids)} tokens and fills the window of {window}",
-                hint="begin anew with /reset",
+                hint="start again with /reset",
             )
         sampling = self.recipe.sampling.model_copy(
             update={"max_new_tokens": min(room, self.recipe.sampling.max_new_tokens)}
         )
         seed = derive(self.seed, "chat", self.turns)
         self.turns += 1
-        made: list[int] = []
-        begin = shown = written = 0  # tokens from `begin` are decoded anew, `written` characters of them are out
-        asked = Prompt("chat", {}, prompt, ids, seen)
-        for new in stream_tokens(lambda emit: self._sample(asked, sampling, seed, emit), self.stop):
-            made += new
-            text = self._decode(made[begin:], special=False)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: the next token completes it
+        sampled: list[int] = []
+        # Tokens from `begin` on are decoded again with each new token; `written` characters of them were yielded.
+        begin = shown = written = 0
+        request = Prompt("chat", {}, prompt, ids, seen)
+        for new in stream_tokens(lambda emit: self._sample(request, sampling, seed, emit), self.stop):
+            sampled += new
+            text = self._decode(sampled[begin:], special=False)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character: the next token completes it
                 yield text[written:]
-                begin, shown = shown, len(made)
-                written = len(self._decode(made[begin:shown], special=False))
-        if left := self._decode(made[begin:], special=False)[written:]:
-            yield left
-        text = self._decode(made, special=False)
-        ended = bool(made) and made[-1] in self.loaded.eos_ids
+                begin, shown = shown, len(sampled)
+                written = len(self._decode(sampled[begin:shown], special=False))
+        if remaining := self._decode(sampled[begin:], special=False)[written:]:
+            yield remaining
+        text = self._decode(sampled, special=False)
+        ended = bool(sampled) and sampled[-1] in self.loaded.eos_ids
         finish = "stop" if ended else "interrupted" if self.stop.is_set() else "length"
-        return self._record_answer(text, made, finish, opened=chat.prefilled_think(prompt))
+        return self._record_answer(text, sampled, finish, opened=chat.prefilled_think(prompt))
 
-    def _record_answer(self, text: str, made: Sequence[int], finish: str, *, opened: bool) -> Answer:
-        """Keep the turn, run the calls that it makes, and keep their results."""
-        raw = self._decode(made, special=True) if self.offer else text
-        said = break_places(f"<think>{raw}" if opened else raw)
-        self.messages.append({"role": "assistant", "content": said})
+    def _record_answer(self, text: str, sampled: Sequence[int], finish: str, *, opened: bool) -> Answer:
+        """Append the turn to the messages, run its tool calls, and append their results."""
+        raw = self._decode(sampled, special=True) if self.offer else text
+        content = break_places(f"<think>{raw}" if opened else raw)
+        self.messages.append({"role": "assistant", "content": content})
         if self.offer is None or self.caller is None or finish != "stop":
-            return Answer(text, len(made), finish)
+            return Answer(text, len(sampled), finish)
         schemas = {tool.name: tool.schema for tool in self.offer.tools}
         shown = [self._image(source) for source in self.images]
         calls = tuple(self.caller.run(parse(raw, self.offer.form, schemas), shown))
         for call in calls:
-            self._record_result(call, of_user=self.offer.system is not None)  # where the template knows of no tools
-        return Answer(text, len(made), finish, calls)
+            self._record_result(call, as_user=self.offer.system is not None)  # the template has no tool role then
+        return Answer(text, len(sampled), finish, calls)
 
-    def _record_result(self, call: ToolCall, *, of_user: bool) -> None:
-        """Keep what a call gave, as a message of the tool or of the user, with its images."""
+    def _record_result(self, call: ToolCall, *, as_user: bool) -> None:
+        """Append the result of a tool call, with its images, as a message of the tool or of the user."""
         reader = self.loaded.images
         if call.images and reader is None:
             raise DataError(f"the tool {call.name} returned an image, and {self.name} sees none")
         self.images += [image.source for image in call.images]
         result = call.result if call.images else break_places(call.result)
-        as_user = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
-        as_tool = {"role": "tool", "name": call.name or "unknown", "content": result}
-        self.messages.append(as_user if of_user else as_tool)
+        user_message = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+        tool_message = {"role": "tool", "name": call.name or "unknown", "content": result}
+        self.messages.append(user_message if as_user else tool_message)
         if call.images and reader is not None and self.prompt().count(reader.placeholder) != len(self.images):
-            self.messages[-1] = as_user  # some templates show images of the user alone
+            self.messages[-1] = user_message  # some templates render images in user messages only
 
     def _decode(self, ids: Sequence[int], *, special: bool) -> str:
-        kept = list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
+        """Decode tokens without a final EOS; special: keep special tokens."""
+        text_ids = list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
         return str(
-            self.loaded.tokenizer.decode(kept, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+            self.loaded.tokenizer.decode(text_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
 
     def _sample(self, prompt: Prompt, sampling: Sampling, seed: int, emit: Emit) -> None:
+        """Sample one completion with the engine, or with transformers if there is none."""
         if self.engine is None:
             sample_with_transformers(self.loaded, prompt, sampling, seed, emit, self.stop)
         else:
@@ -207,16 +211,17 @@ class Conversation:
 
 
 def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iterator[Sequence[int]]:
-    """The tokens that `sample(emit)` hands to `emit`, as they come; it runs in a thread, and its error is raised here.
+    """Yield the tokens that `sample(emit)` passes to `emit`, as they come; `sample` runs in a thread, and its error is
+    raised here.
 
-    Whoever leaves the iteration early sets `stop`, and waits until `sample` has heard it.
+    Leaving the iteration early sets `stop` and waits until `sample` has returned.
     """
     tokens: queue.SimpleQueue[Sequence[int] | BaseException | None] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             sample(tokens.put)
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # raised again in the consuming thread
             tokens.put(error)
         else:
             tokens.put(None)
@@ -238,21 +243,22 @@ def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iter
 def sample_with_transformers(
     loaded: LoadedModel, prompt: Prompt, sampling: Sampling, seed: int, emit: Emit, stop: threading.Event
 ) -> None:
-    """One completion by transformers' `generate`, each token handed to `emit` as it is sampled, until EOS, the limit,
-    or `stop`."""
+    """Sample one completion with transformers' `generate`, passing each token to `emit`, until EOS, the limit, or
+    `stop`.
+    """
     import torch
     from transformers import StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
 
     class Tokens(BaseStreamer):  # type: ignore[misc]
-        """The first call of `put` has the prompt."""
+        """Streamer that forwards sampled tokens; the first call of `put` has the prompt."""
 
-        begun = False
+        prompt_seen = False
 
         def put(self, value: Any) -> None:
-            if self.begun:
+            if self.prompt_seen:
                 emit(value.flatten().tolist())
-            self.begun = True
+            self.prompt_seen = True
 
         def end(self) -> None: ...
 
@@ -260,14 +266,14 @@ def sample_with_transformers(
         del scores
         return torch.full((input_ids.shape[0],), stop.is_set(), device=input_ids.device, dtype=torch.bool)
 
-    drawn = sampling.temperature > 0
-    cut = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if drawn else {}
+    do_sample = sampling.temperature > 0
+    settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     ids = torch.tensor([list(prompt.ids)], device=loaded.device)
-    seen: dict[str, Any] = {}
+    image_inputs: dict[str, Any] = {}
     if loaded.images is not None:
-        seen["suppress_tokens"] = sorted(loaded.images.token_ids)
+        image_inputs["suppress_tokens"] = sorted(loaded.images.token_ids)
         if prompt.images is not None:
-            seen |= loaded.images.plain_inputs(loaded.model, prompt.images.shown, ids)
+            image_inputs |= loaded.images.plain_inputs(loaded.model, prompt.images.shown, ids)
     loaded.model.eval()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     with torch.inference_mode(), loaded.autocast(), torch.random.fork_rng(devices=devices):
@@ -276,11 +282,11 @@ def sample_with_transformers(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=sampling.max_new_tokens,
-            do_sample=drawn,
+            do_sample=do_sample,
             streamer=Tokens(),
             stopping_criteria=StoppingCriteriaList([check_stop]),
-            **cut,
-            **seen,
+            **(settings if do_sample else {}),
+            **image_inputs,
         )
 
 
@@ -292,31 +298,31 @@ def sample_in_chunks(
     emit: Emit,
     stop: threading.Event,
 ) -> None:
-    """One completion by any engine, a few tokens at a time, each time with all before them as the prompt."""
-    made: list[int] = []
-    while len(made) < sampling.max_new_tokens and not stop.is_set():
-        size = min(CHUNK_TOKENS, sampling.max_new_tokens - len(made))
-        asked = dataclasses.replace(prompt, ids=(*prompt.ids, *made), images=_extend_images(prompt, made))
-        part = sampling.model_copy(update={"max_new_tokens": size})
-        (found,) = engine.generate([asked], 1, part, seed=derive(seed, len(made)), logprobs=False)
-        made += found.ids
+    """Sample one completion with any engine, CHUNK_TOKENS at a time; each call has all earlier tokens in its prompt."""
+    sampled: list[int] = []
+    while len(sampled) < sampling.max_new_tokens and not stop.is_set():
+        size = min(CHUNK_TOKENS, sampling.max_new_tokens - len(sampled))
+        extended = dataclasses.replace(prompt, ids=(*prompt.ids, *sampled), images=_extend_images(prompt, sampled))
+        chunk = sampling.model_copy(update={"max_new_tokens": size})
+        (found,) = engine.generate([extended], 1, chunk, seed=derive(seed, len(sampled)), logprobs=False)
+        sampled += found.ids
         emit(found.ids)
         if found.finish == "stop":
             return
 
 
-def _extend_images(prompt: Prompt, made: Sequence[int]) -> PromptImages | None:
-    """The images of a prompt that has these tokens behind it."""
+def _extend_images(prompt: Prompt, sampled: Sequence[int]) -> PromptImages | None:
+    """Return the images of a prompt that is extended by these tokens."""
     if (seen := prompt.images) is None:
         return None
-    return PromptImages(seen.shown, (*seen.short_ids, *made), seen.length + len(made))
+    return PromptImages(seen.shown, (*seen.short_ids, *sampled), seen.length + len(sampled))
 
 
 @contextlib.contextmanager
 def open_conversation(recipe: GenerateRecipe, scratch: Path, note: Callable[[str], None]) -> Iterator[Conversation]:
-    """The model loaded and the engine and the tools of the recipe started; all of it ends with the block.
+    """Load the model and start the engine and tools of the recipe; all are closed at the end of the block.
 
-    scratch: a folder for the engine's files. note: says a line to people. Raises what loading raises.
+    scratch: a folder for the engine's files. note: prints a line for the user. Raises the errors of loading.
     """
     from posttrain.models.load import config_of, load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Is the data fit to train on? Duplicates, overlap with evaluation data, lengths, golds and labels of rows."""
+"""Audit of training data: duplicates, overlap with evaluation data, lengths, gold answers and labels."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from posttrain.verify.score import Scorer, get_score
 
 Report = dict[str, Any]
 
-MAX_SCORED_GOLDS = 2000  # golds that the reward is called on; the others are only read
-MAX_SHOWN = 5  # uids of each finding
-MAX_MAJORITY_SHARE = 0.5  # share of the most frequent answer from which on guessing it pays
-MIN_ROWS = 8  # rows under which shares say nothing
+MAX_SCORED_GOLDS = 2000  # golds that the reward is called on; further golds are only parsed
+MAX_SHOWN = 5  # uids listed for each finding
+MAX_MAJORITY_SHARE = 0.5  # from this share of the most frequent answer on, always guessing it pays
+MIN_ROWS = 8  # with fewer rows, shares mean nothing
 
 
 def find_duplicates(rows: Sequence[Row]) -> Report:
-    """Rows that ask the same. `rows`: surplus ones, `whole`: those whose answer is the same too, `conflicting`: groups
-    whose golds (column `answer`) differ, `near`: pairs that are nearly the same."""
+    """Find rows with the same question.
+
+    `rows`: surplus rows, `whole`: rows whose answer is also the same, `conflicting`: groups whose golds (column
+    `answer`) differ, `near`: pairs that are nearly the same.
+    """
     texts, uids = [duplicates.question(row) for row in rows], [str(row["uid"]) for row in rows]
     groups = duplicates.group_same_words(texts)
     whole = [g for group in groups for g in group[1:] if _answered_before(rows, group, g)]
@@ -48,14 +51,18 @@ def find_duplicates(rows: Sequence[Row]) -> Report:
     }
 
 
-def _answered_before(rows: Sequence[Row], group: Sequence[int], place: int) -> bool:
-    own = duplicates.answer(rows[place])
-    return any(duplicates.answer(rows[g]) == own for g in group if g < place)
+def _answered_before(rows: Sequence[Row], group: Sequence[int], index: int) -> bool:
+    """Return whether an earlier row of the group has the same answer."""
+    answer = duplicates.answer(rows[index])
+    return any(duplicates.answer(rows[g]) == answer for g in group if g < index)
 
 
 def find_overlap(rows: Sequence[Row], held_out: Sequence[Row], source: str) -> Report:
-    """The training rows that evaluation rows have too. `same`: same words, `near`: nearly the same, `ngrams`: 32 words
-    in a row (the rule of Light-R1), `but_for_numbers`: how many are of one template with other numbers."""
+    """Find training rows that are also evaluation rows.
+
+    `same`: same words, `near`: nearly the same, `ngrams`: 32 consecutive words in common (the rule of Light-R1),
+    `but_for_numbers`: number of rows that differ only in their numbers.
+    """
     texts, theirs = [duplicates.question(r) for r in rows], [duplicates.question(r) for r in held_out]
     uids, other = [str(r["uid"]) for r in rows], [str(r["uid"]) for r in held_out]
     same = duplicates.match_same_words(texts, theirs)
@@ -75,10 +82,11 @@ def find_overlap(rows: Sequence[Row], held_out: Sequence[Row], source: str) -> R
 
 
 def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Row]) -> Report:
-    """The golds that the correctness component reads. `unusable` {why: uids}, `prose`: no answer, but a sentence,
-    `refused`: those that the reward itself does not score as right, of `called` rows, `doubts`: what is odd about all.
+    """Check the gold answers that the correctness reward reads.
 
-    `skipped`: why nothing was read. Raises RewardError for a script that breaks its contract.
+    `unusable` {cause: uids}; `prose`: golds that are a sentence instead of an answer; `refused`: golds that the reward
+    itself does not score as right, of `called` rows; `doubts`: suspicious properties of all golds. `skipped`: why no
+    gold was checked. Raises RewardError for a script that breaks its contract.
     """
     loaded = [load_reward(section, base_dir) for section in rewards]
     place = correctness.position(list(rewards), loaded)
@@ -111,8 +119,11 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
 
 
 def label_balance(rows: Sequence[Row], column: str) -> Report | None:
-    """How often each value of a column occurs: `distinct`, `top` [[value, share]], `entropy` in bits, of `rows` rows
-    that have one. None if fewer than 8 have."""
+    """Count the values of a column: `distinct`, `top` [[value, share]], `entropy` in bits, over the `rows` rows with a
+    value.
+
+    None if fewer than 8 rows have a value.
+    """
     values = [str(row[column]).strip() for row in rows if row.get(column) is not None]
     if len(values) < MIN_ROWS:
         return None
@@ -128,8 +139,10 @@ def label_balance(rows: Sequence[Row], column: str) -> Report | None:
 
 
 def pair_balance(rows: Sequence[Row]) -> Report | None:
-    """Of preference pairs: the share whose chosen side is the longer text, and the mean lengths in characters. None if
-    fewer than 8 rows are pairs of different lengths."""
+    """Compute the share of preference pairs whose chosen side is the longer text, and the mean lengths in characters.
+
+    None if fewer than 8 rows are pairs of different lengths.
+    """
     sides = [
         (len(_side_text(r["chosen"])), len(_side_text(r["rejected"])))
         for r in rows
@@ -147,12 +160,15 @@ def pair_balance(rows: Sequence[Row]) -> Report | None:
 
 
 def _side_text(side: Any) -> str:
+    """Return the text of one side of a pair, a string or messages."""
     return side if isinstance(side, str) else "\n".join(str(m.get("content") or "") for m in side)
 
 
 def check_window(report: Mapping[str, Any], window: int | None, new_tokens: int) -> Report:
-    """The longest row against the model's window. `needed`: its tokens with the completion that may be sampled
-    (`new_tokens`, 0 where nothing is)."""
+    """Compare the longest row with the model's window.
+
+    `needed`: its tokens including the completion that may be sampled (`new_tokens`, 0 without sampling).
+    """
     lengths = {part: spread["max"] for part, spread in report["lengths"].items()}
     prompt = lengths.pop("prompt", 0)
     longest = lengths["whole"] if "whole" in lengths else prompt + max(lengths.values(), default=0)
@@ -161,21 +177,22 @@ def check_window(report: Mapping[str, Any], window: int | None, new_tokens: int)
 
 
 def verdicts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each finding of the audit as {name, ok, text}: what a person should look at, and what is fine."""
+    """Return each finding of the audit as {name, ok, text}; findings that are not ok need a person's attention."""
     return [{"name": name, "ok": ok, "text": text} for name, ok, text in _iterate_verdicts(report)] + check_dropped(
         report["dropped"], report["cut"], report["rows"]
     )
 
 
 def _iterate_verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    """Yield (name, ok, text) of each check of the report."""
     yield from _duplicate_verdicts(report["duplicates"], report["rows"])
     for found in report["evaluation"]:
         yield from _overlap_verdicts(found, report["rows"])
     if not report["evaluation"]:
-        yield "evaluation data", True, "none is named; `eval.data` of the recipe, or --against DATA, names some"
+        yield "evaluation data", True, "none given: set `eval.data` in the recipe, or pass --against DATA"
     window = report["window"]
     new = f" with {window['new_tokens']} new ones" if window["new_tokens"] else ""
-    limit = f"the window of {window['window']:,}" if window["window"] else "a window that the model does not tell"
+    limit = f"the window of {window['window']:,}" if window["window"] else "an unknown window"
     yield "window", window["fits"], f"the longest row has {window['needed']:,} tokens{new}, of {limit}"
     if report["golds"]:
         yield from _gold_verdicts(report["golds"])
@@ -184,13 +201,14 @@ def _iterate_verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, st
     if pairs := report["pairs"]:
         share = pairs["chosen_longer"]
         text = (
-            f"the chosen side is the longer one in {share:.0%} of the pairs: length alone tells the sides apart so well"
+            f"the chosen side is the longer one in {share:.0%} of the pairs: length alone predicts the sides that well"
         )
         yield "length of the sides", 0.2 <= share <= 0.8, text
 
 
 def _duplicate_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
-    again = f"{found['rows']} of {count_noun(rows, 'row')} ask what an earlier one asks"
+    """Yield the verdicts on duplicate, conflicting and near-duplicate rows."""
+    again = f"{found['rows']} of {count_noun(rows, 'row')} repeat the question of an earlier row"
     whole = f", {len(found['whole'])} with the same answer{_format_rows(found['whole'])}" if found["rows"] else ""
     yield "duplicates", len(found["whole"]) * 50 <= rows, again + whole
     if found["conflicting"]:
@@ -203,6 +221,7 @@ def _duplicate_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[s
 
 
 def _overlap_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
+    """Yield the verdict on the overlap with one evaluation data set."""
     parts = {"the same": found["same"], "nearly the same": found["near"], "32 words in a row": found["ngrams"]}
     uids = [pair[0] if isinstance(pair, list) else pair for part in parts.values() for pair in part]
     counts = ", ".join(f"{what}: {len(part)}" for what, part in parts.items())
@@ -212,6 +231,7 @@ def _overlap_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str
 
 
 def _gold_verdicts(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    """Yield the verdicts on gold answers and the doubts about them."""
     if "skipped" in golds:
         yield "golds", True, f"not read: {golds['skipped']}"
         return
@@ -232,6 +252,7 @@ _REFUSED_CAUSES = {"prose": "a sentence, no answer", "refused": "not right by th
 
 
 def _label_verdict(found: Mapping[str, Any]) -> tuple[str, bool, str]:
+    """Return the verdict on the balance of a label column."""
     top = ", ".join(f"`{value}` {share:.0%}" for value, share in found["top"][:3])
     share = found["top"][0][1]
     fine = found["distinct"] > 1 and share < MAX_MAJORITY_SHARE + (0.2 if found["distinct"] == 2 else 0.0)
@@ -241,4 +262,5 @@ def _label_verdict(found: Mapping[str, Any]) -> tuple[str, bool, str]:
 
 
 def _format_rows(uids: Sequence[str]) -> str:
+    """Format the locations of rows in parentheses; empty without rows."""
     return f" ({source_locations.rows([str(uid) for uid in uids])})" if uids else ""

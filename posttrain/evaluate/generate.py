@@ -1,8 +1,8 @@
-"""The generate stage: completions of prompts in completions.jsonl; the prompts' rows in problems.jsonl.
+"""The generate stage: samples completions of prompts to completions.jsonl; the prompts' rows go to problems.jsonl.
 
-With `best_of` completions are scored, and the best one of each prompt is in best.jsonl as well. With `search` there is
-one completion a prompt, found step by step. With `tree` a record has the tree that its completion is the best path of,
-with `workflow` the calls by role that its completion is the last of.
+With `best_of` completions are scored, and the best completion of each prompt is also in best.jsonl. With `search` each
+prompt has one completion, found step by step. With `tree` each record has the tree whose best path is its completion.
+With `workflow` each record has the calls by role, the last of which is its completion.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BEST_FILE = "best.jsonl"
 
 
 def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Sample, write completions.jsonl (one object a completion) and return counts."""
+    """Sample completions, write completions.jsonl (one object per completion) and return counts."""
     prepared = prepare(recipe)
     with contextlib.ExitStack() as open_scorer:
         log = open_print_log(directory, "rewards")
@@ -84,19 +84,19 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
 def _make_grader(
     recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, prompts: int, columns: set[str]
 ) -> Grade:
-    """What is added to each record: nothing, or scores."""
+    """Return the function that adds scores to each record, or nothing without `best_of`."""
     if recipe.best_of is None:
         return lambda rollouts: [{"search": r.scores} if r.scores else {} for r in rollouts]
     scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
-    kept, failures = ("scores", "reward"), scorer.failures(enough=prompts, unit="chunk")
-    return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts, failures)]
+    keys, failures = ("scores", "reward"), scorer.failures(enough=prompts, unit="chunk")
+    return lambda rollouts: [{k: found[k] for k in keys} for found in grade(scorer, rollouts, failures)]
 
 
 def _make_search(
     recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> EngineWrapper | None:
-    """The search around the engine, with its judge."""
+    """Return the wrapper that runs the search with its judge around the engine; None without `search`."""
     settings = recipe.search
     if settings is None:
         return None
@@ -118,8 +118,10 @@ def _make_search(
 def _make_reader(
     recipe: GenerateRecipe, settings: Search, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> EvidenceReader | None:
-    """What puts evidence before the judge's question, with what says where it is needed. Raises DataError for a column
-    that no row has."""
+    """Return the reader that adds evidence to the judge's question; None without `search.evidence`.
+
+    Its rewards, if any, decide which traces need evidence. Raises DataError for a column that no row has.
+    """
     section = settings.evidence
     if section is None:
         return None
@@ -142,7 +144,10 @@ def _make_reader(
 def _make_trees(
     recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> tuple[Grade, EngineWrapper, int]:
-    """What describes the trees, the engine that grows them, and by how many tokens they may exceed max_new_tokens."""
+    """Return the function that describes the trees, the wrapper of the engine that grows them, and the extra tokens.
+
+    The extra tokens are those by which a tree may exceed max_new_tokens.
+    """
     scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
     failures = scorer.failures(unit="round")
@@ -161,13 +166,17 @@ def _make_trees(
 def _make_workflow(
     recipe: GenerateRecipe, section: PlayWorkflow, prompts: Sequence[Prompt]
 ) -> tuple[Grade, EngineWrapper, int]:
-    """What describes the rollouts of a workflow, the engine that makes them, and by how many tokens a call may exceed
-    its prompt and max_new_tokens. Raises what the workflow raises on made-up tokens."""
+    """Return the function that describes workflow rollouts, the wrapper of the engine that runs them, and the extra
+    tokens.
+
+    The extra tokens are those by which a call may exceed its prompt and max_new_tokens. Runs the workflow once on
+    made-up tokens and raises its errors.
+    """
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     new_tokens = recipe.sampling.max_new_tokens
-    place = (recipe.data, tokenizer, prompts, new_tokens, recipe.base_dir)
-    shape = bind_workflow(section, *place, key="workflow", reader=reader)
+    context = (recipe.data, tokenizer, prompts, new_tokens, recipe.base_dir)
+    shape = bind_workflow(section, *context, key="workflow", reader=reader)
     rehearse_shape(shape, prompts[0], recipe.sampling)
     engines: list[WorkflowEngine] = []
 
@@ -179,12 +188,12 @@ def _make_workflow(
 
 
 def sigmoid(score: float) -> float:
-    """1 / (1 + exp(-score)), without overflow."""
+    """Compute 1 / (1 + exp(-score)), without overflow."""
     return 0.5 * (1 + math.tanh(score / 2))
 
 
 def _write_best(recipe: GenerateRecipe, directory: RunDirectory, records: Sequence[Record]) -> dict[str, Any]:
-    """Write best.jsonl; the summary's keys about it."""
+    """Write best.jsonl and return its keys of the summary."""
     picked = pick_best_records(records)
     write_text(directory.path / BEST_FILE, to_lines([{k: v for k, v in r.items() if k != "step"} for r in picked]))
     rows = best_of(records, WEIGHTED_SUM, seed=recipe.run.seed)

@@ -1,6 +1,7 @@
-"""Four habits of reasoning that takes RL well (arXiv 2503.01307), counted by patterns.
+"""Counts of four reasoning habits of models that improve under RL (arXiv 2503.01307), by patterns.
 
-The paper lets a language model judge each trace; these patterns are a cheap stand-in of ours, for English text.
+The paper lets a language model judge each trace; these patterns are a cheap substitute for English text, not from the
+paper.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in HABIT
 
 
 def count_habits(trace: str) -> dict[str, int]:
-    """How often each habit shows in a trace."""
+    """Count the occurrences of each habit in a trace."""
     return {name: len(pattern.findall(trace)) for name, pattern in _PATTERNS.items()}
 
 
 def habit_rates(traces: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Habit -> {`count`: mean count a trace, `share`: share of the traces that show it}; {} without traces."""
+    """Return for each habit {`count`: mean count per trace, `share`: share of the traces that show it}; {} without
+    traces.
+    """
     found = [count_habits(trace) for trace in traces]
     if not found:
         return {}

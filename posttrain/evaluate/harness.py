@@ -1,7 +1,7 @@
-"""The harness stage: tasks of lm-eval with the model that posttrain loads, summed up with our intervals.
+"""The harness stage: runs tasks of lm-eval on a model loaded by posttrain, with bootstrap intervals.
 
-lm-eval has the tasks: prompts, few-shot examples, how answers are read and graded. Its mean over problems gets the
-interval of `posttrain eval`; a number that is no mean over problems gets lm-eval's own standard error.
+lm-eval provides the tasks: prompts, few-shot examples, answer extraction and grading. Its means over problems get the
+interval of `posttrain eval`; a number that is not a mean over problems gets lm-eval's own standard error.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
 
-SEEDS = (0, 1234)  # with which lm-eval's command line seeds Python's and numpy's generators before it reads tasks
-FEWSHOT_SEED = 1234  # the same, of the examples in a prompt
+SEEDS = (0, 1234)  # of Python's and numpy's generators in lm-eval's command line, set before it reads tasks
+FEWSHOT_SEED = 1234  # of the few-shot examples in lm-eval's command line
 STDERR_ITERATIONS = 1000
 MEAN_TOLERANCE = 1e-9  # between lm-eval's number and the mean of its values by problem
-NO_FILTER = "none"  # the filter that lm-eval names where a task has none
+NO_FILTER = "none"  # lm-eval's name for the filter of a task without one
 
 Values = Mapping[tuple[str, str], Mapping[int, float]]  # (metric, filter) -> value of each problem
 
 
 def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Measure the model and return the summary. Tasks and their data are read before the model.
+    """Run the tasks on the model and return the summary. Tasks and their data are read before the model.
 
-    completions.jsonl holds every answer with its grades, problems.jsonl one row a problem. Raises UserError for a task
-    that there is not, or that runs programs; DataError where its data cannot be had.
+    completions.jsonl holds every answer with its grades, problems.jsonl one row per problem. Raises UserError for a
+    task that does not exist, or that runs programs; DataError if its data cannot be read.
     """
     started = time.perf_counter()
     check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
@@ -90,7 +90,7 @@ def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def import_lm_eval() -> Any:
-    """lm-eval, which says nothing below an error from then on. Raises MissingExtra."""
+    """Import lm-eval and silence its messages below errors. Raises MissingExtra."""
     try:
         import lm_eval
         import lm_eval.evaluator
@@ -104,7 +104,7 @@ def import_lm_eval() -> Any:
 
 
 def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
-    """The tasks with their data, as lm-eval's `evaluate` takes them. Raises UserError and DataError."""
+    """Load the tasks with their data, in the form of lm-eval's `evaluate`. Raises UserError and DataError."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
@@ -121,7 +121,9 @@ def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
 
 
 def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
-    """The names to load, each once: `*` stands for any letters, and FILE.yaml for a task file. Raises UserError."""
+    """Return the names of the tasks to load, each once; `*` matches any letters, and FILE.yaml is a task file. Raises
+    UserError.
+    """
     names: list[str] = []
     for name in recipe.tasks:
         if name.endswith((".yaml", ".yml")):
@@ -133,18 +135,20 @@ def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
                 f"lm-eval has no task {name}",
                 where="tasks",
                 hint=did_you_mean(name, manager.all_tasks)
-                or "list them: lm-eval ls tasks; a task of your own is named by its FILE.yaml",
+                or "list them with `lm-eval ls tasks`; name your own task by its FILE.yaml",
             )
         names += matching
     return list(dict.fromkeys(names))
 
 
 def _task_load_error(name: str, error: Exception) -> DataError:
-    """A task whose file is wrong, or whose data is not here."""
+    """Return the DataError for a task whose file is wrong, or whose data cannot be loaded."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    silent = hub.offline()
+    offline = hub.offline()
     hint = (
-        f"{silent} is set: unset it, or fetch the data set before" if silent else "is the hub reachable, and signed in?"
+        f"{offline} is set: unset it, or download the data set first"
+        if offline
+        else "is the hub reachable, and signed in?"
     )
     if isinstance(error, KeyError | TypeError | AttributeError):
         hint = "look at the task's file"
@@ -152,27 +156,29 @@ def _task_load_error(name: str, error: Exception) -> DataError:
 
 
 def _configure_task(name: str, task: Any, recipe: HarnessRecipe) -> None:
-    """Refuse what is not run here, and set few-shot examples as lm-eval's command line does."""
+    """Refuse unsupported tasks, and set few-shot examples as lm-eval's command line does."""
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(
-            f"task {name} runs programs that the model writes, which lm-eval does without a sandbox",
-            hint="grade programs by a recipe for `posttrain eval` with a code reward, which runs them in one",
+            f"task {name} runs programs that the model writes, and lm-eval has no sandbox for them",
+            hint="grade programs with a recipe for `posttrain eval` and a code reward, which runs them in a sandbox",
         )
     if getattr(task, "MULTIMODAL", False):
-        raise UserError(f"task {name} shows images, and models are loaded for text here")
-    own = task.get_config("num_fewshot")
-    if recipe.fewshot is not None and own != 0:
+        raise UserError(f"task {name} has images, and the harness stage supports text only")
+    configured = task.get_config("num_fewshot")
+    if recipe.fewshot is not None and configured != 0:
         task.set_config(key="num_fewshot", value=recipe.fewshot)
-    elif own is None:
+    elif configured is None:
         task.set_config(key="num_fewshot", value=0)
-    if recipe.fewshot and own == 0:
-        terminal.note(f"task {name} has no examples in its prompts, whatever `fewshot` says")
+    if recipe.fewshot and configured == 0:
+        terminal.note(f"task {name} has no examples in its prompts; `fewshot` is ignored")
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
 
 
 def iterate_metrics(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterator[tuple[str, Interval]]:
-    """Every number of the tasks and groups that were asked for, by the name in the table. Tasks inside of a group that
-    has numbers of its own are left out; they are in the summary's `tasks`."""
+    """Yield every number of the requested tasks and groups by its name in the table.
+
+    Tasks inside a group with its own numbers are skipped; they are in the summary's `tasks`.
+    """
     groups = results.get("groups", {})
     subtasks = results.get("group_subtasks", {})
     inside = {task for group in groups for task in _leaf_tasks(group, subtasks)}
@@ -189,13 +195,13 @@ def iterate_metrics(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterat
 
 
 def _leaf_tasks(group: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
-    """The tasks of a group, those of groups inside of it too."""
+    """Return the tasks of a group, including those of nested groups."""
     found = [leaf for name in subtasks.get(group, ()) for leaf in (_leaf_tasks(name, subtasks) or [name])]
     return list(dict.fromkeys(found))
 
 
 def values_by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
-    """The value of each problem where it is one number, by metric and filter."""
+    """Return the value of each problem by metric and filter, for metrics with one number per problem."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
@@ -206,19 +212,21 @@ def values_by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
 
 
 def metric_interval(values: Sequence[float], value: float, error: Any, recipe: HarnessRecipe) -> Interval:
-    """Of a mean over problems: a bootstrap over them. Of another number: lm-eval's standard error `error`, if any."""
+    """Compute the interval of a number: a bootstrap for a mean over problems, else lm-eval's standard error `error`, if
+    any.
+    """
     if values and abs(float(np.mean(values)) - value) <= MEAN_TOLERANCE:
         return bootstrap_ci(values, level=recipe.level, resamples=recipe.bootstrap, seed=recipe.run.seed)
     if not isinstance(error, int | float):
-        note = "no mean over problems, and lm-eval gives no standard error"
+        note = "not a mean over problems, and lm-eval gives no standard error"
         return Interval(value, value, value, recipe.level, len(values), False, note)
     half = NormalDist().inv_cdf((1 + recipe.level) / 2) * float(error)
-    note = "no mean over problems: lm-eval's standard error"
+    note = "not a mean over problems: lm-eval's standard error"
     return Interval(value, value - half, value + half, recipe.level, len(values), True, note)
 
 
 def _describe_task(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a summary says of a task: its numbers as lm-eval gives them, version, examples, problems."""
+    """Return a task's entry of the summary: its numbers from lm-eval, version, examples, problems."""
     numbers = {key: value for key, value in results["results"][name].items() if "," in key}
     count = results["n-samples"][name]
     return {
@@ -231,7 +239,7 @@ def _describe_task(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_results(directory: RunDirectory, results: Mapping[str, Any], shown: int) -> None:
-    """completions.jsonl, problems.jsonl, and a few samples for the report."""
+    """Write completions.jsonl, problems.jsonl, and a few samples for the report."""
     rows, problems = [], []
     for task, samples in results["samples"].items():
         values = values_by_problem(samples)
@@ -265,7 +273,7 @@ def _write_results(directory: RunDirectory, results: Mapping[str, Any], shown: i
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """The closing table, on stderr, and what it rests on."""
+    """Print the closing table and remarks on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
     console.print(result_table(summary))
     for line in remarks(summary):
@@ -273,11 +281,11 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences about problems, prompts and cut answers."""
+    """Yield sentences about problems, prompts and truncated answers."""
     asked = "by the chat template" if summary["chat"] else "as plain text"
     yield f"{count_noun(summary['problems'], 'problem')} of lm-eval {summary['lm_eval']}, asked {asked}"
-    part = {name: one for name, one in summary["tasks"].items() if one["problems"] < one["of"]}
-    if part:
-        yield "a part only: " + ", ".join(f"{name} {one['problems']} of {one['of']}" for name, one in part.items())
+    limited = {name: task for name, task in summary["tasks"].items() if task["problems"] < task["of"]}
+    if limited:
+        yield "only a part: " + ", ".join(f"{name} {t['problems']} of {t['of']}" for name, t in limited.items())
     if summary["truncated"]:
         yield f"{100 * summary['truncated']:.1f}% of the answers hit the limit (max_new_tokens)"

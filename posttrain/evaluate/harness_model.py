@@ -1,4 +1,4 @@
-"""Our models for lm-eval: answers by our engines, likelihoods by lm-eval's own code on the model that we loaded."""
+"""A posttrain model for lm-eval: answers from posttrain's engines, likelihoods from lm-eval's code."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ from posttrain.rollout.make_engine import make_engine, start_note
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 
-LIMIT_KEYS = (
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-)  # lm-eval's words, the first decides
-DEFAULT_LIMIT = 256  # tokens, lm-eval's own
-DEFAULT_WINDOW = 2048  # of a model that says nothing, lm-eval's own
-SAMPLING_KEYS = ("until", "do_sample", "temperature", "top_p", "top_k", *LIMIT_KEYS)  # what an engine takes of a task
+# lm-eval's names of the token limit; the first one set is used
+LIMIT_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+DEFAULT_LIMIT = 256  # tokens, lm-eval's default
+DEFAULT_WINDOW = 2048  # lm-eval's default for a model without a known window
+SAMPLING_KEYS = ("until", "do_sample", "temperature", "top_p", "top_k", *LIMIT_KEYS)  # of a task, others are ignored
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]
-    """The LM that lm-eval asks. chat: prompts are written by the chat template, which has all special tokens."""
+    """Model that lm-eval queries. chat: prompts are rendered by the chat template, with all special tokens."""
 
     def __init__(self, loaded: LoadedModel, recipe: HarnessRecipe, *, chat: bool, scratch: Path) -> None:
         super().__init__(
@@ -47,7 +43,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.answers: list[Rollout] = []
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The answers to requests, whose `args` are a prompt and how to draw; requests of one kind go together."""
+        """Return the answers to requests, whose `args` are a prompt and sampling settings; requests with equal settings
+        are batched.
+        """
         del disable_tqdm
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -73,22 +71,22 @@ class HarnessModel(HFLM):  # type: ignore[misc]
     def _build_prompts(
         self, requests: Sequence[Any], numbers: Sequence[int]
     ) -> tuple[list[Prompt], Sampling, list[str]]:
-        """Prompts of one kind, how they are drawn, and the texts that end an answer.
+        """Build the prompts of requests with equal settings, their sampling settings, and the texts that end an answer.
 
-        A thought may hold these texts, so with `thought_end` they end the answer only when it is graded.
+        A thought may contain these texts, so with `thought_end` they end the answer only when it is graded.
         """
         how = dict(requests[numbers[0]].args[1])
         if other := sorted(how.keys() - set(SAMPLING_KEYS)):
-            terminal.note(f"left out of what a task asks for: {', '.join(other)}")
+            terminal.note(f"ignored sampling settings of a task: {', '.join(other)}")
         given = next((int(how[key]) for key in LIMIT_KEYS if how.get(key) is not None), DEFAULT_LIMIT)
         limit = self.recipe.max_new_tokens or given
         until = how.get("until") or []
         stops = [text for text in ([until] if isinstance(until, str) else until) if text]
-        draws = how.get("do_sample", bool(how.get("temperature")))
+        do_sample = how.get("do_sample", bool(how.get("temperature")))
         sampling = Sampling(
-            temperature=float(how.get("temperature") or 1.0) if draws else 0.0,
-            top_p=float(how.get("top_p") or 1.0) if draws else 1.0,
-            top_k=int(how.get("top_k") or 0) if draws else 0,
+            temperature=float(how.get("temperature") or 1.0) if do_sample else 0.0,
+            top_p=float(how.get("top_p") or 1.0) if do_sample else 1.0,
+            top_k=int(how.get("top_k") or 0) if do_sample else 0,
             max_new_tokens=limit,
             stop=[] if self.recipe.thought_end else stops,
         )
@@ -109,7 +107,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         return prompts, sampling, stops
 
     def _text_to_grade(self, text: str, stops: Sequence[str]) -> str:
-        """What of an answer is graded: after the thought, before the first text that ends it."""
+        """Return the graded part of an answer: after the thought, before the first text that ends it."""
         if end := self.recipe.thought_end:
             text = text.rpartition(end)[2].lstrip()
         for stop in stops:
@@ -117,7 +115,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         return text
 
     def _make_counter(self, progress: Progress, before: int) -> Callable[[list[Rollout]], None]:
-        """What an engine calls for each prompt that it has finished."""
+        """Return the callback that an engine calls with the rollouts of each finished prompt, to update the progress
+        display.
+        """
         finished: list[Rollout] = []
 
         def on_complete(rollouts: list[Rollout]) -> None:

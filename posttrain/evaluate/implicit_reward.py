@@ -1,11 +1,13 @@
-"""What a model that was trained by DPO says of an answer, token by token: its log-ratio to the reference (2404.12358).
+"""Implicit reward of a DPO-trained model: the log-ratio of its answers to the reference model, token by token
+(2404.12358).
 
     rewards:
       - use: implicit_reward
         params: {path: runs/dpo, reference: Qwen/Qwen2.5-1.5B-Instruct, beta: 0.1}
 
-The sum is DPO's reward of the answer; a fall of the sums up to each token marks where the model thinks that it went
-wrong. In a `search` it scores each trace so far: search by likelihood ratio. Both models run in the trainer's process.
+The sum over tokens is DPO's reward of the answer; a drop of the prefix sums marks the token at which the answer went
+wrong according to the model. In a `search` it scores each partial trace: search by likelihood ratio. Both models run in
+the trainer's process.
 """
 
 from __future__ import annotations
@@ -26,28 +28,28 @@ _loaded: dict[tuple[str, ...], Any] = {}  # (path, base_dir, device, dtype) -> m
 def open_models(
     *, path: str = "", reference: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
-    """Load both models, before the policy is loaded. Raises ModelError, RewardError for vocabularies that differ."""
+    """Load both models, before the policy is loaded. Raises ModelError, and RewardError for different vocabularies."""
     policy, start = (_load_model(one, base_dir, device, dtype) for one in (path, reference))
     if policy.tokenizer.get_vocab() != start.tokenizer.get_vocab():
         raise RewardError(
-            f"implicit_reward: {path} and {reference} read texts as different tokens",
+            f"implicit_reward: {path} and {reference} have different vocabularies",
             hint="`reference` is the model that `path` was trained from",
         )
 
 
 def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the recipe's parameters (`verify.load`)."""
+    """Yield the errors of the recipe's parameters (`verify.load`)."""
     missing = [name for name in ("path", "reference") if not params.get(name)]
     if missing:
         yield f"needs params: {{{', '.join(f'{name}: MODEL' for name in missing)}}}"
     elif params["path"] == params["reference"]:
-        yield "`path` and `reference` are one model: every reward would be 0"
+        yield "`path` and `reference` are the same model: every reward would be 0"
     if not params.get("beta", 0.1) > 0:
         yield f"beta {params['beta']} is not above 0"
 
 
 def close_models() -> None:
-    """Let both models go."""
+    """Release both models."""
     _loaded.clear()
 
 
@@ -64,10 +66,11 @@ def score(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     base_dir: str = ".",
 ) -> list[Score]:
-    """beta times the log-ratio of path to reference, summed over the tokens of each completion; None for an empty one.
+    """Return beta times the log-ratio of path to reference, summed over the tokens of each completion; None for an
+    empty one.
 
-    Logged parts: `lowest`, the least of the sums up to a token, and `lowest_at`, after which share of the tokens it
-    stands (0: no sum is below 0). A fall that is not made up again means that the model has lost its trust there.
+    Logged parts: `lowest`, the lowest prefix sum, and `lowest_at`, its position as a share of the tokens (0: no prefix
+    sum is below 0). A drop that is not recovered means that the model considers the answer wrong from there on.
     """
     import torch
 
@@ -80,16 +83,16 @@ def score(
         if example is None:
             found.append(None)
             continue
-        own, theirs = (_trained_logps(model, example) for model in models)
-        credit = token_credit(own, theirs, torch.ones_like(own, dtype=torch.bool), beta=beta)
+        logp, ref_logp = (_trained_logps(model, example) for model in models)
+        credit = token_credit(logp, ref_logp, torch.ones_like(logp, dtype=torch.bool), beta=beta)
         sums = torch.cat([torch.zeros(1), credit.prefix_rewards])
-        parts = {"lowest": float(sums.min()), "lowest_at": float(sums.argmin()) / len(own)}
+        parts = {"lowest": float(sums.min()), "lowest_at": float(sums.argmin()) / len(logp)}
         found.append({"reward": float(credit.sequence_rewards), **parts})
     return found
 
 
 def _render_completion(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) -> Example | None:
-    """The completion after its prompt, as DPO reads a side of a pair; None where no token of it is there."""
+    """Render the completion after its prompt, as DPO renders one side of a pair; None if it has no tokens."""
     if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
         messages = messages[0]["content"]
     section = Data(source="-")
@@ -104,17 +107,18 @@ def _render_completion(loaded: Any, messages: Sequence[Any], completion: str, to
 
 
 def _trained_logps(loaded: Any, example: Example) -> Any:
-    """Log-probs [T] of the trained tokens, float32 on the CPU."""
+    """Compute log-probs [T] of the trained tokens, float32 on the CPU."""
     import torch
 
     ids = torch.tensor([example.ids], device=loaded.device)
     with torch.no_grad(), loaded.autocast():
-        every = loaded.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    own = every.gather(-1, ids[0, 1:, None])[:, 0].cpu()
-    return own[torch.tensor(example.trained[1:], dtype=torch.bool)]
+        logps = loaded.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    token_logps = logps.gather(-1, ids[0, 1:, None])[:, 0].cpu()
+    return token_logps[torch.tensor(example.trained[1:], dtype=torch.bool)]
 
 
 def _load_model(path: str, base_dir: str, device: Any, dtype: Any) -> Any:
+    """Return a model in evaluation mode, loaded on first use."""
     from posttrain.models import load
 
     key = (path, base_dir, device, dtype)

@@ -1,11 +1,11 @@
-"""Reward models as a reward of a recipe: one, or several that are combined so that the policy cannot please just one.
+"""Reward models as a reward of a recipe: a single model, or an ensemble that the policy cannot exploit as easily.
 
     rewards:
       - {use: reward_model, params: {path: runs/rm/final}}
       - {use: reward_model, params: {path: [runs/rm-0/final, runs/rm-1/final], aggregate: uwo}}
 
-It runs in the trainer's process, on its GPU if there is one, all rows of a step in one call: a worker process is made
-to be killed, has no GPU and would hold a model of its own. torch is imported when the first model is loaded.
+Runs in the trainer's process, on its GPU if there is one, with all rows of a step in one call: worker processes may be
+killed, have no GPU and would each load the model. torch is imported when the first model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Aggregate = Literal["auto", "mean", "wco", "uwo", "brme", "maxmin"]
 
 @dataclass(frozen=True)
 class LoadedRewardModel:
-    """A reward model and what its numbers mean."""
+    """A loaded reward model and the card that describes its outputs."""
 
     model: Any  # posttrain.models.load.LoadedModel
     card: Any  # posttrain.models.scorer.Card
@@ -36,18 +36,18 @@ class LoadedRewardModel:
 
 
 Key = tuple[str, str, str, str]  # path, base_dir, device, dtype
-_loaded: dict[Key, LoadedRewardModel] = {}  # while a scorer is open
+_loaded: dict[Key, LoadedRewardModel] = {}  # filled while a scorer is open
 
 
 def open_models(
     *, path: str | list[str] = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
-    """Load the models, so that a wrong path is an error before the policy is loaded."""
+    """Load the models, so that a wrong path is reported before the policy is loaded."""
     _load_models(path, base_dir, device, dtype)
 
 
 def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the recipe's parameters (`verify.load`)."""
+    """Yield the errors of the recipe's parameters (`verify.load`)."""
     path = params.get("path")
     paths = path if isinstance(path, list) else [path]
     if not paths or not all(paths):
@@ -57,7 +57,7 @@ def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
 
 
 def close_models() -> None:
-    """Let all models go."""
+    """Release all models."""
     _loaded.clear()
 
 
@@ -81,31 +81,32 @@ def score(
     batch_tokens: int = 16384,
     base_dir: str = ".",
 ) -> list[Score]:
-    """What reward models say of each completion, after the row's own prompt or messages, with its images.
+    """Return the score of reward models for each completion, after the row's own prompt or messages, with its images.
 
     path: a folder of `posttrain reward-model` or any sequence classifier, or several. Members are all heads of all
     models; aggregate combines them: mean; wco, the lowest; uwo, mean - uwo_coef * variance (0.5 for best-of-n, 0.1 in
     RL; arXiv 2310.02743); brme, for Gaussian heads (arXiv 2409.15360; nominal_weight, min_scope); maxmin, the member
     that is lowest on average over the rows of the call (arXiv 2402.08925). auto: brme for Gaussian heads, maxmin for a
-    mixture, uwo for several members. A model with a head a label gives the sum of its labels by `weights` (default 1
-    each), with the labels as parts. calibrate: first subtract each head's mean on held-out answers and divide by its
-    deviation there; default: where there are several members. They also give the part `spread`, their deviation.
+    mixture, uwo for several members. A model with one head per label gives the sum of its labels by `weights` (default
+    1 each), with the labels as parts. calibrate: first subtract each head's mean on held-out answers and divide by its
+    standard deviation there; the default for several members. Several members also give the part `spread`, their
+    standard deviation.
     """
     import torch
 
-    found = _load_models(path, base_dir, device, dtype)
-    nothing = [None] * len(completions)
-    rows = list(zip(messages, tools or nothing, images or nothing, completions, strict=True))
-    several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use not in HEAD_A_LABEL)
+    models = _load_models(path, base_dir, device, dtype)
+    absent = [None] * len(completions)
+    rows = list(zip(messages, tools or absent, images or absent, completions, strict=True))
+    several = len(models) > 1 or (len(models[0].card.heads) > 1 and models[0].card.use not in HEAD_A_LABEL)
     centred = several if calibrate is None else calibrate
-    said = [_score_members(one, rows, batch_tokens, centred, weights) for one in found]
-    table = torch.cat([one.means for one in said], 1).T[:, None]  # [members, 1, rows]
-    known = [one.stds for one in said if one.stds is not None]
-    stds = torch.cat(known, 1).T[:, None] if len(known) == len(found) else None
-    how = _select_aggregate(aggregate, found, len(table), stds is not None)
+    scores = [_score_members(model, rows, batch_tokens, centred, weights) for model in models]
+    table = torch.cat([members.means for members in scores], 1).T[:, None]  # [members, 1, rows]
+    known = [members.stds for members in scores if members.stds is not None]
+    stds = torch.cat(known, 1).T[:, None] if len(known) == len(models) else None
+    method = _select_aggregate(aggregate, models, len(table), stds is not None)
     settings = {"uwo_coef": uwo_coef, "ddof": ddof, "nominal_weight": nominal_weight, "min_scope": min_scope}
-    combined = _combine_members(how, table, stds, settings)
-    parts = {name: values for one in said for name, values in one.parts.items()}
+    combined = _combine_members(method, table, stds, settings)
+    parts = {name: values for members in scores for name, values in members.parts.items()}
     if len(table) > 1:
         parts["spread"] = table[:, 0].std(0, correction=0)
     if not parts:
@@ -114,10 +115,10 @@ def score(
 
 
 class MemberScores(NamedTuple):
-    """What the heads of one model say."""
+    """Scores of the heads of one model."""
 
     means: Any  # [rows, members]
-    stds: Any  # the same, or None for heads that do not know their deviation
+    stds: Any  # [rows, members], or None for heads that do not predict a standard deviation
     parts: dict[str, Any]  # name of a label -> [rows]
 
 
@@ -128,7 +129,9 @@ def _score_members(
     centred: bool,
     weights: dict[str, float] | None,
 ) -> MemberScores:
-    """Each head is a member of the ensemble; the labels of one model together are one."""
+    """Score rows with one model: each head is a member of the ensemble, and all labels of a model together are one
+    member.
+    """
     import torch
 
     means, log_stds = _compute_outputs(one, rows, batch_tokens)
@@ -145,9 +148,10 @@ def _score_members(
 
 
 def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], members: int, gaussian: bool) -> str:
+    """Return the aggregate to use, resolving `auto`. Raises RewardError for brme without Gaussian heads."""
     if aggregate == "brme" and not gaussian:
         raise RewardError(
-            "aggregate brme needs heads that know their deviation", hint="train one with objective: {use: gaussian}"
+            "aggregate brme needs Gaussian heads", hint="train a reward model with objective: {use: gaussian}"
         )
     if aggregate != "auto":
         return aggregate
@@ -156,28 +160,29 @@ def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], 
     return "maxmin" if any(one.card.use == "mixture" for one in found) else "uwo" if members > 1 else "mean"
 
 
-def _combine_members(how: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:
-    """[rows] of members [K,1,rows]."""
+def _combine_members(method: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:
+    """Combine members [K,1,rows] to rewards [rows]."""
     import torch
 
     from posttrain.loss import reward_model as formulas
 
-    if how == "brme":
+    if method == "brme":
         weight, scope = settings["nominal_weight"], settings["min_scope"]
         return formulas.brme(table, stds, nominal_weight=weight, min_scope=scope).rewards[0]
-    if how == "maxmin":  # the KL is the same for all members, so it does not decide who is worst off
+    if method == "maxmin":  # the KL is the same for all members, so it does not change which one is lowest
         return formulas.maxmin(table, torch.zeros_like(table[0]), beta=0.0).rewards[0]
-    objective: Any = how
+    objective: Any = method
     return formulas.ensemble(table, objective=objective, uwo_coef=settings["uwo_coef"], ddof=settings["ddof"])[0]
 
 
 def _label_weights(weights: dict[str, float] | None, heads: Sequence[str]) -> Any:
+    """Return the weight of each head by its label; 1 each without weights. Raises RewardError for an unknown label."""
     import torch
 
     unknown = set(weights or ()) - set(heads)
     if unknown:
         raise RewardError(
-            f"weights names {sorted(unknown)[0]}, which is no label", allowed=f"labels: {', '.join(heads)}"
+            f"weights names {sorted(unknown)[0]}, which is not a label", allowed=f"labels: {', '.join(heads)}"
         )
     return torch.tensor([1.0 if weights is None else weights.get(name, 0.0) for name in heads])
 
@@ -186,7 +191,7 @@ Row = tuple[Any, Any, Any, str]  # messages, tools, images, completion
 
 
 def _compute_outputs(one: LoadedRewardModel, rows: Sequence[Row], batch_tokens: int) -> Any:
-    """(scores [rows, heads], log-deviations [rows, heads] or None)."""
+    """Compute (scores [rows, heads], log standard deviations [rows, heads] or None)."""
     from posttrain.models import scorer
 
     found = [read_row(one, *row) for row in rows]
@@ -198,9 +203,9 @@ def _compute_outputs(one: LoadedRewardModel, rows: Sequence[Row], batch_tokens: 
 def read_row(
     one: LoadedRewardModel, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
 ) -> Example:
-    """A completion after its prompt as the reward model reads it. What is over its window is cut from the left.
+    """Render a completion after its prompt as the reward model's input, cut from the left to its window.
 
-    Raises RewardError for a row with images that is longer, and for images that the model does not read.
+    Raises RewardError for a row with images that exceeds the window, and for images if the model reads none.
     """
     section = Data(source="-", **{k: v for k, v in one.card.data.items() if k != "prompt_template"}, train_on="all")
     tokenizer, reader = one.model.tokenizer, one.model.images
@@ -212,7 +217,7 @@ def read_row(
         )
     if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
         messages = messages[0]["content"]
-    if shown:  # the row's images stand in the messages of the user alone
+    if shown:  # only user messages contain the row's images
         completion = break_places(completion)
         messages = [m if m["role"] == "user" else {**m, "content": break_places(str(m["content"]))} for m in messages]
     if not section.chat or not tokenizer.chat_template:
@@ -233,6 +238,7 @@ def read_row(
 
 
 def _load_models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[LoadedRewardModel]:
+    """Return the models at the paths, each loaded on first use."""
     paths = [path] if isinstance(path, str) else list(path)
     for one in paths:
         if (one, base_dir, device, dtype) not in _loaded:
@@ -241,9 +247,10 @@ def _load_models(path: str | list[str], base_dir: str, device: str, dtype: str) 
 
 
 def _load(path: str, base_dir: str, device: Any, dtype: Any) -> LoadedRewardModel:
+    """Load a reward model with its card and window."""
     from posttrain.models import scorer
 
     section = Model(path=path, device=device, dtype=dtype)
     loaded = scorer.load(section, Path(base_dir))
-    place = loaded.origin.base.path if loaded.origin else None
-    return LoadedRewardModel(loaded, scorer.read_card(place, loaded.model.config.num_labels), loaded.window or 1 << 30)
+    folder = loaded.origin.base.path if loaded.origin else None
+    return LoadedRewardModel(loaded, scorer.read_card(folder, loaded.model.config.num_labels), loaded.window or 1 << 30)

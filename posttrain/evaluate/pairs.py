@@ -1,4 +1,4 @@
-"""The pairs stage: preference pairs from the completions of an evaluation or a generation, in pairs.jsonl."""
+"""The pairs stage: builds preference pairs from completions of an evaluation or generation, in pairs.jsonl."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
 
 PAIRS_FILE = "pairs.jsonl"
-MAX_PROBE_PAIRS = 300  # pairs that the style probe is asked about
+MAX_PROBE_PAIRS = 300  # pairs that the style probe is tested on
 OTHER_COMPLETIONS = ("past", "future", "teacher")
 
 Row = dict[str, Any]
 
 
 def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Write pairs.jsonl and return counts. Raises DataError where no pair is left, saying why for how many prompts."""
+    """Write pairs.jsonl and return counts. Raises DataError with the causes by prompt if no pair could be made."""
     sources, records = read_completions(recipe.completions, recipe)
     others = {
         name: read_completions(path, recipe)[1]
@@ -65,37 +65,37 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def builder_options(recipe: PairsRecipe) -> Options:
-    """The settings of the pair builders."""
+    """Return the settings of the pair builders."""
     names = ("max_pairs", "prefer_teacher", "min_positive", "margin", "margin_student", "min_length", "flags")
     return Options(**{name: getattr(recipe, name) for name in names})
 
 
 def read_completions(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
-    """uid -> row of each prompt, and the graded completions, of an eval's or a generate's run directory.
+    """Read the prompts' rows (uid -> row) and the graded completions of an eval or generate run directory.
 
-    Raises DataError if it is no run of a finished eval or generate.
+    Raises DataError if it is not the run of a finished eval or generate.
     """
-    place = find(path, recipe.base_dir, "completions", DataError)
-    folder = place.parent if place.is_file() else place
-    file = place if place.is_file() else folder / COMPLETIONS
+    found = find(path, recipe.base_dir, "completions", DataError)
+    folder = found.parent if found.is_file() else found
+    file = found if found.is_file() else folder / COMPLETIONS
     problems, records = read_rows(folder / PROBLEMS), read_rows(file)
     if not problems or not records or "prompt" not in problems[0]:
         raise DataError(
             "not the run of a finished eval or generate",
             where=str(folder),
-            allowed=f"looked for {file.name} and {PROBLEMS}, a line a problem",
+            allowed=f"looked for {file.name} and {PROBLEMS}, one line per problem",
             hint="name the run directory of `posttrain eval` or `posttrain generate`",
         )
     sources = {str(p["uid"]): {**p.get("row", {}), "uid": p["uid"], "prompt": p["prompt"]} for p in problems}
     for row in sources.values():
-        row.pop("messages", None)  # the prompt holds them, without the answer
+        row.pop("messages", None)  # already in the prompt, without the answer
     if "correct" not in records[0] and recipe.rewards:
         records = grade_records(records, {str(p["uid"]): p["row"] for p in problems}, recipe)
     return sources, records
 
 
 def grade_records(records: Sequence[Row], rows: Mapping[str, Row], recipe: PairsRecipe) -> list[Row]:
-    """The records of a generation with scores, reward and correct."""
+    """Return the records of a generation with scores, reward and correct."""
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in rows.values() for column in row})
     samples = [
@@ -125,13 +125,16 @@ def grade_records(records: Sequence[Row], rows: Mapping[str, Row], recipe: Pairs
 
 
 def read_earlier_pairs(path: str, base_dir: Path) -> list[Row]:
-    """The pairs in a file, or in a run directory of this stage."""
-    place = find(path, base_dir, "pairs", DataError)
-    return read_rows(place / PAIRS_FILE if place.is_dir() else place)
+    """Read the pairs in a file, or in a run directory of this stage."""
+    found = find(path, base_dir, "pairs", DataError)
+    return read_rows(found / PAIRS_FILE if found.is_dir() else found)
 
 
 def style_accuracy(rows: Sequence[Row]) -> float | None:
-    """How often a linear probe on letter triples says of a pair that it has not seen which side is chosen."""
+    """Compute the accuracy of a linear probe on letter trigrams at predicting the chosen side of held-out pairs.
+
+    None with too few pairs.
+    """
     probed = rows[:: max(1, len(rows) // MAX_PROBE_PAIRS)][:MAX_PROBE_PAIRS]
     if len(probed) < FEWEST_PAIRS:
         return None
@@ -140,18 +143,19 @@ def style_accuracy(rows: Sequence[Row]) -> float | None:
 
 
 def mean_known(values: Sequence[float | bool | None]) -> float | None:
-    """Mean of what is there."""
-    there = [float(v) for v in values if v is not None]
-    return sum(there) / len(there) if there else None
+    """Return the mean of the values that are not None; None without any."""
+    known = [float(v) for v in values if v is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _score_gap(row: Row) -> float | None:
+    """Return the chosen minus the rejected score; None if either is missing."""
     scores = row["chosen_score"], row["rejected_score"]
     return None if None in scores else scores[0] - scores[1]
 
 
 def remarks(found: PairRows, summary: Mapping[str, Any], threshold: float | None) -> list[str]:
-    """Sentences on what was made, what was left out, by row, and what to look at before training."""
+    """Return sentences on the pairs made, the rows dropped, and what to check before training."""
     lines = [
         f"{count_noun(summary['pairs'], 'pair')} from {count_noun(summary['completions'], 'completion')}, "
         f"{summary['longer_chosen']:.0%} with a longer chosen side"
@@ -161,7 +165,7 @@ def remarks(found: PairRows, summary: Mapping[str, Any], threshold: float | None
     probe = summary["style_accuracy"]
     if probe is not None and threshold is not None and probe > threshold:
         lines.append(
-            f"LOOK: letter triples alone tell {probe:.0%} of unseen pairs apart: the model may learn the style and not "
-            "what is right; draw both sides from the same model"
+            f"LOOK: letter trigrams alone predict {probe:.0%} of held-out pairs: the model may learn the style "
+            "instead of correctness; sample both sides from the same model"
         )
     return lines

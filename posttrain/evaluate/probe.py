@@ -1,4 +1,4 @@
-"""The contamination probe of an evaluation: prompts that are the beginnings of problems, and what the model adds."""
+"""The contamination probe of an evaluation: samples continuations of truncated problems."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Grade = Callable[[Sequence[Any]], Sequence[dict[str, Any]]]
 def probe_contamination(
     recipe: EvalRecipe, probe: Contamination, directory: RunDirectory, prompts: Sequence[Prompt], grade: Grade
 ) -> list[dict[str, Any]]:
-    """One row a ratio: ratio, problems, completion_rate, rouge_l, and answer_rate.
+    """Sample continuations of truncated problems and return one row per ratio: ratio, problems, completion_rate,
+    rouge_l, answer_rate.
 
-    answer_rate is the share of judged continuations that go on to the right answer although they saw only a part of
-    the question. Continuations are in contamination.jsonl; a stopped run goes on there.
+    answer_rate is the share of judged continuations that reach the right answer although they saw only a part of the
+    question. Continuations are in contamination.jsonl; a stopped run resumes from it.
     """
     plain_greedy = {"temperature": 0.0, "max_new_tokens": probe.max_new_tokens, "shape": None}
     greedy = recipe.sampling.model_copy(update=plain_greedy)
@@ -46,7 +47,7 @@ def probe_contamination(
 
 
 def problem_text(prompt: Prompt) -> str:
-    """The problem as the row gives it: its prompt, or its last user message."""
+    """Return the row's problem: its prompt, or its last user message."""
     given = prompt.row.get("prompt")
     if isinstance(given, str):
         return given
@@ -57,11 +58,13 @@ def problem_text(prompt: Prompt) -> str:
 def _truncate_prompt(
     ratio: float, prompt: Prompt, text: str, probe: Contamination, tokenizer: Any, plain: Data
 ) -> Prompt:
+    """Return the prompt with the first part of the problem as plain text."""
     shown = split_text(text, ratio, probe.unit)[0]
     return Prompt(f"{prompt.uid}@{ratio:g}", prompt.row, shown, encode_prompts([shown], tokenizer, plain)[0])
 
 
 def _summarise_ratio(ratio: float, rows: Sequence[tuple[str, Record]], probe: Contamination) -> dict[str, Any]:
+    """Return the row of one ratio from its texts and records."""
     texts, records = [text for text, _ in rows], [record for _, record in rows]
     found = contamination_check(texts, [r["completion"] for r in records], ratio=ratio, unit=probe.unit)
     judged = [bool(r["correct"]) for r in records if r["correct"] is not None]

@@ -1,8 +1,8 @@
-"""Counterfactual regret minimisation (Zinkevich et al. 2007): finite games of two sides, one of which gets what the
-other loses, with chance, hidden information and any number of players a side.
+"""Counterfactual regret minimization (Zinkevich et al. 2007) for finite zero-sum games of two sides with chance, hidden
+information and any number of players per side.
 
-A game is a tree of `Ended`, `Chance` and `Decision`. What a player knows at a decision is its `state`: decisions with
-the same state have the same moves and one policy. `empirical_game` makes the tree that recorded games span.
+A game is a tree of `Ended`, `Chance` and `Decision`. The `state` of a decision is what its player knows: decisions with
+the same state have the same moves and share one policy. `empirical_game` builds the tree spanned by recorded games.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 Policy = dict[Hashable, dict[Hashable, float]]  # state -> move -> number
@@ -17,21 +18,23 @@ Policy = dict[Hashable, dict[Hashable, float]]  # state -> move -> number
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a game. payoff: of side 1; side -1 gets the negative."""
+    """End of a game. payoff: of side 1; side -1 gets the negative."""
 
     payoff: float
 
 
 @dataclass(frozen=True)
 class Chance:
-    """What nobody decides. outcomes: (probability, what follows)."""
+    """Random event. outcomes: (probability, node that follows)."""
 
     outcomes: tuple[tuple[float, Node], ...]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A move of a player (from 0) for a side (1 or -1). state: all that the player knows. moves: what follows each."""
+    """Move of a player (from 0) for a side (1 or -1). state: all that the player knows. moves: the node after each
+    move.
+    """
 
     player: int
     side: int
@@ -43,9 +46,10 @@ Node = Ended | Chance | Decision
 
 
 class Solved(NamedTuple):
-    """policy: state -> move -> probability, the average over iterations. values: state -> move -> expected payoff of
-    the mover's side for that move, if all play the policy; None where the others never let the state come. payoff: of
-    side 1, if all play the policy."""
+    """Result of regret minimization. policy: state -> move -> probability, averaged over iterations. values: state ->
+    move -> expected payoff of the mover's side for that move if all play the policy; None if the other players never
+    reach the state. payoff: of side 1 if all play the policy.
+    """
 
     policy: Policy
     values: dict[Hashable, dict[Hashable, float | None]]
@@ -53,10 +57,11 @@ class Solved(NamedTuple):
 
 
 def minimise_regret(game: Node, iterations: int) -> Solved:
-    """`iterations` rounds of regret matching in which all players move on together.
+    """Run `iterations` rounds of regret matching with simultaneous updates of all players.
 
-    With one player a side the average policy comes to an equilibrium like 1 / sqrt(iterations); with several it is a
-    best effort, as for every game of more than two players. Raises ValueError for a state with different moves.
+    With one player per side the average policy approaches an equilibrium at rate 1 / sqrt(iterations); with more
+    players there is no guarantee, as in every game of more than two players. Raises ValueError for a state with
+    different moves.
     """
     nodes = [node for node in _iterate_nodes(game) if isinstance(node, Decision)]
     moves: dict[Hashable, list[Hashable]] = {}
@@ -67,30 +72,31 @@ def minimise_regret(game: Node, iterations: int) -> Solved:
     regrets: Policy = {state: dict.fromkeys(names, 0.0) for state, names in moves.items()}
     played: Policy = {state: dict.fromkeys(names, 0.0) for state, names in moves.items()}
     for _ in range(iterations):
-        policy = {state: match_regrets(own) for state, own in regrets.items()}
+        policy = {state: match_regrets(by_move) for state, by_move in regrets.items()}
         for visit in _visit_decisions(game, policy, reach):
             state, side = visit.node.state, visit.node.side
             for move, payoff in visit.payoffs.items():
                 regrets[state][move] += visit.others * side * (payoff - visit.payoff)
                 played[state][move] += visit.own * policy[state][move]
-    average = {state: normalise(own) for state, own in played.items()}
+    average = {state: normalise(by_move) for state, by_move in played.items()}
     return Solved(average, _move_values(game, average, reach), _expected_payoff(game, average))
 
 
 def match_regrets(regrets: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Probabilities in proportion to positive regrets; the same for all moves where there are none."""
+    """Return probabilities proportional to positive regrets; uniform if there are none."""
     return normalise({move: max(0.0, regret) for move, regret in regrets.items()})
 
 
 def normalise(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Weights that add up to 1; equal ones where all are 0."""
+    """Scale weights to a sum of 1; uniform if all are 0."""
     total = sum(weights.values())
     return {move: weight / total if total > 0 else 1 / len(weights) for move, weight in weights.items()}
 
 
 class _DecisionVisit(NamedTuple):
-    """A decision in a walk through the tree. own, others: the mover's part in the probability of coming there, and that
-    of chance and all others. payoffs: of side 1 after each move; payoff: under the policy."""
+    """A decision in a walk through the tree. own, others: the contributions of the mover, and of chance and all others,
+    to the probability of reaching it. payoffs: of side 1 after each move; payoff: under the policy.
+    """
 
     node: Decision
     own: float
@@ -100,6 +106,7 @@ class _DecisionVisit(NamedTuple):
 
 
 def _visit_decisions(game: Node, policy: Policy, reach: tuple[float, ...]) -> list[_DecisionVisit]:
+    """Return a visit for each decision of the game, with payoffs under the policy."""
     found: list[_DecisionVisit] = []
 
     def walk(node: Node, chance: float, reach: tuple[float, ...]) -> float:
@@ -107,12 +114,12 @@ def _visit_decisions(game: Node, policy: Policy, reach: tuple[float, ...]) -> li
             return node.payoff
         if isinstance(node, Chance):
             return sum(share * walk(below, chance * share, reach) for share, below in node.outcomes)
-        own, mover = policy[node.state], node.player
+        probabilities, mover = policy[node.state], node.player
         payoffs = {
-            move: walk(below, chance, (*reach[:mover], reach[mover] * own[move], *reach[mover + 1 :]))
+            move: walk(below, chance, (*reach[:mover], reach[mover] * probabilities[move], *reach[mover + 1 :]))
             for move, below in node.moves.items()
         }
-        payoff = sum(own[move] * value for move, value in payoffs.items())
+        payoff = sum(probabilities[move] * value for move, value in payoffs.items())
         others = chance
         for player, share in enumerate(reach):
             others *= 1.0 if player == mover else share
@@ -124,6 +131,7 @@ def _visit_decisions(game: Node, policy: Policy, reach: tuple[float, ...]) -> li
 
 
 def _move_values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[Hashable, dict[Hashable, float | None]]:
+    """Return the expected payoff of each move at each state for the mover's side, weighted by the others' reach."""
     sums: dict[Hashable, dict[Hashable, float]] = defaultdict(lambda: defaultdict(float))
     weights: dict[Hashable, float] = defaultdict(float)
     for visit in _visit_decisions(game, policy, reach):
@@ -131,12 +139,13 @@ def _move_values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[H
         for move, payoff in visit.payoffs.items():
             sums[visit.node.state][move] += visit.others * visit.node.side * payoff
     return {
-        state: {move: total / weights[state] if weights[state] > 0 else None for move, total in own.items()}
-        for state, own in sums.items()
+        state: {move: total / weights[state] if weights[state] > 0 else None for move, total in by_move.items()}
+        for state, by_move in sums.items()
     }
 
 
 def _expected_payoff(node: Node, policy: Policy) -> float:
+    """Return the expected payoff of side 1 if all play the policy."""
     if isinstance(node, Ended):
         return node.payoff
     if isinstance(node, Chance):
@@ -145,20 +154,18 @@ def _expected_payoff(node: Node, policy: Policy) -> float:
 
 
 def _iterate_nodes(node: Node) -> Iterator[Node]:
+    """Yield all nodes of the tree."""
     yield node
-    below = (
-        ()
-        if isinstance(node, Ended)
-        else [n for _, n in node.outcomes]
-        if isinstance(node, Chance)
-        else node.moves.values()
-    )
-    for one in below:
-        yield from _iterate_nodes(one)
+    if isinstance(node, Chance):
+        for _, child in node.outcomes:
+            yield from _iterate_nodes(child)
+    elif isinstance(node, Decision):
+        for child in node.moves.values():
+            yield from _iterate_nodes(child)
 
 
 class Move(NamedTuple):
-    """A move of a recorded game: who made it for which side (1 or -1), knowing what, and which."""
+    """Move of a recorded game: the player, the side (1 or -1), the player's state, and the move."""
 
     player: int
     side: int
@@ -167,47 +174,52 @@ class Move(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A recorded game. payoff: of side 1."""
+    """Recorded game. payoff: of side 1."""
 
     moves: tuple[Move, ...]
     payoff: float
 
 
 def empirical_game(games: Sequence[Played]) -> Node:
-    """The game that recorded ones span: after the same moves, what comes next is chance in the shares that were seen.
+    """Build the game spanned by recorded games: after equal moves, the next event is chance with the observed
+    frequencies.
 
-    A move that its state has seen, but not after these moves, ends the game with the mean payoff of the games in which
-    it was made in that state.
+    A move that was observed in its state, but not after these moves, ends the game with the mean payoff of the games in
+    which it was made in that state.
     """
     payoffs: dict[Hashable, dict[Hashable, list[float]]] = defaultdict(lambda: defaultdict(list))
     for game in games:
-        for one in game.moves:
-            payoffs[one.state][one.move].append(game.payoff)
+        for played in game.moves:
+            payoffs[played.state][played.move].append(game.payoff)
     ends = {
-        state: {move: Ended(_mean(found)) for move, found in sorted(own.items(), key=lambda item: repr(item[0]))}
-        for state, own in payoffs.items()
+        state: {move: Ended(fmean(found)) for move, found in sorted(by_move.items(), key=lambda item: repr(item[0]))}
+        for state, by_move in payoffs.items()
     }
     return _build_tree(games, 0, ends)
 
 
 def _build_tree(games: Sequence[Played], depth: int, ends: Mapping[Hashable, Mapping[Hashable, Ended]]) -> Node:
+    """Return the node reached by the games after `depth` moves."""
     by_next: dict[tuple[int, int, Hashable] | None, list[Played]] = {}
     for game in games:
-        coming = game.moves[depth][:3] if depth < len(game.moves) else None
-        by_next.setdefault(coming, []).append(game)
-    outcomes = tuple((len(own) / len(games), _build_node(coming, own, depth, ends)) for coming, own in by_next.items())
+        decision = game.moves[depth][:3] if depth < len(game.moves) else None
+        by_next.setdefault(decision, []).append(game)
+    outcomes = tuple(
+        (len(group) / len(games), _build_node(decision, group, depth, ends)) for decision, group in by_next.items()
+    )
     return outcomes[0][1] if len(outcomes) == 1 else Chance(outcomes)
 
 
 def _build_node(
-    coming: tuple[int, int, Hashable] | None,
+    decision: tuple[int, int, Hashable] | None,
     games: Sequence[Played],
     depth: int,
     ends: Mapping[Hashable, Mapping[Hashable, Ended]],
 ) -> Node:
-    if coming is None:
-        return Ended(_mean([game.payoff for game in games]))
-    player, side, state = coming
+    """Return the decision (player, side, state) that the games face, or their end if it is None."""
+    if decision is None:
+        return Ended(fmean(game.payoff for game in games))
+    player, side, state = decision
     by_move: dict[Hashable, list[Played]] = {}
     for game in games:
         by_move.setdefault(game.moves[depth].move, []).append(game)
@@ -216,7 +228,3 @@ def _build_node(
         for move, end in ends[state].items()
     }
     return Decision(player, side, state, moves)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""How far to trust a reward model: pairwise accuracy, calibration, and how much is length. Scores in, numbers out."""
+"""Reliability report of a reward model: pairwise accuracy, calibration, and length bias, computed from scores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from posttrain.evaluate.estimators import bootstrap_ci
 from posttrain.evaluate.run import make_table
 from posttrain.evaluate.summary import format_interval
 
-BINS = 10  # of confidence, from 1/2 to 1
-MATCHED_LENGTH_GAP = 0.1  # sides whose lengths differ by at most this share of the longer one
+BINS = 10  # bins of confidence, from 1/2 to 1
+MATCHED_LENGTH_GAP = 0.1  # lengths that differ by at most this share of the longer one count as matched
 RESAMPLES = 1000
 
 
@@ -27,7 +27,8 @@ def pair_report(
     *,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Scores and lengths (tokens of the answers) of P pairs [P] -> `accuracy`, `calibration`, `length`, `findings`.
+    """Compute `accuracy`, `calibration`, `length` and `findings` from scores and answer lengths (tokens) of P pairs
+    [P].
 
     A tie of scores counts half. All intervals are 95%, by resampling pairs.
     """
@@ -45,19 +46,21 @@ def pair_report(
 
 
 def _win_values(gap: np.ndarray) -> np.ndarray:
+    """Return 1 for positive values, 1/2 for 0 and 0 for negative ones."""
     return np.where(gap > 0, 1.0, np.where(gap == 0, 0.5, 0.0))
 
 
 def _interval(values: np.ndarray, seed: int) -> dict[str, Any]:
+    """Compute a bootstrap interval of values as a dict."""
     return asdict(bootstrap_ci(values.tolist(), resamples=RESAMPLES, seed=seed))
 
 
 def calibration(gap: np.ndarray, seed: int = 0) -> dict[str, Any]:
-    """Expected calibration error of sigmoid(|gap|) as the chance that the higher score is the chosen one.
+    """Compute the expected calibration error of sigmoid(|gap|) as the chance that the higher score is the chosen side.
 
-    ece: mean over pairs of |accuracy - confidence| of their bin, with its interval; `bins`: both, and how many pairs.
-    A few pairs always show some error: compare it with `expected_if_calibrated`, that of as many pairs whose outcomes
-    are drawn from the confidences.
+    ece: mean over pairs of |accuracy - confidence| of their bin, with its interval; `bins`: both values and the number
+    of pairs. Few pairs always show some error: compare with `expected_if_calibrated`, the error of equally many pairs
+    whose outcomes are sampled from the confidences.
     """
     if not len(gap):
         return {"ece": None, "low": None, "high": None, "expected_if_calibrated": None, "bins": []}
@@ -82,10 +85,12 @@ def calibration(gap: np.ndarray, seed: int = 0) -> dict[str, Any]:
 
 
 def _bin_index(confidence: np.ndarray) -> np.ndarray:
+    """Return the confidence bin of each pair."""
     return np.minimum(((confidence - 0.5) * 2 * BINS).astype(int), BINS - 1)
 
 
 def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
+    """Compute the expected calibration error over bins."""
     where = _bin_index(confidence)
     difference = np.bincount(where, right - confidence, minlength=BINS)
     return float(np.abs(difference).sum() / len(confidence))
@@ -101,7 +106,7 @@ def _length_report(
     rejected_length: Sequence[int],
     seed: int,
 ) -> dict[str, Any]:
-    """The length probe. `longer` is the sign of chosen minus rejected length."""
+    """Compute the length statistics. `longer`: sign of chosen minus rejected length."""
     lengths = np.array([*chosen_length, *rejected_length], dtype=float)
     tokens = lengths.reshape(2, -1)
     matched = np.abs(tokens[0] - tokens[1]) <= MATCHED_LENGTH_GAP * tokens.max(0) if len(gap) else np.zeros(0, bool)
@@ -118,7 +123,7 @@ def _length_report(
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Pearson's; None where one of them does not vary."""
+    """Compute Pearson's correlation; None if either input does not vary."""
     if len(a) < 2 or a.std() == 0 or b.std() == 0:
         return None
     return float(np.corrcoef(a, b)[0, 1])
@@ -127,31 +132,35 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 def label_report(
     predicted: np.ndarray, labels: np.ndarray, names: Sequence[str], lengths: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Predictions and labels [N,M], NaN = not labelled -> by label: `mse` with its interval, `correlation`, `rows`, and
-    the correlation of the prediction with the answer's length."""
+    """Compare predictions with labels [N,M] (NaN = not labelled): by label `mse` with its interval, `correlation`,
+    `rows`.
+
+    Also reports the correlation of the prediction, and of the label, with the answer's length.
+    """
     found: dict[str, Any] = {}
     for n, name in enumerate(names):
-        there = ~np.isnan(labels[:, n])
-        said, told = predicted[there, n], labels[there, n]
+        labelled = ~np.isnan(labels[:, n])
+        prediction, label = predicted[labelled, n], labels[labelled, n]
+        length = np.asarray(lengths, dtype=float)[labelled]
         found[name] = {
-            "rows": int(there.sum()),
-            "mse": _interval((said - told) ** 2, seed),
-            "variance": float(told.var()) if len(told) else None,
-            "correlation": correlation(said, told),
-            "length_correlation": correlation(said, np.asarray(lengths, dtype=float)[there]),
-            "label_length_correlation": correlation(told, np.asarray(lengths, dtype=float)[there]),
+            "rows": int(labelled.sum()),
+            "mse": _interval((prediction - label) ** 2, seed),
+            "variance": float(label.var()) if len(label) else None,
+            "correlation": correlation(prediction, label),
+            "length_correlation": correlation(prediction, length),
+            "label_length_correlation": correlation(label, length),
         }
     return {"rows": len(labels), "labels": found, "findings": _label_findings(found)}
 
 
 def describe_findings(found: Mapping[str, Any]) -> list[str]:
-    """What the numbers of a pair report say, in sentences."""
+    """Return the findings of a pair report as sentences."""
     if not found["pairs"]:
-        return ["no pair was held out: nothing is known of this model beyond its training pairs"]
+        return ["no pair was held out: the model was tested on its training pairs only"]
     accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
     lines = [f"the chosen answer scores higher in {format_interval(accuracy)} of {count_noun(found['pairs'], 'pair')}"]
     if accuracy["low"] <= 0.5:
-        lines.append("that is not shown to be better than a coin")
+        lines.append("that is not significantly better than chance")
     if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:
         sure = sum(b["pairs"] * (b["confidence"] - b["accuracy"]) for b in calibrated["bins"]) > 0
         lines.append(
@@ -162,36 +171,38 @@ def describe_findings(found: Mapping[str, Any]) -> list[str]:
 
 
 def _length_findings(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[str]:
+    """Return the findings on length bias."""
     lines = []
     rule, higher, matched = length["longer_wins_rule"], length["scores_longer_higher"], length["accuracy_matched"]
     if higher["mean"] is not None and (higher["low"] > 0.5 or higher["high"] < 0.5):
         side = "longer" if higher["mean"] > 0.5 else "shorter"
         share = higher["mean"] if side == "longer" else 1 - higher["mean"]
         chosen = length["chosen_longer"] if side == "longer" else 1 - length["chosen_longer"]
-        lines.append(f"it prefers the {side} answer in {share:.0%} of the pairs; people or rules did in {chosen:.0%}")
+        lines.append(f"it prefers the {side} answer in {share:.0%} of the pairs; the labels do in {chosen:.0%}")
     best = max(rule["mean"], 1 - rule["mean"])
     if best >= accuracy["low"] and best > 0.55:
         name = "longer" if rule["mean"] > 0.5 else "shorter"
         lines.append(f"the rule `the {name} answer wins` is as good on these pairs: accuracy {best:.3f}")
     if matched["mean"] is None:
-        lines.append("no pair has answers of similar length: whether it judges anything but length is unknown")
+        lines.append("no pair has answers of similar length: it may judge by length alone")
     elif matched["low"] <= 0.5 < accuracy["low"]:
-        lines.append(f"where lengths match it is not shown to be better than a coin: {format_interval(matched)}")
+        lines.append(f"if lengths match it is not significantly better than chance: {format_interval(matched)}")
     return lines
 
 
 def _label_findings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the findings of a label report."""
     lines = []
-    for name, one in found.items():
-        if not one["rows"]:
+    for name, label in found.items():
+        if not label["rows"]:
             lines.append(f"{name}: no held-out row has this label")
-        elif one["variance"] is not None and one["mse"]["high"] >= one["variance"]:
-            lines.append(f"{name}: not shown to be better than the label's mean (mse {one['mse']['mean']:.4f})")
+        elif label["variance"] is not None and label["mse"]["high"] >= label["variance"]:
+            lines.append(f"{name}: not significantly better than the label's mean (mse {label['mse']['mean']:.4f})")
     return lines
 
 
 def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A report for people: `title`, `head` and `rows` of each table."""
+    """Format a report as tables with `title`, `head` and `rows`."""
     if "labels" in found:
         rows = [
             [
@@ -224,7 +235,7 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Tables and findings on stderr."""
+    """Print tables and findings on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
     for one in tables(found):
         console.print(make_table(one))
@@ -233,8 +244,10 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def _format_interval(interval: Mapping[str, Any]) -> str:
+    """Format an interval; `-` if it has no mean."""
     return "-" if interval.get("mean") is None else format_interval(interval)
 
 
 def _format_number(value: float | None) -> str:
+    """Format a number with three decimals; `-` for None."""
     return "-" if value is None else f"{value:.3f}"

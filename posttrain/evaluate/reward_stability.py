@@ -1,11 +1,13 @@
-"""How fragile the policy is that the rewards of a run ask for (The Policy Cliff, arXiv 2507.20150): ties, and best
-answers that change when a weight moves a little."""
+"""Sensitivity of the optimal policy to a run's rewards (The Policy Cliff, arXiv 2507.20150): ties, and best answers
+that change with a small change of a weight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.evaluate.estimators import mean
 from posttrain.evaluate.summary import group_by_problem
 from posttrain.verify.stability import Stability, stability
 
@@ -17,13 +19,14 @@ def reward_stability(
     share: float = 0.1,
     temperature: float = 0.1,
 ) -> dict[str, Any]:
-    """{"problems", "tied", "cliff", "components": one row a reward} of problems with several scored completions.
+    """Compute {"problems", "tied", "cliff", "components": one row per reward} of problems with several scored
+    completions.
 
-    Rewards are the weighted sums of the recorded scores. A component's row says what becomes of the problems when its
-    weight grows by `share`: flips, how many get another best answer; soft_tv, the mean total variation between the
-    policies of both rewards under a KL with coefficient `temperature`, and soft_bound, which it cannot exceed. tied: of
-    problems whose best answers are several; cliff: tied, or a margin within twice the change. For rewards of 0 and 1
-    ties are the rule, and what breaks them (length, format) is where the policy is free to drift.
+    Rewards are the weighted sums of the recorded scores. A component's row describes the effect of increasing its
+    weight by `share`: flips, the share of problems whose best answer changes; soft_tv, the mean total variation between
+    the policies of both rewards under a KL with coefficient `temperature`, and soft_bound, its upper bound. tied: share
+    of problems with several best answers; cliff: tied, or a margin within twice the change. Rewards of 0 and 1 usually
+    tie, and what breaks the ties (length, format) is where the policy can drift.
     """
     problems = [
         rows
@@ -34,15 +37,15 @@ def reward_stability(
     tied = 0
     for moved in weights:
         found = [_compare_weights(rows, weights, moved, share, temperature) for rows in problems]
-        tied = sum(one.n_optimal > 1 for one in found)
+        tied = sum(effect.n_optimal > 1 for effect in found)
         components.append(
             {
                 "reward": moved,
-                "flips": _mean([one.hard_tv > 0 for one in found]),
-                "cliff": _mean([one.cliff for one in found]),
-                "soft_tv": _mean([one.soft_tv for one in found]),
-                "soft_bound": _mean([one.soft_bound for one in found]),
-                "margin": _mean([one.margin for one in found]),
+                "flips": mean([effect.hard_tv > 0 for effect in found]),
+                "cliff": mean([effect.cliff for effect in found]),
+                "soft_tv": mean([effect.soft_tv for effect in found]),
+                "soft_bound": mean([effect.soft_bound for effect in found]),
+                "margin": mean([effect.margin for effect in found]),
             }
         )
     return {
@@ -57,12 +60,9 @@ def reward_stability(
 def _compare_weights(
     rows: Sequence[Mapping[str, Any]], weights: Mapping[str, float], moved: str, share: float, temperature: float
 ) -> Stability:
+    """Compare the rewards of a problem's completions before and after increasing one weight by `share`."""
     other = {**weights, moved: weights[moved] * (1 + share)}
     before, after = (
         [sum(w * (row.get(name) or 0.0) for name, w in each.items()) for row in rows] for each in (weights, other)
     )
     return stability(before, after, [0.0] * len(rows), temperature=temperature)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -1,4 +1,6 @@
-"""The eval stage: sample, grade with the reward scripts of training, sum up with intervals over problems."""
+"""The eval stage: samples completions, grades them with the reward scripts of training, and reports intervals over
+problems.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -41,9 +42,9 @@ from posttrain.verify.score import Sample, Scorer
 
 
 def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Evaluate and return the summary.
+    """Evaluate the model and return the summary.
 
-    completions.jsonl holds every completion with its scores, problems.jsonl one row a problem, samples.jsonl the
+    completions.jsonl holds every completion with its scores, problems.jsonl one row per problem, samples.jsonl the
     completions of the first problems for the report. With the same recipe, data and weights the numbers are the same,
     also after a stop and `--resume`. Raises RecipeError for a k above `eval.samples`.
     """
@@ -70,15 +71,17 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
             recipe, settings.consensus, directory, prepared.items, grade_all
         )
         seen = probe_contamination(recipe, probe, directory, prepared.items, grade_all) if probe else None
-    rows = [{**row, **own} for row, own in zip(problem_rows(records), prompt_rows(prepared, recipe.data), strict=True)]
+    prompts = prompt_rows(prepared, recipe.data)
+    rows = [{**row, **prompt} for row, prompt in zip(problem_rows(records), prompts, strict=True)]
     trained = count_trained_rows(recipe.model.path, [p.row for p in prepared.items], recipe.base_dir)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
+    comparison = baseline and compare_with_baseline(baseline, directory.path, records, settings, recipe.run.seed)
     summary = {
         "model": recipe.model.path,
         **summarise(records, settings, recipe.run.seed),
         "efficiency": asdict(compute_efficiency(records, None, settings.aes)),
-        **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
+        **({} if comparison is None else {"against": comparison}),
         **({"trained_on": trained} if trained else {}),
         **({} if agreed is None else {"consensus": agreed}),
         **({} if seen is None else {"contamination": seen}),
@@ -99,35 +102,30 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def best_of_summary(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
-    """The summary's keys `best_of` and, for the report, `tables`."""
+    """Return the summary's keys `best_of` and, for the report, `tables`."""
     by, settings = recipe.eval.best_of or WEIGHTED_SUM, recipe.eval
     rows = best_of(records, by, level=settings.level, resamples=settings.bootstrap, seed=recipe.run.seed)
     return {"best_of": {"by": by, "rows": rows}, "tables": [make_best_of_table(rows, by)]}
 
 
 def compute_stability(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
-    """The summary's key `stability`."""
+    """Compute the summary's key `stability`."""
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards if reward.weight}
     return reward_stability(records, weights, share=recipe.eval.stability or 0.0)
 
 
 def golds_by_uid(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """uid -> answer of the data's rows."""
+    """Return uid -> answer of the data's rows."""
     return {str(row["uid"]): row.get("answer") for row in rows}
-
-
-def against_baseline(
-    baseline: Path, directory: RunDirectory, records: Sequence[Record], recipe: EvalRecipe
-) -> dict[str, Any]:
-    """The summary's key `against`."""
-    return {"against": compare_with_baseline(baseline, directory.path, records, recipe.eval, recipe.run.seed)}
 
 
 def grade(
     scorer: Scorer, rollouts: Sequence[Rollout], failures: Failures, order: Sequence[Extractor] | None = None
 ) -> list[dict[str, Any]]:
-    """Scores, reward, correctness, answer (found by `order`) and vote of each rollout. Raises RunError
-    if too many calls of a reward have failed, these and earlier ones."""
+    """Return scores, reward, correctness, answer (extracted by `order`) and vote of each rollout.
+
+    Raises RunError if too many calls of a reward have failed, including earlier ones.
+    """
     samples = [
         Sample(
             completion=r.text,
@@ -168,12 +166,13 @@ def grade(
 
 
 def _write_samples(directory: RunDirectory, records: Sequence[Record], count: int) -> None:
+    """Write the first sample of the first `count` problems to samples.jsonl."""
     with closing(directory.samples(resume_after=None)) as log:
         log.write(0, [{k: v for k, v in r.items() if k != "step"} for r in records if r["sample"] == 0][:count])
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """The closing table, on stderr: the numbers, and what they rest on."""
+    """Print the closing table and remarks on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
     console.print(result_table(summary))
     for found in summary.get("tables", []):
@@ -183,7 +182,7 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
-    """Metric, mean, interval and note."""
+    """Return a table with metric, mean, interval and note."""
     level = next(iter(summary["intervals"].values()))["level"]
     shown = Table("", "mean", f"{100 * level:g}% interval", "", box=None, pad_edge=False)
     for name, found in summary["intervals"].items():
@@ -197,7 +196,9 @@ def result_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_table(found: Mapping[str, Any]) -> Table:
-    """A table of a summary: `title`, `head` and `rows`; the first column to the left, numbers to the right."""
+    """Return a table of a summary (`title`, `head`, `rows`), with the first column left-aligned and numbers
+    right-aligned.
+    """
     shown = Table(title=found["title"], title_justify="left", box=None, pad_edge=False)
     for n, name in enumerate(found["head"]):
         shown.add_column(name, justify="right" if n else "left")
@@ -207,7 +208,7 @@ def make_table(found: Mapping[str, Any]) -> Table:
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """Sentences about problems, sampling, truncation and unscored completions."""
+    """Return sentences about problems, sampling, truncation and unscored completions."""
     sampling, problems = summary["sampling"], count_noun(summary["problems"], "problem")
     lines = [
         f"{problems} x {count_noun(summary['samples'], 'sample')}, temperature {sampling['temperature']:g}, "
@@ -219,7 +220,7 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     if summary["truncated"]:
         lines.append(
             f"{100 * summary['truncated']:.1f}% of the completions hit the limit and count as wrong; "
-            f"{summary['truncated_right']} of them held the right answer"
+            f"{summary['truncated_right']} of them have the right answer"
         )
     if summary["ended_in_thought"]:
         stops = ", ".join(map(repr, sampling["stop"]))
@@ -234,7 +235,7 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
             f"({count_noun(summary['unscored_problems'], 'problem')} entirely)"
         )
     for name, count in summary["timeouts"].items():
-        lines.append(f"reward {name}: {count_noun(count, 'call')} ended by the clock; a slower machine may end more")
+        lines.append(f"reward {name}: {count_noun(count, 'call')} timed out; more may on a slower machine")
     cost = summary["efficiency"]["tokens_per_correct"]
     if cost is not None:
         lines.append(f"{cost:.1f} tokens a right answer")
@@ -266,11 +267,12 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
             for one in found["components"]
         ]
     for name, rate in summary.get("habits", {}).items():
-        lines.append(f"{name}: in {rate['share']:.1%} of the completions, {rate['count']:.2f} times in the mean")
+        lines.append(f"{name}: in {rate['share']:.1%} of the completions, {rate['count']:.2f} times on average")
     return lines
 
 
 def _baseline_remarks(found: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the comparison with the baseline."""
     difference, score, split = found["difference"], found["efficiency"]["aes"], found["capability"]
     lines = [
         f"against {found['baseline']}: accuracy {difference['diff']:+.3f} "

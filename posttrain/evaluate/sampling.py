@@ -1,7 +1,7 @@
-"""Sample every prompt of a data section, chunk by chunk, into completions.jsonl; a run that was stopped goes on there.
+"""Samples every prompt of a data section, chunk by chunk, into completions.jsonl, from which a stopped run resumes.
 
-A chunk is a fixed run of prompts with a seed of its own, and it counts only when all of its rows are written. So what a
-resumed run samples is what an unbroken one would have.
+A chunk is a fixed range of prompts with its own seed, and it counts only if all of its rows are written. A resumed run
+therefore samples the same completions as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ EngineWrapper = Callable[[Engine, LoadedModel], Any]
 
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
-    """The prompts, in the order of their rows, with the tokenizer alone: data errors come before the model loads."""
+    """Prepare the prompts in the order of their rows, with only the tokenizer: data errors are raised before the model
+    loads.
+    """
     check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
@@ -61,7 +63,9 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
 
 
 def prompt_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
-    """What problems.jsonl says of each prompt: `uid`, `prompt` as it was asked, and the data `row` with all columns."""
+    """Return each prompt's part of problems.jsonl: `uid`, the rendered `prompt`, and the data `row` with all its
+    columns.
+    """
     return [
         {"uid": p.uid, "prompt": prompt_value(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
         for p in prepared.items
@@ -80,14 +84,15 @@ def sample(
     around: EngineWrapper | None = None,
     room: int = 0,
 ) -> list[Record]:
-    """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl (`file`).
+    """Sample n completions of every prompt and return their records, in the order of the prompts, also written to
+    `file`.
 
     grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
     its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`; the
-    first of a prompt with images also has `pictures`, small, for pages.
-    around: gives the engine to ask, from the one that the recipe names and its model. room: tokens by which it may
-    exceed a prompt and max_new_tokens. columns: keys of numbers in
-    records whose running mean the display shows. Raises Interrupted after Ctrl-C; every finished chunk is kept.
+    first record of a prompt with images also has `pictures`, as thumbnails for pages. around: wraps the recipe's
+    engine, given that engine and its model. room: tokens by which the wrapped engine may exceed a prompt and
+    max_new_tokens. columns: numeric keys of records whose running mean the display shows. Raises Interrupted after
+    Ctrl-C; every finished chunk is saved.
     """
     if recipe.sampling.shape is not None:
         tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
@@ -97,15 +102,13 @@ def sample(
         around, room = (lambda engine, _: ShapedEngine(engine, shape)), shape.room
     path = directory.path / file
     chunks = split_chunks(len(prompts), n, recipe.engine)
-    records = completed_records(
-        sound_rows(path, stepped=True)[0], chunks, n
-    )  # a chunk that has lost a row is sampled again
+    records = completed_records(sound_rows(path, stepped=True)[0], chunks, n)  # an incomplete chunk is sampled again
     done = len({record["step"] for record in records})
     log = StepLog(path, done - 1 if done else None, directory.logs)
     try:
         if done < len(chunks):
             if done:
-                terminal.note(f"resumed: with the {count_noun(len(records), 'completion')} that are there")
+                terminal.note(f"resumed with {count_noun(len(records), 'completion')}")
             records += _sample_chunks(recipe, directory, prompts, n, grade, chunks, done, log, columns, around, room)
     finally:
         log.close()
@@ -113,14 +116,14 @@ def sample(
 
 
 def split_chunks(prompts: int, n: int, engine: EngineSection) -> list[range]:
-    """Positions of the prompts of each chunk: as many as fill the engine's batch with n completions each."""
+    """Split the positions of the prompts into chunks that fill the engine's batch with n completions each."""
     sequences = max(engine.batch_size, VLLM_CHUNK) if engine.engine == "vllm" else engine.batch_size
     size = max(1, sequences // n)
     return [range(start, min(start + size, prompts)) for start in range(0, prompts, size)]
 
 
 def completed_records(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Record]:
-    """The rows of the chunks that are complete, from the first one on."""
+    """Return the records of the leading complete chunks."""
     by_chunk: defaultdict[int, list[Record]] = defaultdict(list)
     for row in rows:
         by_chunk[row["step"]].append(row)
@@ -133,7 +136,7 @@ def completed_records(rows: Sequence[Record], chunks: Sequence[range], n: int) -
 
 
 def open_print_log(directory: RunDirectory, what: str) -> OutputLog:
-    """The run's log of what rewards or tools print."""
+    """Open the run's log of the output that rewards or tools print."""
     return OutputLog(directory.logs, what, lambda line: terminal.note(line))
 
 
@@ -145,7 +148,7 @@ def _open_engine(
     around: EngineWrapper | None,
     room: int,
 ) -> Iterator[Engine]:
-    """The model loaded, and what it is asked through; closed at the end of the block."""
+    """Load the model and yield its engine, wrapped by tools and `around`; closed at the end of the block."""
     place: dict[str, Any] = {
         "scratch": directory.path / "engine",
         "max_len": needed_length(prompts, recipe.sampling) + room,
@@ -157,8 +160,8 @@ def _open_engine(
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, output_log=open_print_log(directory, "tools")) if offer else None
         engine: Any = make_engine(recipe.engine, loaded, begun=begun, base_dir=recipe.base_dir, **place)
-        grows = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself
-        engine = turns.with_turns(engine, None if grows else offer, loaded)
+        has_tree = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself
+        engine = turns.with_turns(engine, None if has_tree else offer, loaded)
         engine = around(engine, loaded) if around else engine
         try:
             check_fits(prompts, recipe.sampling, engine.window)
@@ -180,7 +183,7 @@ def _sample_chunks(
     around: EngineWrapper | None,
     room: int,
 ) -> list[Record]:
-    """Sample the chunks that are left."""
+    """Sample the chunks that are not done yet."""
     records: list[Record] = []
     means = RunningMeans(columns)
     shown = ("tokens", "truncated", *columns)
@@ -203,7 +206,7 @@ def _sample_chunks(
             progress.update(number + 1, means.add(rows))
             if stop.requested and number + 1 < len(chunks):
                 raise Interrupted(
-                    f"stopped after {number + 1} of {count_noun(len(chunks), 'chunk')}; what they hold is kept",
+                    f"stopped after {number + 1} of {count_noun(len(chunks), 'chunk')}, which are saved",
                     where=str(directory.path),
                     number=stop.number,
                 )
@@ -211,10 +214,12 @@ def _sample_chunks(
 
 
 def _pair_with_grades(rollouts: Sequence[Rollout], grade: Grade) -> list[tuple[Rollout, Mapping[str, Any]]]:
+    """Return each rollout with its grade."""
     return list(zip(rollouts, grade(rollouts), strict=True))
 
 
 def _make_record(rollout: Rollout, chunk: int, sample: int) -> Record:
+    """Return the record of a rollout for completions.jsonl, without its grade."""
     return {
         "step": chunk,
         "problem": rollout.group,
@@ -230,14 +235,14 @@ def _make_record(rollout: Rollout, chunk: int, sample: int) -> Record:
 
 
 class RunningMeans:
-    """Running means over everything sampled since the start of this attempt, a chunk at a time."""
+    """Running means over all records since the start of this attempt, updated chunk by chunk."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._sums = dict.fromkeys(("tokens", "truncated", *columns), 0.0)
         self._counts = dict.fromkeys(self._sums, 0)
 
     def add(self, records: Sequence[Record]) -> dict[str, float | None]:
-        """The means with these records; None for a column of which there was no number yet."""
+        """Add records and return the means; None for a column without any number yet."""
         for record in records:
             for name in self._sums:
                 if (value := _display_value(record, name)) is not None:
@@ -247,6 +252,7 @@ class RunningMeans:
 
 
 def _display_value(record: Record, name: str) -> float | None:
+    """Return the number of a record that is shown under a name; None if there is none."""
     if name == "truncated":
         return record["finish"] == "length"
     return verdict(record) if name == "correct" else record.get(name)

@@ -1,7 +1,7 @@
-"""Step-wise decoding: several traces of a prompt grow a step at a time, a judge scores each step, the best go on.
+"""Step-wise beam search: several traces of a prompt grow step by step, a judge scores each step, and the best continue.
 
-The search of Process Reward Agents (arXiv 2604.09482) with a frozen policy. The judge is whatever scores a trace so
-far, e.g. a reward model; what it retrieves for a step, the agent's second reading, is in `evidence`.
+The search of Process Reward Agents (arXiv 2604.09482) with a frozen policy. The judge is any function that scores a
+partial trace, e.g. a reward model; the evidence that the paper's agent retrieves for a step is in `evidence`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Judge = Callable[[Sequence[Rollout]], Sequence[float]]
 
 
 class Beam(NamedTuple):
-    """Flat indices i * branch + j of the candidates that stay, best first, and their cumulative rewards."""
+    """Flat indices i * branch + j of the surviving candidates, best first, and their cumulative rewards."""
 
     kept: list[int]
     cumulative: list[float]
@@ -44,10 +44,10 @@ def beam_step(
     beam: int,
     finished: Sequence[bool] | None = None,
 ) -> Beam:
-    """The best `beam` of all next steps. cumulative [B] of the traces; step_rewards [B][b] of their next steps.
+    """Select the best `beam` of all next steps. cumulative [B] of the traces; step_rewards [B][b] of their next steps.
 
-    A finished trace i competes unchanged, as one candidate of index i * b. Ties keep the lower index; where there are
-    fewer candidates, all stay.
+    A finished trace i competes unchanged, as one candidate of index i * b. Ties keep the lower index; if there are
+    fewer candidates than `beam`, all stay.
     """
     branch = max((len(row) for row in step_rewards), default=0)
     candidates: list[tuple[float, int]] = []
@@ -56,12 +56,12 @@ def beam_step(
             candidates.append((total, i * branch))
         else:
             candidates += [(total + reward, i * branch + j) for j, reward in enumerate(rewards)]
-    best = sorted(candidates, key=lambda one: (-one[0], one[1]))[:beam]
+    best = sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1]))[:beam]
     return Beam([index for _, index in best], [total for total, _ in best])
 
 
 class StepLabels(NamedTuple):
-    """What a teacher says of N steps: `reasoning`, it is right given the evidence; `search`, the evidence mattered."""
+    """Teacher labels of N steps: `reasoning`, the step is right given the evidence; `search`, the evidence mattered."""
 
     reasoning: list[int]
     shift: list[float]
@@ -72,10 +72,11 @@ class StepLabels(NamedTuple):
 def step_labels(
     logp1: Sequence[float], logp0: Sequence[float], logp1_doc: Sequence[float], logp0_doc: Sequence[float]
 ) -> StepLabels:
-    """Labels for training a process reward agent, from log-probs of `1` and `0` without and with a document [N].
+    """Compute labels for training a process reward agent, from log-probs of `1` and `0` without and with a document
+    [N].
 
-    Margins m = logp1 - logp0. reasoning: the margin with the document is above 0. search: its shift is, in size, above
-    the median shift.
+    Margins m = logp1 - logp0. reasoning: the margin with the document is above 0. search: the absolute shift of the
+    margin is above the median absolute shift.
     """
     bare = [a - b for a, b in zip(logp1, logp0, strict=True)]
     informed = [a - b for a, b in zip(logp1_doc, logp0_doc, strict=True)]
@@ -91,14 +92,15 @@ def step_labels(
 
 @dataclass
 class Trace:
-    """A completion that grows. `reward` is the sum of its steps' rewards."""
+    """A partial completion. `reward` is the sum of its steps' rewards."""
 
     ids: tuple[int, ...] = ()
     reward: float = 0.0
     steps: int = 0
-    finish: str = ""  # "" while it grows
+    finish: str = ""  # "" while it is unfinished
 
     def score(self, *, mean: bool) -> float:
+        """Return the sum, or with `mean` the mean, of the steps' rewards."""
         return self.reward / max(self.steps, 1) if mean else self.reward
 
     @property
@@ -106,15 +108,16 @@ class Trace:
         return Completion(self.ids, None, "stop" if self.finish == "stop" else "length")
 
 
-Draw = Callable[[list[Request]], Awaitable[list[tuple[int, ...]]]]  # `branch` steps for each request
-Rate = Callable[[list[Trace]], Awaitable[list[float]]]
+SampleSteps = Callable[[list[Request]], Awaitable[list[tuple[int, ...]]]]  # `branch` steps for each request
+JudgeTraces = Callable[[list[Trace]], Awaitable[list[float]]]
 
 
 class SearchEngine(Generator):
-    """An Engine around another: one completion a prompt, the best trace that the search finds. It is never synced.
+    """Engine that wraps another engine: one completion per prompt, the best trace of its search. Its weights are never
+    synced.
 
-    Each prompt's search is a coroutine. With a `ConcurrentEngine` it waits for no other; else all steps are sampled by
-    one `generate` and judged by one call.
+    Each prompt's search is a coroutine. With a `ConcurrentEngine` the searches run independently; otherwise all steps
+    are sampled by one `generate` call and judged by one call.
     """
 
     def __init__(
@@ -127,18 +130,18 @@ class SearchEngine(Generator):
         self.step_sampling = sampling.model_copy(update={"stop": list(settings.ends), "max_new_tokens": room})
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """`Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
+        """Implement `Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
         if batch.n != 1 or len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a search gives one completion a prompt, without log-probs, in one process")
         prompts, sampling, seed = batch.prompts, batch.sampling, batch.seed
         self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         live = None if is_concurrent(self.engine) else range(len(prompts))
-        drawing = self._sampling_context(prompts, seed, calls)
-        judging = Batch(functools.partial(self._score_traces, prompts), calls, live).member
+        sampling_of = self._sampling_context(prompts, seed, calls)
+        judging_of = Batch(functools.partial(self._score_traces, prompts), calls, live).member
         best = loop.run_all(
             [
-                self._search(number, prompt, sampling, seed, drawing(number), judging(number))
+                self._search(number, prompt, sampling, seed, sampling_of(number), judging_of(number))
                 for number, prompt in enumerate(prompts)
             ],
             calls=calls,
@@ -155,10 +158,12 @@ class SearchEngine(Generator):
         prompt: Prompt,
         sampling: Sampling,
         seed: int,
-        drawing: contextlib.AbstractContextManager[Draw],
-        judging: contextlib.AbstractContextManager[Rate],
+        drawing: contextlib.AbstractContextManager[SampleSteps],
+        judging: contextlib.AbstractContextManager[JudgeTraces],
     ) -> Trace:
-        """The best trace of one prompt. A step draws by the prompt's number, the step and the trace's place."""
+        """Return the best trace of one prompt. The seed of a step depends on the prompt's number, the step and the
+        trace's index.
+        """
         beam, branch, mean = [Trace()], self.settings.branch, self.settings.mean
         with drawing as draw, judging as judge:
             for step in range(self.settings.max_steps):
@@ -168,28 +173,30 @@ class SearchEngine(Generator):
                 first = number * self.settings.beam
                 requests = [
                     Request(
-                        first + place,
+                        first + index,
                         (*prompt.ids, *trace.ids),
                         branch,
-                        derive(seed, "step", step) + (first + place) * branch,
+                        derive(seed, "step", step) + (first + index) * branch,
                         min(self.step_sampling.max_new_tokens, sampling.max_new_tokens - len(trace.ids)),
                         logprobs=False,
                     )
-                    for place, trace in enumerate(growing)
+                    for index, trace in enumerate(growing)
                 ]
-                drawn = await draw(requests)
-                made = [self._after(growing[i // branch], ids, sampling) for i, ids in enumerate(drawn)]
-                for trace, reward in zip(made, await judge(made), strict=True):
+                steps = await draw(requests)
+                extended = [self._extend_trace(growing[i // branch], ids, sampling) for i, ids in enumerate(steps)]
+                for trace, reward in zip(extended, await judge(extended), strict=True):
                     trace.reward += reward
                 beam = self._next_beam(
-                    beam, {id(t): made[i * branch : (i + 1) * branch] for i, t in enumerate(growing)}
+                    beam, {id(t): extended[i * branch : (i + 1) * branch] for i, t in enumerate(growing)}
                 )
         return max(beam, key=lambda t: t.score(mean=mean))
 
     def _sampling_context(
         self, prompts: Sequence[Prompt], seed: int, calls: queue.SimpleQueue[Callable[[], object]]
-    ) -> Callable[[int], contextlib.AbstractContextManager[Draw]]:
-        """Number of a prompt -> around its search, what draws its steps."""
+    ) -> Callable[[int], contextlib.AbstractContextManager[SampleSteps]]:
+        """Return a function from a prompt's number to a context around its search, which yields the function that
+        samples its steps.
+        """
         engine, steps, branch = self.engine, itertools.count(), self.settings.branch
         if is_concurrent(engine):
 
@@ -216,26 +223,27 @@ class SearchEngine(Generator):
         return Batch(answer, calls, range(len(prompts))).member
 
     def _score_traces(self, prompts: Sequence[Prompt], asked: Mapping[int, list[Trace]]) -> dict[int, list[float]]:
-        """The rewards of the newest steps of each prompt's traces."""
+        """Return the rewards of the newest steps of each prompt's traces."""
         owners = [prompts[number] for number, traces in asked.items() for _ in traces]
         ends = [trace.completion for traces in asked.values() for trace in traces]
         rewards = self.judge(as_rollouts(owners, 1, ends, self.tokenizer, first_group=0, version=0))
         return _split_by_count(rewards, {number: len(traces) for number, traces in asked.items()})
 
-    def _after(self, trace: Trace, sampled: tuple[int, ...], sampling: Sampling) -> Trace:
+    def _extend_trace(self, trace: Trace, sampled: tuple[int, ...], sampling: Sampling) -> Trace:
+        """Return the trace with one more step, marked as finished at EOS or the token limit."""
         ids = (*trace.ids, *sampled)[: sampling.max_new_tokens]
         ended = "stop" if ids[-1] in self.eos_ids else "length" if len(ids) >= sampling.max_new_tokens else ""
         return dataclasses.replace(trace, ids=ids, steps=trace.steps + 1, finish=ended)
 
     def _next_beam(self, beam: list[Trace], grown: dict[int, list[Trace]]) -> list[Trace]:
-        """The next beam: `beam_step` over this one's traces and what they may become."""
+        """Return the next beam: `beam_step` over the current traces and their extensions."""
         branch, mean = self.settings.branch, self.settings.mean
         following = [grown.get(id(trace), [trace]) for trace in beam]
         finished = [id(trace) not in grown for trace in beam]
         totals = [trace.score(mean=mean) for trace in beam]
         gains = [
-            [t.score(mean=mean) - total for t in [*new, *[new[0]] * (branch - len(new))]]
-            for total, new in zip(totals, following, strict=True)
+            [t.score(mean=mean) - total for t in [*options, *[options[0]] * (branch - len(options))]]
+            for total, options in zip(totals, following, strict=True)
         ]
         chosen = beam_step(totals, gains, beam=self.settings.beam, finished=finished)
         return [following[index // branch][index % branch] for index in chosen.kept]
@@ -245,6 +253,6 @@ class SearchEngine(Generator):
 
 
 def _split_by_count(values: Sequence[T], counts: Mapping[int, int]) -> dict[int, list[T]]:
-    """The values of each number, which stand one after the other."""
-    left = iter(values)
-    return {number: list(itertools.islice(left, count)) for number, count in counts.items()}
+    """Split consecutive values by their counts, per number."""
+    remaining = iter(values)
+    return {number: list(itertools.islice(remaining, count)) for number, count in counts.items()}

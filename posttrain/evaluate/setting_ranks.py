@@ -1,4 +1,4 @@
-"""Settings of a sweep in order: by an evaluation where there is one, else by the end of the runs."""
+"""Ranking of the settings of a sweep, by an evaluation if there is one, else by the end of the runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from posttrain.evaluate.over_seeds import seed_interval
 from posttrain.run.atomic_io import read_json
 from posttrain.run.metrics import read_metrics
 
-LAST_FRACTION = 0.25  # of a run's steps, whose mean stands for what it came to
+LAST_FRACTION = 0.25  # of a run's steps, whose mean is the result of the run
 LOWER_IS_BETTER = ("loss",)
-SUMMARY_NAMES = ("accuracy", "reward_last", "loss_last")  # numbers of a summary, for runs that left no metrics
+SUMMARY_NAMES = ("accuracy", "reward_last", "loss_last")  # numbers of a summary, for runs without metrics
 Kind = Literal["evaluation", "held_out", "last_part", "summary"]
 
 
@@ -23,7 +23,8 @@ class Criterion:
     """What settings are ranked by.
 
     kind: `evaluation` (accuracy on the problems of --eval, or of an eval run), `held_out` (the last evaluation of each
-    training), `last_part` (mean of a metric over the end of each run), `summary` (one number of it). name: the metric.
+    training), `last_part` (mean of a metric over the end of each run), `summary` (a number of the summary). name: the
+    metric.
     """
 
     kind: Kind
@@ -34,18 +35,18 @@ class Criterion:
         return self.name.rpartition("/")[2].removesuffix("_last") in LOWER_IS_BETTER
 
     def describe(self) -> str:
-        """What it is, and which end is best, as a sentence goes on after `ranked by`."""
-        said = {
+        """Describe the criterion and which end is best, to follow `ranked by`."""
+        description = {
             "evaluation": "accuracy on the problems of the evaluation",
             "held_out": f"{self.name} of the last held-out evaluation",
             "last_part": f"mean {self.name} over the last quarter of the steps",
             "summary": f"{self.name.replace('_', ' ')} of the summaries",
         }[self.kind]
-        return f"{said}, {'lowest' if self.lower_is_better else 'highest'} first"
+        return f"{description}, {'lowest' if self.lower_is_better else 'highest'} first"
 
 
 def choose_criterion(runs: Sequence[Path], *, measured: bool) -> Criterion:
-    """The criterion for finished runs. measured: their models were evaluated, or they are evaluations."""
+    """Choose the criterion for finished runs. measured: their models were evaluated, or they are evaluations."""
     if measured:
         return Criterion("evaluation", "accuracy")
     rows = [row for run in runs for row in read_metrics(run)]
@@ -61,13 +62,14 @@ def choose_criterion(runs: Sequence[Path], *, measured: bool) -> Criterion:
 
 
 def measure_setting(runs: Sequence[Path], criterion: Criterion) -> dict[str, Any]:
-    """{mean, low, high, runs, over} of a setting by a criterion of finished runs, other than `evaluation`.
+    """Compute {mean, low, high, runs, over} of a setting by a criterion of finished runs, other than `evaluation`.
 
-    The interval is Student's over the runs' seeds; of one run that of its evaluation (over problems), or Student's over
-    the steps of its last part, which leaves out what another seed would do. over: which of the three; "" without any.
+    The interval is Student's t over the runs' seeds. For a single run it is the interval of its evaluation (over
+    problems), or Student's t over the steps of its last part, which does not cover the variation between seeds. over:
+    which of the three; "" without an interval.
     """
     values = [value for run in runs if (value := _ranked_values(run, criterion))]
-    means = [math.fsum(one) / len(one) for one in values]
+    means = [math.fsum(of_run) / len(of_run) for of_run in values]
     if len(means) != 1:
         return {**seed_interval(means), "over": "seeds" if len(means) > 1 else ""}
     if criterion.kind == "held_out" and (bounds := _last_bounds(runs, criterion.name)):
@@ -77,7 +79,7 @@ def measure_setting(runs: Sequence[Path], criterion: Criterion) -> dict[str, Any
 
 
 def _ranked_values(run: Path, criterion: Criterion) -> list[float]:
-    """The values of a run whose mean it is ranked by; empty where it has none."""
+    """Return the values of a run whose mean it is ranked by; empty if it has none."""
     if criterion.kind == "summary":
         value = (read_json(run / "summary.json") or {}).get(criterion.name)
         return [float(value)] if _is_number(value) else []
@@ -86,7 +88,7 @@ def _ranked_values(run: Path, criterion: Criterion) -> list[float]:
 
 
 def _last_bounds(runs: Sequence[Path], name: str) -> tuple[float, float] | None:
-    """The interval that the last evaluation of the one run with numbers gives to its metric."""
+    """Return the interval of a metric in the last evaluation of the only run with numbers."""
     for run in runs:
         rows = [row for row in read_metrics(run) if _is_number(row.get(name))]
         if rows and _is_number(low := rows[-1].get(f"{name}/low")) and _is_number(high := rows[-1].get(f"{name}/high")):
@@ -95,25 +97,27 @@ def _last_bounds(runs: Sequence[Path], name: str) -> tuple[float, float] | None:
 
 
 def rank_rows(rows: Sequence[Mapping[str, Any]], criterion: Criterion) -> list[dict[str, Any]]:
-    """The rows, whose `ranked` is {mean, low, high, ...}, best first, each with its `rank` from 1; those without a
-    number come last and have none."""
+    """Sort rows by their `ranked` {mean, low, high, ...}, best first, each with its `rank` from 1.
+
+    Rows without a number come last and have rank None.
+    """
     sign = 1 if criterion.lower_is_better else -1
-    there = sorted(
+    ranked = sorted(
         (row for row in rows if row["ranked"]["mean"] is not None), key=lambda row: sign * row["ranked"]["mean"]
     )
-    absent = [row for row in rows if row["ranked"]["mean"] is None]
+    unranked = [row for row in rows if row["ranked"]["mean"] is None]
     return [
-        *({**row, "rank": number} for number, row in enumerate(there, 1)),
-        *({**row, "rank": None} for row in absent),
+        *({**row, "rank": number} for number, row in enumerate(ranked, 1)),
+        *({**row, "rank": None} for row in unranked),
     ]
 
 
 def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) -> list[str]:
-    """What the order says: the criterion, what the intervals are over, which settings are not told from the first."""
-    said = [f"Ranked by {criterion.describe()}; {_describe_intervals(rows)}."]
+    """Describe the ranking: the criterion, what the intervals are over, and which settings overlap with the first."""
+    sentences = [f"Ranked by {criterion.describe()}; {_describe_intervals(rows)}."]
     ranked = [row for row in rows if row["rank"] is not None]
     if len(ranked) > 1 and len({row["ranked"]["mean"] for row in ranked}) == 1:
-        return [*said, f"All settings have the same value, {ranked[0]['ranked']['mean']:.4g}: they have no order."]
+        return [*sentences, f"All settings have the same value, {ranked[0]['ranked']['mean']:.4g}: they have no order."]
     if len(ranked) > 1 and ranked[0]["ranked"]["low"] is not None:
         first = ranked[0]["ranked"]
         near = [row["setting"] for row in ranked[1:] if _overlaps(first, row["ranked"])]
@@ -123,15 +127,18 @@ def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) ->
                 if len(near) > 3
                 else " and ".join(f"that of {one}" for one in near)
             )
-            said.append(f"The interval of {ranked[0]['setting']} overlaps with {others}: their order may be chance.")
+            sentences.append(
+                f"The interval of {ranked[0]['setting']} overlaps with {others}: their order may be chance."
+            )
         else:
-            said.append(f"The interval of {ranked[0]['setting']} overlaps with no other.")
-    return said
+            sentences.append(f"The interval of {ranked[0]['setting']} overlaps with no other.")
+    return sentences
 
 
 def _describe_intervals(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Describe what the intervals of the rows are over."""
     several = any(row["ranked"]["runs"] > 1 for row in rows)
-    seeds = "each averaged over the seeds; they do not cover the luck of training" if several else "of one seed"
+    seeds = "each averaged over the seeds; they do not cover training variance" if several else "of one seed"
     meant = {
         "seeds": "over seeds (Student's t)",
         "problems": f"over problems, {seeds}",
@@ -144,7 +151,7 @@ def _describe_intervals(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _overlaps(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two intervals share a value; without one of them, the order is not shown to be more than chance."""
+    """Return whether two intervals share a value; True if either is missing, since the order may then be chance."""
     if one["low"] is None or other["low"] is None:
         return True
     return bool(one["low"] <= other["high"] and other["low"] <= one["high"])

@@ -1,8 +1,7 @@
-"""Completions that a shape of rollouts comes to: evaluation and generation answer as the policy was trained to."""
+"""Engine whose completions are the answers of a rollout shape, so evaluation and generation sample as in training."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,31 +24,35 @@ def load_shape(
     world: Callable[[], Any] | None = None,
     reader: ImageReader | None = None,
 ) -> Shape:
-    """The shape that a section names. world: makes the environment that it acts in. reader: of a model that sees.
-    Raises UserError for a name or key that is not there."""
+    """Load the shape that a section names. world: makes the environment that the shape acts in. reader: of a vision
+    model.
+
+    Raises UserError for an unknown name or key.
+    """
     return replace(Shape.from_recipe(section, base_dir, tokenizer, reader), world=world)
 
 
 def sample_rollouts(
     engine: Engine, shape: Shape, batch: GenerationBatch, grade: GradeRollouts
 ) -> dict[int, list[Rollout]]:
-    """The rows of n rollouts of a shape for each prompt, in order, by the rollout's number. Nothing is trained on them:
-    no group and no metric is wanted. See `generate_shaped`."""
+    """Sample n rollouts of a shape for each prompt and return their rows, in order, by the rollout's number.
+
+    They are not trained on, so groups and metrics are not needed. See `generate_shaped`.
+    """
     batch = replace(batch, logprobs=shape.reads_logps)
     rows = generate_shaped(engine, shape, batch, apart=0, grade=grade, metrics={})
-    return {number: list(own) for number, own in itertools.groupby(rows, key=_trajectory_of)}
-
-
-def _trajectory_of(row: Rollout) -> int:
-    assert row.trajectory is not None
-    return row.trajectory
+    by_rollout: dict[int, list[Rollout]] = {}
+    for row in rows:
+        assert row.trajectory is not None
+        by_rollout.setdefault(row.trajectory, []).append(row)
+    return by_rollout
 
 
 class ShapedEngine(Generator):
-    """An Engine around another, whose completions are the answers that rollouts of a shape come to: the text that
-    rewards read, after the data's prompt, with all tokens that were sampled on the way. It is never synced.
+    """Engine that wraps another engine and returns the answers of a shape's rollouts. Its weights are never synced.
 
-    Raises RecipeError for a rollout with more than one scored row, which is no one answer.
+    A completion has the text that rewards read, after the data's prompt, and all tokens sampled for the rollout. Raises
+    RecipeError for a rollout with more than one scored row, which has no single answer.
     """
 
     def __init__(self, engine: Engine, shape: Shape) -> None:
@@ -57,14 +60,14 @@ class ShapedEngine(Generator):
         self.window = engine.window - shape.room
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """See `Engine.generate`; without log-probs."""
+        """Implement `Engine.generate`, without log-probs."""
         if batch.logprobs:
-            raise ValueError("what a shape comes to has no log-probs of its own")
+            raise ValueError("answers of a shape have no log-probs")
         rollouts = sample_rollouts(self.engine, self.shape, batch, _refuse_to_grade)
-        return [self._answer(own, batch.prompts[own[0].group - batch.first_group]) for own in rollouts.values()]
+        return [self._answer(rows, batch.prompts[rows[0].group - batch.first_group]) for rows in rollouts.values()]
 
     def _answer(self, rows: Sequence[Rollout], prompt: Prompt) -> Rollout:
-        """The rows of a rollout as one completion of its prompt."""
+        """Return the rows of a rollout as a single completion of its prompt."""
         scored = [row for row in rows if row.scored]
         if len(scored) != 1:
             raise RecipeError(
@@ -80,6 +83,7 @@ class ShapedEngine(Generator):
 
 
 def _refuse_to_grade(_: Sequence[Rollout]) -> list[Grade]:
+    """Raise RecipeError: a shape of an evaluation cannot ask for grades."""
     raise RecipeError(
-        "a shape of an evaluation has no rewards to ask on the way", hint="write it as `tree` of a generate stage"
+        "a shape of an evaluation cannot grade partial rollouts", hint="write it as `tree` of a generate stage"
     )

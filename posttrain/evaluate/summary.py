@@ -1,7 +1,7 @@
-"""From graded completions to numbers with intervals. Pure: records in, values out, so a resumed run sums up the same.
+"""Numbers with intervals from graded completions. Pure functions of records, so a resumed run has the same summary.
 
-A truncated completion counts as wrong, whatever was graded, and is reported apart. A completion whose correctness could
-not be judged (None) is left out of its problem and counted; it is never a wrong answer.
+A truncated completion counts as wrong, whatever its grade, and is also counted separately. A completion whose
+correctness could not be judged (None) is excluded from its problem and counted; it never counts as wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Record = Mapping[str, Any]
 
 
 def group_by_problem(records: Sequence[Record]) -> list[list[Record]]:
-    """Records of each problem, in the order of the prompts and their samples."""
+    """Group records by problem, in the order of the prompts and their samples."""
     problems: dict[int, list[Record]] = {}
     for record in sorted(records, key=lambda r: (r["problem"], r["sample"])):
         problems.setdefault(record["problem"], []).append(record)
@@ -35,19 +35,19 @@ def group_by_problem(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def verdict(record: Record) -> bool | None:
-    """Right, wrong, or not judged. What was cut off is wrong."""
+    """Return whether a completion is right; None if it was not judged. A truncated completion is wrong."""
     if record["correct"] is None:
         return None
     return bool(record["correct"]) and record["finish"] != "length"
 
 
 def format_interval(interval: Mapping[str, Any]) -> str:
-    """A measured `interval` for people: `0.512 [0.401, 0.620]`."""
+    """Format an interval with a mean: `0.512 [0.401, 0.620]`."""
     return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
 
 def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row a problem, what problems.jsonl holds and runs are compared by."""
+    """Return one row per problem, as written to problems.jsonl and used to compare runs."""
     rows = []
     for samples in group_by_problem(records):
         verdicts = [verdict(r) for r in samples]
@@ -73,7 +73,7 @@ def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def compute_estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Interval]:
-    """accuracy, pass@k, cons@k and tokens, each with its interval; all are resampled with the same problems."""
+    """Compute accuracy, pass@k, cons@k and tokens, each with its interval; all resample the same problems."""
     rows = problem_rows(records)
     problems = group_by_problem(records)
     values: dict[str, Sequence[float] | None] = {"accuracy": drop_unscored([row["accuracy"] for row in rows])}
@@ -82,17 +82,17 @@ def compute_estimates(records: Sequence[Record], settings: EvalSettings, seed: i
         n, c = [row["scored"] for row in judged], [row["right"] for row in judged]
         values[f"pass@{k}"] = pass_contributions(n, c, k)
     for k in settings.k:
-        if k > 1:  # a vote of one would be the first sample's accuracy, beside that of all samples
+        if k > 1:  # cons@1 would be the accuracy of the first sample alone
             values[f"cons@{k}"] = _consensus(problems, k).per_problem
     values["tokens"] = [row["tokens"] for row in rows]
     return {name: _interval(per_problem, settings, seed) for name, per_problem in values.items()}
 
 
 def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Consensus:
-    """Votes of the first k judged samples of each problem, by `vote`: answers that the verifier calls equal are one.
+    """Vote over the first k judged samples of each problem by `vote`: answers that the verifier calls equal are one.
 
-    As in accuracy and pass@k, a sample that was not judged is left out, a problem without a judged one too, and what
-    was cut off is wrong: it casts no vote. A class is right if the verifier said so of its first voter.
+    As in accuracy and pass@k, unjudged samples and problems without a judged sample are excluded. A truncated sample is
+    wrong: it casts no vote. A class is right if the verifier accepted its first voter.
     """
     judged = [[r for r in samples if verdict(r) is not None] for samples in problems]
     judged = [samples for samples in judged if samples]
@@ -100,31 +100,37 @@ def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Consensus
 
 
 def _vote_of(record: Record) -> str | None:
-    return None if record["finish"] == "length" else record.get("vote", record["answer"])  # older records have no vote
+    """Return the answer that a completion votes for; None if it is truncated."""
+    # Records of older versions have no `vote`.
+    return None if record["finish"] == "length" else record.get("vote", record["answer"])
 
 
 def _verdicts(problems: Sequence[Sequence[Record]]) -> list[list[bool | None]]:
+    """Return the verdicts of each problem's samples."""
     return [[verdict(r) for r in samples] for samples in problems]
 
 
 def _interval(values: Sequence[float] | None, settings: EvalSettings, seed: int) -> Interval:
+    """Compute the bootstrap interval over problems; an empty one without values."""
     if values is None:
         return Interval(None, None, None, settings.level, 0, False, "some problems have fewer scored samples than k")
     return bootstrap_ci(values, level=settings.level, resamples=settings.bootstrap, seed=seed)
 
 
 def count_outcomes(records: Sequence[Record]) -> dict[str, Any]:
-    """What was left out or cut, and the mean of every reward component over the completions it applies to."""
-    cut = [r for r in records if r["finish"] == "length"]
+    """Count truncated, unscored and timed-out completions, and average each reward component over the completions it
+    applies to.
+    """
+    truncated = [r for r in records if r["finish"] == "length"]
     components: dict[str, Any] = {}
     for name in dict.fromkeys(name for r in records for name in r["scores"]):
         values = [r["scores"].get(name) for r in records]
-        there = drop_unscored(values)
-        components[name] = {"mean": sum(there) / len(there) if there else None, "none": len(values) - len(there)}
+        scored = drop_unscored(values)
+        components[name] = {"mean": sum(scored) / len(scored) if scored else None, "none": len(values) - len(scored)}
     return {
         "num_completions": len(records),
-        "truncated": len(cut) / len(records),
-        "truncated_right": sum(r["correct"] is True for r in cut),
+        "truncated": len(truncated) / len(records),
+        "truncated_right": sum(r["correct"] is True for r in truncated),
         "ended_in_thought": sum(
             r["finish"] == "stop" and ends_in_thought(r["prompt"], r["completion"]) for r in records
         ),
@@ -136,7 +142,7 @@ def count_outcomes(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def summarise(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Any]:
-    """Every number of an evaluation that follows from its records."""
+    """Compute all numbers of an evaluation from its records."""
     found = compute_estimates(records, settings, seed)
     return {
         "accuracy": found["accuracy"].mean,

@@ -1,4 +1,4 @@
-"""The closing table of a pipeline: several evaluations of the same problems, once a seed, against the first of them."""
+"""Closing table of a pipeline: evaluations of the same problems, for several seeds, compared with the first of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from posttrain.evaluate.estimators import Interval, bootstrap_ci, paired_differe
 Values = Mapping[tuple[str, int], float]
 Seeds = Mapping[str, Values]  # seed -> value of each problem
 PROBLEM_INTERVALS_NOTE = (
-    "These intervals are over problems, each averaged over the seeds. They do not cover the luck of training, which the"
+    "These intervals are over problems, each averaged over the seeds. They do not cover training variance, which the"
     " spread of the seeds shows."
 )
 
 
 def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float = 0.95) -> list[dict[str, Any]]:
-    """One row an entry of `evaluations` (model's name -> seed -> directory of the eval run), in that order.
+    """Return one row per entry of `evaluations` (model's name -> seed -> directory of the eval run), in that order.
 
     A row: `model`; `seeds` {seed: {mean, low, high}}; `pooled`, the same over seeds; `mean_tokens`; `difference` to the
-    first row, pooled and per seed (None in the first row). Seeds are pooled by averaging each problem over them: one
-    problem counts once. Differences are over problems that both have. Intervals are over problems, not over seeds.
+    first row, pooled and per seed (None in the first row). Seeds are pooled by averaging each problem over them, so a
+    problem counts once. Differences are over shared problems. Intervals are over problems, not over seeds.
     """
     rows: list[dict[str, Any]] = []
     baseline: tuple[str, Seeds] | None = None
@@ -44,7 +44,7 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float
 
 
 def mean_over_seeds(seeds: Seeds) -> dict[tuple[str, int], float]:
-    """Each problem's mean over the seeds that have it."""
+    """Return each problem's mean over the seeds that have it."""
     gathered: dict[tuple[str, int], list[float]] = {}
     for values in seeds.values():
         for key, value in values.items():
@@ -53,7 +53,7 @@ def mean_over_seeds(seeds: Seeds) -> dict[tuple[str, int], float]:
 
 
 def compute_difference(name: str, before: Seeds, after: Seeds, level: float) -> dict[str, Any]:
-    """after minus before, problem by problem: `to`, mean, low, high, and `seeds` with the same of each seed."""
+    """Compute after minus before, problem by problem: `to`, mean, low, high, and the same for each seed in `seeds`."""
     by_seed = {seed: _bounds(_paired_interval(before[seed], after[seed], level)) for seed in after if seed in before}
     return {
         "to": name,
@@ -63,18 +63,20 @@ def compute_difference(name: str, before: Seeds, after: Seeds, level: float) -> 
 
 
 def _paired_interval(before: Values, after: Values, level: float) -> Interval:
+    """Compute the paired interval over shared problems."""
     shared = [key for key in before if key in after]
     return paired_difference([before[key] for key in shared], [after[key] for key in shared], level=level)
 
 
 def _bounds(interval: Interval) -> dict[str, float | None]:
+    """Return mean, low and high of an interval."""
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
 def describe_findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A plain sentence for each row that is compared: how far from the first, and whether its interval excludes 0.
+    """Return a sentence for each compared row: its distance from the first row, and whether the interval excludes 0.
 
-    With several seeds a last one says what the intervals do not cover.
+    With several seeds, a last sentence says what the intervals do not cover.
     """
     compared = [row for row in rows if row["difference"] and row["difference"]["mean"] is not None]
     several = any(len(row["difference"]["seeds"]) > 1 for row in compared)
@@ -82,26 +84,27 @@ def describe_findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _describe_difference(row: Mapping[str, Any]) -> str:
+    """Describe the difference of a row to the first row."""
     found = row["difference"]
     level = f"{100 * row['level']:g}% interval"
-    side = _side(found)
-    place = "above" if found["mean"] > 0 else "below"
+    sign = _interval_sign(found)
+    direction = "above" if found["mean"] > 0 else "below"
     if found["mean"] == found["low"] == found["high"] == 0:
         return f"{row['model']} and {found['to']} are equally often right on every problem: no difference is shown."
-    far = f"{abs(found['mean']):.3f} {place}" if abs(found["mean"]) >= 0.0005 else "within 0.0005 of"
-    start = f"{row['model']} is {far} {found['to']}"
-    if side == 0:
+    distance = f"{abs(found['mean']):.3f} {direction}" if abs(found["mean"]) >= 0.0005 else "within 0.0005 of"
+    start = f"{row['model']} is {distance} {found['to']}"
+    if sign == 0:
         return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] includes 0, no difference is shown."
     seeds = ""
     if len(found["seeds"]) > 1:
-        agree = sum(_side(seed) == side for seed in found["seeds"].values())
+        agree = sum(_interval_sign(seed) == sign for seed in found["seeds"].values())
         each = ", ".join("-" if seed["mean"] is None else f"{seed['mean']:+.3f}" for seed in found["seeds"].values())
         seeds = f", for {agree} of {len(found['seeds'])} seeds on its own ({each})"
     return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] excludes 0{seeds}."
 
 
-def _side(bounds: Mapping[str, Any]) -> int:
-    """1 above 0, -1 below, 0 where the interval includes 0 or nothing was measured."""
+def _interval_sign(bounds: Mapping[str, Any]) -> int:
+    """Return 1 for an interval above 0, -1 below, and 0 if it includes 0 or is missing."""
     if bounds["low"] is None:
         return 0
     return 1 if bounds["low"] > 0 else -1 if bounds["high"] < 0 else 0

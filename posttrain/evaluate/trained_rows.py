@@ -1,4 +1,4 @@
-"""Which rows of an evaluation its model was trained on: those that ask what a row of a training asks."""
+"""Count of evaluation rows whose question is also in the training data of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from posttrain.run.atomic_io import read_json
 
 
 def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Path) -> dict[str, Any]:
-    """`{rows, of, runs}`: how many of the rows the runs that made the model were trained on; {} where none is known.
+    """Return `{rows, of, runs}`: how many of the rows are in the training data of the runs that made the model; {} if
+    none is.
 
-    model: as `model.path` has it. Rows are the same where their prompts have the same words, whatever their other
-    columns and their files. Only trainings on files of rows are compared.
+    model: as `model.path` has it. Rows are the same if their prompts have the same words, whatever their other columns
+    and files. Only trainings on files of rows are compared.
     """
     texts = [duplicates.question(row) for row in rows]
     seen: set[int] = set()
@@ -32,16 +33,16 @@ def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Pat
             trained = Data.model_validate(recipe.get("data") or {})
             if not _reads_files(trained):
                 continue
-            asked = [duplicates.question(row) for row in load_rows(trained, base_dir)]
-        except (PosttrainError, ValidationError, OSError):  # moved or changed since: nothing is known of it
+            questions = [duplicates.question(row) for row in load_rows(trained, base_dir)]
+        except (PosttrainError, ValidationError, OSError):  # the training data was moved or changed since
             continue
-        if found := {place for place, _ in duplicates.match_same_words(texts, asked) if texts[place].strip()}:
+        if found := {index for index, _ in duplicates.match_same_words(texts, questions) if texts[index].strip()}:
             seen |= found
             runs.append(str(run))
     return {"rows": len(seen), "of": len(rows), "runs": runs} if seen else {}
 
 
 def _reads_files(data: Data) -> bool:
-    """Whether all rows of a `data` section are read from files."""
+    """Return whether all rows of a `data` section are read from files."""
     sources = [source.source for source in data.mix] if data.mix is not None else [data.source]
     return all(name and name.endswith(ROW_FILES) for name in sources)

@@ -1,4 +1,4 @@
-"""Trees grown from prompts as records of completions.jsonl: `tree` of the generate stage, a shape of rollouts."""
+"""Engine that grows a tree from each prompt and records it: `tree` of the generate stage, a rollout shape."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ GradeAll = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
 
 
 class TreeEngine(Generator):
-    """An Engine around another: a tree a completion, of which the best path is returned. It is never synced.
+    """Engine that wraps another engine: grows a tree per completion and returns its best path. Its weights are never
+    synced.
 
-    `describe` says of such rollouts what completions.jsonl adds: `tree`, and what the rewards say of the path.
+    `describe` returns what completions.jsonl adds for such rollouts: `tree`, and the scores of the path.
     """
 
     def __init__(self, engine: Engine, shape: Shape, grade: GradeAll) -> None:
         self.engine, self.shape, self.grade = engine, shape, grade
         self.window = engine.window - shape.room
-        self.paths: dict[int, list[Rollout]] = {}  # of each trajectory
+        self.paths: dict[int, list[Rollout]] = {}  # by trajectory
         self.graded: dict[Hashable, Mapping[str, Any]] = {}
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """`Engine.generate`: the best path of n trees of each prompt, by reward; of equal ones the first."""
+        """Implement `Engine.generate`: the best path of n trees of each prompt, by reward; the first of ties."""
         if len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a tree gives completions without log-probs, in one process")
         self.graded = {}
@@ -38,44 +39,57 @@ class TreeEngine(Generator):
         return [max(paths, key=self._rank) for paths in self.paths.values()]
 
     def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:
-        """For the rollouts of the last `generate`: scores, reward, correct, and the tree that each is a path of."""
-        kept = ("scores", "reward", "correct")
+        """Return scores, reward, correctness and the tree for each rollout of the last `generate`."""
+        keys = ("scores", "reward", "correct")
         found: list[Record] = []
         for rollout in rollouts:
             assert rollout.trajectory is not None
             grade = self.graded[_rollout_key(rollout)]
             paths = self.paths[rollout.trajectory]
-            found.append({**{key: grade[key] for key in kept}, "tree": self._tree(paths)})
+            found.append({**{key: grade[key] for key in keys}, "tree": self._tree(paths)})
         return found
 
     def _grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
-        """What the rewards say of each; every path is scored once."""
+        """Grade rollouts with the rewards; every path is scored once."""
         new = list({_rollout_key(r): r for r in rollouts if _rollout_key(r) not in self.graded}.values())
         if new:
             self.graded |= dict(zip(map(_rollout_key, new), self.grade(new), strict=True))
         found = [self.graded[_rollout_key(r)] for r in rollouts]
-        return [Grade(one["reward"], one["correct"]) for one in found]
+        return [Grade(grade["reward"], grade["correct"]) for grade in found]
 
     def _rank(self, path: Rollout) -> tuple[bool, float]:
+        """Return the sort key of a path: graded or not, then reward."""
         grade = self.graded.get(_rollout_key(path))
         reward = None if grade is None else grade["reward"]
         return grade is not None, float("-inf") if reward is None else reward
 
     def _tree(self, paths: Sequence[Rollout]) -> Record:
-        """nodes: number, parent (0 is the prompt), text of the path up to and with the node, value, visits. paths:
-        nodes, finish, and of those that are scored reward and correct."""
+        """Return a tree as `nodes` and `paths`.
+
+        nodes: number, parent (0 is the prompt), text of the path up to and including the node, value, visits. paths:
+        nodes, finish, and for scored paths reward and correct.
+        """
         nodes: dict[int, Record] = {}
-        told: list[Record] = []
+        described: list[Record] = []
         for path in paths:
             ids: tuple[int, ...] = ()
             parent = 0
-            for node, segment in zip(path.nodes, path.segments, strict=False):  # a row that is no path has no nodes
+            for node, segment in zip(path.nodes, path.segments, strict=False):  # a row that is not a path has no nodes
                 ids += segment.ids
                 text = self.shape.decode(ids, special=False)
-                nodes.setdefault(node.number, {"number": node.number, "parent": parent, "text": text, **_worth(node)})
+                nodes.setdefault(
+                    node.number,
+                    {
+                        "number": node.number,
+                        "parent": parent,
+                        "text": text,
+                        "value": node.value,
+                        "visits": node.visits,
+                    },
+                )
                 parent = node.number
             grade = self.graded.get(_rollout_key(path), {})
-            told.append(
+            described.append(
                 {
                     "nodes": [node.number for node in path.nodes],
                     "finish": path.finish,
@@ -83,15 +97,12 @@ class TreeEngine(Generator):
                     **{key: grade[key] for key in ("reward", "correct") if key in grade},
                 }
             )
-        return {"nodes": [nodes[number] for number in sorted(nodes)], "paths": told}
+        return {"nodes": [nodes[number] for number in sorted(nodes)], "paths": described}
 
     def close(self) -> None:
         self.engine.close()
 
 
-def _worth(node: Any) -> Record:
-    return {"value": node.value, "visits": node.visits}
-
-
 def _rollout_key(rollout: Rollout) -> Hashable:
+    """Return what identifies a rollout among those of a batch."""
     return rollout.trajectory, rollout.prompt.ids, rollout.ids, rollout.text

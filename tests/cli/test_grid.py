@@ -154,7 +154,7 @@ def test_each_model_is_measured(call: Call, folder: Path, played: Played) -> Non
     assert found["findings"] == [equal] and equal in (folder / "out" / "table.md").read_text()
     both = call("sweep", "r.yaml", *AXES, "--eval", "e.yaml", "--output", "seeds", "--json")
     said = json.loads(both.stdout)["ranking"]["says"][0]
-    assert said.endswith("over problems, each averaged over the seeds; they do not cover the luck of training.")
+    assert said.endswith("over problems, each averaged over the seeds; they do not cover training variance.")
 
 
 def test_a_value_that_is_wrong_is_told_before_the_first_run(call: Call, played: Played) -> None:

@@ -110,7 +110,7 @@ def test_means_get_the_intervals_of_our_evaluation_and_others_those_of_lm_eval()
     assert found["a acc"] == bootstrap_ci([0.0, 1.0, 1.0, 1.0], level=0.9, resamples=500, seed=3)
     assert found["both acc"] == bootstrap_ci([1.0, 1.0, 0.0, 0.0], level=0.9, resamples=500, seed=3)
     f1 = found["a f1"]
-    assert (f1.mean, f1.note) == (0.6, "no mean over problems: lm-eval's standard error")
+    assert (f1.mean, f1.note) == (0.6, "not a mean over problems: lm-eval's standard error")
     assert (f1.high or 0) - 0.6 == pytest.approx(0.1 * 1.6449, abs=1e-4)
     assert found["c ppl"].note.endswith("lm-eval gives no standard error") and not found["c ppl"].informative
     assert found["b acc (strict)"].mean == 0.0
@@ -126,7 +126,7 @@ def test_what_is_said_below_the_table() -> None:
     summary = {"chat": True, "problems": 5, "lm_eval": "0.4.13", "tasks": {"gsm8k": task}, "truncated": 0.25}
     assert list(harness.remarks(summary)) == [
         "5 problems of lm-eval 0.4.13, asked by the chat template",
-        "a part only: gsm8k 5 of 1319",
+        "only a part: gsm8k 5 of 1319",
         "25.0% of the answers hit the limit (max_new_tokens)",
     ]
 
@@ -204,7 +204,7 @@ def test_few_shot_examples(own: int | None, asked: int | None, used: int) -> Non
 def test_tasks_that_are_not_run_here() -> None:
     with pytest.raises(UserError, match="runs programs that the model writes"):
         harness._configure_task("humaneval", Task(UNSAFE_CODE=True), recipe_of())
-    with pytest.raises(UserError, match="shows images"):
+    with pytest.raises(UserError, match="has images"):
         harness._configure_task("mmmu", Task(MULTIMODAL=True), recipe_of())
 
 
@@ -266,7 +266,7 @@ def test_an_adapter_in_a_recipe(call: Callable[..., Any], folder: Path) -> None:
     )
     done = call("harness", "r.yaml", "--output", "run")
     assert done.exit_code == 0, done.stderr
-    assert "my_sums exact_match" in done.stderr and "a part only: my_sums 3 of 8" in done.stderr
+    assert "my_sums exact_match" in done.stderr and "only a part: my_sums 3 of 8" in done.stderr
     assert "asked by the chat template" in done.stderr
     prompts = [json.loads(line)["prompt"] for line in (folder / "run" / "completions.jsonl").read_text().splitlines()]
     assert prompts == [f"<bos><|user|>What is {a} + 3?<|assistant|>" for a in (1, 2, 3)]

@@ -57,7 +57,7 @@ def test_the_sum_over_tokens_is_dpos_reward(two: tuple[str, str]) -> None:
     [
         ({}, "path: MODEL, reference: MODEL"),
         ({"path": "a"}, "{reference: MODEL}"),
-        ({"path": "a", "reference": "a"}, "one model"),
+        ({"path": "a", "reference": "a"}, "the same model"),
         ({"path": "a", "reference": "b", "beta": 0}, "not above 0"),
     ],
 )
@@ -68,5 +68,5 @@ def test_what_cannot_be_compared_is_told(params: dict[str, Any], told: str) -> N
 def test_another_vocabulary_is_refused(two: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     implicit_reward.open_models(path=two[0], reference=two[1])
     monkeypatch.setattr(implicit_reward._load_model(two[1], ".", "auto", "auto").tokenizer, "get_vocab", dict)
-    with pytest.raises(RewardError, match="as different tokens"):
+    with pytest.raises(RewardError, match="have different vocabularies"):
         implicit_reward.open_models(path=two[0], reference=two[1])

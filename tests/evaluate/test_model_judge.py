@@ -96,7 +96,7 @@ def test_a_question_without_room_has_no_reply() -> None:
     [
         ({}, RewardError, "needs params"),
         ({"path": "no/such/folder"}, ModelError, "no/such"),
-        ({"path": "tiny", "samples": 2}, RewardError, "all the same at temperature 0"),
+        ({"path": "tiny", "samples": 2}, RewardError, "all equal at temperature 0"),
         ({"path": "tiny", "scale": [1, 1]}, RewardError, r"scale \[1, 1\]"),
         ({"path": "tiny", "ask": "rank"}, RewardError, "parameter `ask`"),
         ({"path": "tiny", "template": "gone.txt"}, RewardError, "gone.txt"),

@@ -104,7 +104,7 @@ def test_gaussian_heads_give_brme(made):
     nominal = means.gather(1, log_stds.argmin(1, keepdim=True))[:, 0]
     expected = 0.6 * nominal + 0.4 * means.amin(1)
     assert [f["reward"] for f in scores(path=folder, calibrate=False)] == pytest.approx(expected.tolist(), rel=1e-5)
-    with pytest.raises(RewardError, match="heads that know their deviation"):
+    with pytest.raises(RewardError, match="needs Gaussian heads"):
         scores(path=str(made("plain")), aggregate="brme")
 
 

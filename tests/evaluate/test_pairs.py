@@ -85,7 +85,7 @@ def test_a_style_that_tells_the_sides_apart_is_a_warning(tmp_path: Path, capsys:
     lines(folder / "completions.jsonl", records)
     summary, _ = make(tmp_path, completions="answers")
     assert summary["style_accuracy"] == 1
-    assert "LOOK: letter triples alone tell 100% of unseen pairs apart" in capsys.readouterr().err
+    assert "LOOK: letter trigrams alone predict 100% of held-out pairs" in capsys.readouterr().err
     make(tmp_path, "quiet", completions="answers", separability=None)
     assert "LOOK" not in capsys.readouterr().err
 

@@ -146,7 +146,7 @@ def test_what_the_clock_ended_is_counted(scripted, evaluate: Evaluate, folder: P
         rewards=[{"use": "slow.py:slow", "timeout_s": 0.5}], eval={"samples": 1, "k": [1], "bootstrap": 200}
     )
     assert summary["timeouts"] == {"slow": 1} and summary["unscored"] == 1
-    assert any("ended by the clock" in line for line in remarks(summary))
+    assert any("timed out" in line for line in remarks(summary))
 
 
 def test_truncated_is_wrong_and_told_apart(scripted, evaluate: Evaluate) -> None:

@@ -310,7 +310,7 @@ def test_inspect_shows_the_prompt_of_each_role(home: Path, cli: Any) -> None:
     ("name", "message"),
     [
         ("fails", "flows.py:.*TypeError: unsupported operand"),
-        ("silent", "has called no role"),
+        ("silent", "made no call"),
         ("badly_named", "calls the role 'the solver'"),
         ("no_coroutine", "is no coroutine function"),
     ],
