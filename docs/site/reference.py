@@ -94,7 +94,7 @@ def help_text(command: Any, path: str) -> str:
 
 def presets() -> str:
     """The list of presets with their purpose, and a table of the pages of components."""
-    entries = [entry for entry in catalogue.entries() if entry["kind"] == "preset"]
+    entries = [entry for entry in catalogue.list_entries() if entry["kind"] == "preset"]
     lines = [
         "# Methods",
         "",
@@ -116,7 +116,7 @@ def components(kind: str) -> str:
     """All components of a kind."""
     about, key, _ = catalogue.KINDS[kind]
     lines = [f"# {about[0].upper()}{about[1:]}", "", f"Key of the recipe: `{key}`. Kind: `{kind}`.", ""]
-    entries = [entry for entry in catalogue.entries() if entry["kind"] == kind]
+    entries = [entry for entry in catalogue.list_entries() if entry["kind"] == kind]
     return "\n".join([*lines, *(line for entry in entries for line in method(entry))])
 
 

@@ -135,7 +135,7 @@ def _arguments(before: Sequence[str], used: int, last: str) -> Iterator[str]:
 def _methods() -> Iterator[str]:
     from posttrain.recipe import catalogue
 
-    yield from dict.fromkeys(entry["name"] for entry in catalogue.entries())
+    yield from dict.fromkeys(entry["name"] for entry in catalogue.list_entries())
 
 
 def _recipes(verb: str) -> Iterator[str]:

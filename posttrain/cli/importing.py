@@ -75,7 +75,7 @@ def import_recipe(
         raise UserError(f"there is no directory {output.parent}")
     base_dir = (output.parent if output else Path.cwd()).resolve()
     wanted = stage.replace("-", "_") if stage else None
-    foreign = source.read(locate_file(file), source.tool_named(tool) if tool else None, wanted)
+    foreign = source.read(locate_file(file), source.parse_tool_name(tool) if tool else None, wanted)
     rewards = output.with_name(f"{output.stem}_rewards.py") if output else None
     draft = convert(foreign, stage=wanted, gpus=gpus, base_dir=base_dir, rewards_file=rewards.name if rewards else None)
     text = to_yaml(draft)

@@ -29,7 +29,7 @@ def list_methods(
     """
     from posttrain.recipe import catalogue
 
-    entries = [entry for entry in catalogue.entries() if kind in (None, entry["kind"])]
+    entries = [entry for entry in catalogue.list_entries() if kind in (None, entry["kind"])]
     if not entries:
         raise UserError(f"no kind `{kind}`", allowed=f"kinds: preset, {', '.join(catalogue.KINDS)}")
     if as_json:
@@ -60,7 +60,7 @@ def show(
     """
     from posttrain.recipe import catalogue
 
-    entries = catalogue.entries()
+    entries = catalogue.list_entries()
     found = catalogue.find_entries(name, entries)
     if not found and (text_lines := catalogue.describe_unregistered(name)):
         if as_json:

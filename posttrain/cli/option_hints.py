@@ -30,10 +30,10 @@ def wrong_value(message: str) -> UserError | None:
         return None
     option, why = found[1].split(" / ")[0], found[2]
     if choice := re.fullmatch(r"'(.*)' is not one of (.+)", why):
-        from posttrain.recipe.foreign.words import synonym
+        from posttrain.recipe.foreign.words import translate_value
 
         words = re.findall(r"'([^']+)'", choice[2])
-        meant = synonym("model.dtype", choice[1]) if "float16" in words else None
+        meant = translate_value("model.dtype", choice[1]) if "float16" in words else None
         hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(choice[1], words)
         return UserError(f"{option}: `{choice[1]}` is not a value of this option", allowed=", ".join(words), hint=hint)
     plain = next((re.sub(theirs, ours, why) for theirs, ours in _NUMBERS if re.fullmatch(theirs, why)), "")
@@ -82,9 +82,9 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
         return f"the recipe comes first, without --: posttrain {command} {name}"
     if plain in ("m", "multirun", "sweep"):
         return "this command makes one run; for several: `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
-    from posttrain.recipe.override_aliases import form_for
+    from posttrain.recipe.override_aliases import suggest_override
 
-    form = form_for(name, value or "VALUE", _stages(command, others)) if len(name) > 1 else ""
+    form = suggest_override(name, value or "VALUE", _stages(command, others)) if len(name) > 1 else ""
     if form.startswith("write ") and "`" in form:
         return f"{form}; values are written KEY=VALUE, without --"
     if form:

@@ -71,7 +71,7 @@ def look(
             found.at(_plain(wrong.draft))
             _check_first_rows(_right_parts(_plain(wrong.draft), found.verb), found)
         mistakes = [*wrong.problems, *found.list_problems(elsewhere)]
-        raise loading.RecipeError.of(sorted(mistakes, key=loading.in_order)) from None
+        raise loading.RecipeError.of(sorted(mistakes, key=loading.sort_key)) from None
     return loaded, check(loaded, elsewhere, without)
 
 
@@ -167,7 +167,7 @@ class _Look:
                 self.importer.environment(environment.model_dump())
 
     def _component(self, part: SectionRef, model: type[Any]) -> None:
-        from posttrain.recipe.functions import find_definition, strange_arguments
+        from posttrain.recipe.functions import find_argument_errors, find_definition
 
         use = part.values.get("use")
         if not isinstance(use, str) or not split_function(use):
@@ -176,7 +176,7 @@ class _Look:
         with self.collect_sections((*part.path, "use")):
             function = find_definition(use, self.base_dir, model.kinds[0].replace("_", " "), self.importer.function)
         given = {name: value for name, value in part.values.items() if name not in model.model_fields}
-        for name, error in strange_arguments(function, given).items() if function else ():
+        for name, error in find_argument_errors(function, given).items() if function else ():
             with self.collect_sections((*part.path, name)):
                 raise error
 
@@ -259,7 +259,7 @@ class _Look:
                 raise UserError(f"`{name}` is read as a hub id: there is no such {names.what} here", hint=hint)
 
     def _data_function(self, path: Path_, use: str, part: SectionRef) -> None:
-        from posttrain.recipe.functions import find_definition, strange_data_arguments
+        from posttrain.recipe.functions import find_data_argument_errors, find_definition
 
         function = None
         with self.collect_sections(path):
@@ -271,7 +271,7 @@ class _Look:
 
             with self.collect_sections((*part.path, "params")):
                 check_levels(use, given)
-        for name, error in strange_data_arguments(function, given, size).items() if function else ():
+        for name, error in find_data_argument_errors(function, given, size).items() if function else ():
             with self.collect_sections(path if name == "source" else (*part.path, "params", name)):
                 raise error
 
@@ -280,12 +280,12 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems in line order without duplicates: a stage of `rounds` is checked in every round but written
     once.
     """
-    from posttrain.recipe.load import in_order
+    from posttrain.recipe.load import sort_key
 
     once: dict[tuple[str, str], Problem] = {}
     for problem in problems:
         once.setdefault((problem.where, problem.what.partition(": ")[2]), problem)
-    return sorted(once.values(), key=in_order)
+    return sorted(once.values(), key=sort_key)
 
 
 def as_far_as_right(model: type[Model], values: Any) -> Model | None:
@@ -325,10 +325,10 @@ _DECISIVE = ("data", "loss", "objective", "anchors", "eval")  # sections that de
 def _right_parts(draft: Values, verb: type[Stage] | None) -> Iterator[tuple[Path_, Values]]:
     """Yield (path, values) of the stages whose rows can be checked although other keys of the recipe are wrong."""
     from posttrain.recipe import references
-    from posttrain.recipe.validate import values_of_right_keys
+    from posttrain.recipe.validate import resolve_valid_values
 
     for place, model, section in references.stages(draft, verb):
-        if "data" in model.model_fields and (values := values_of_right_keys(section, model, _DECISIVE)):
+        if "data" in model.model_fields and (values := resolve_valid_values(section, model, _DECISIVE)):
             yield place, values
 
 

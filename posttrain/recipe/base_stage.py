@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from posttrain.recipe.limits import MOST
+from posttrain.recipe.limits import MAX_COUNT
 from posttrain.recipe.sampling_sections import ONE_TURN
 from posttrain.recipe.section import (
     Idle,
@@ -80,7 +80,7 @@ class ToolUseStage(Stage):
     tool_workers: Annotated[Workers, ONE_TURN] = Field(
         4, description="number of worker processes for tools, or of threads for environments"
     )
-    tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, ONE_TURN, NO_CALLS] = Field(
+    tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MAX_COUNT)] | None, ONE_TURN, NO_CALLS] = Field(
         4096, description="memory limit of a tool worker, in MB; null = no limit"
     )
     environment: Annotated[

@@ -45,12 +45,12 @@ def describe_unregistered(name: str) -> list[str]:
     return []
 
 
-def entries() -> list[Entry]:
+def list_entries() -> list[Entry]:
     """Return presets, components and rewards, in the order in which a training step uses them."""
-    found = [_preset(presets.preset(name)) for name in presets.names()]
-    found += list(_rewards())
+    found = [_preset_entry(presets.preset(name)) for name in presets.names()]
+    found += list(_reward_entries())
     for kind in KINDS:
-        found += [_component(kind, name, entry) for name, entry in registry.index().get(kind, {}).items()]
+        found += [_component_entry(kind, name, entry) for name, entry in registry.index().get(kind, {}).items()]
     order = ["preset", *KINDS]
     return sorted(found, key=lambda entry: order.index(entry["kind"]))
 
@@ -63,7 +63,7 @@ def find_entries(name: str, among: list[Entry]) -> list[Entry]:
     return found or [entry for entry in among if entry["kind"] == "reward" and entry["name"].endswith(f".{name}")]
 
 
-def _entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:
+def _make_entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:
     """Build an entry as the commands show it; unknown properties are empty. title: the first sentence of the
     docstring."""
     empty: Entry = {"paper": "", "needs": [], "conflicts": [], "unusable": "", "not_stated": ""}
@@ -71,11 +71,11 @@ def _entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) 
     return {"kind": kind, "name": name, "stage": stage, "file": file, "title": title, "text": doc, **empty, **known}
 
 
-def _preset(preset: presets.Preset) -> Entry:
+def _preset_entry(preset: presets.Preset) -> Entry:
     """Describe a preset. needs: what its components need besides the policy's log-probs, which indicates its cost."""
     recipe: dict[str, Any] = {"stage": preset.stage, "algorithm": preset.name}
     needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
-    return _entry(
+    return _make_entry(
         *("preset", preset.name, preset.stage, f"posttrain/recipe/presets/{preset.name}.yaml", preset.purpose.strip()),
         title=preset.title,
         paper=preset.paper,
@@ -87,7 +87,7 @@ def _preset(preset: presets.Preset) -> Entry:
 
 
 @functools.cache
-def _sections_of(preset: str) -> list[tuple[registry.Kind, Mapping[str, Any]]]:
+def _component_sections(preset: str) -> list[tuple[registry.Kind, Mapping[str, Any]]]:
     """Return (kind, keys) of every component section that a preset writes, one pair for each kind allowed in that
     place."""
     chosen = presets.preset(preset)
@@ -100,14 +100,14 @@ def _sections_of(preset: str) -> list[tuple[registry.Kind, Mapping[str, Any]]]:
 def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of every component that a preset names, except a KL term whose coefficient stays 0."""
     driven = "kl.coef" in preset.choices.get("controllers", {})
-    for kind, section in _sections_of(preset.name):
+    for kind, section in _component_sections(preset.name):
         name = section.get("use")
         if name in registry.index().get(kind, {}) and (kind != "kl" or driven or section.get("coef", 0) != 0):
             yield kind, str(name)
 
 
 @functools.cache
-def _users() -> dict[tuple[str, str], list[str]]:
+def _presets_by_component() -> dict[tuple[str, str], list[str]]:
     """Return (kind, name) of each component -> the presets that choose it."""
     users: dict[tuple[str, str], list[str]] = {}
     for name in presets.names():
@@ -123,7 +123,7 @@ def _describe_keys(arguments: Mapping[str, tuple[Any, ...]]) -> Entry:
     }
 
 
-def _component(kind: str, name: str, described: Entry) -> Entry:
+def _component_entry(kind: str, name: str, described: Entry) -> Entry:
     """Describe a registered component. conflicts: what a recipe may not combine with it, one sentence each. unusable:
     why no recipe can use it (a function for callers that build their own batches), or empty."""
     words = {"lam": "lambda"} if kind == "merge" else {}  # `lambda` is mergekit's name and a reserved word in Python
@@ -138,7 +138,7 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
     givable = given_by().union(*SAMPLERS.values()) if kind not in registry.OWN_WORDS else needs
     lacks = sorted({LACKS.get(need, need) for need in needs if need not in givable})
     stages = {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}
-    return _entry(
+    return _make_entry(
         *(kind, name, "generate" if "world" in needs else stages.get(kind, "rl")),
         *(f"{described['module'].replace('.', '/')}.py", described["doc"]),
         paper=described["paper"],
@@ -147,12 +147,12 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         conflicts=[*conflicts, *(sentence for need, sentence in CONFLICTS.items() if need in needs)],
         unusable=f"stage rl has no {' and no '.join(lacks)}" if lacks else "",
         not_stated=described["note"],
-        presets=_users().get((kind, name), []),
-        recipe=_recipe(kind, name, known, needs),
+        presets=_presets_by_component().get((kind, name), []),
+        recipe=_example_recipe(kind, name, known, needs),
     )
 
 
-def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, Any]:
+def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, Any]:
     """Return the shortest recipe lines that select a component and provide what it needs."""
     _, place, shape = KINDS[kind]
     required = [key for key, about in known.items() if "default" not in about]
@@ -167,7 +167,7 @@ def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, A
         return {"data": data, **_TABLE["beside_task"].get(name, {})}
     section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
     section |= {
-        key: about["default"] if "default" in about else _example(kind, name, key) for key, about in known.items()
+        key: about["default"] if "default" in about else _example_value(kind, name, key) for key, about in known.items()
     }
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # placeholder for the model that wrote the data
@@ -184,7 +184,7 @@ def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, A
         if need in MAKERS:
             made_by = MAKERS[need][0]
             params = registry.index()["advantage"][made_by]["params"]
-            made = {key: _example("advantage", made_by, key) for key, about in params.items() if len(about) == 1}
+            made = {key: _example_value("advantage", made_by, key) for key, about in params.items() if len(about) == 1}
             # Kept separate, because no other loss of the example uses the channel.
             apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}
             shaped = {"advantage": {"use": made_by, **made, **apart}, **shaped}
@@ -203,21 +203,21 @@ _EXAMPLES: dict[str, Any] = {"float": 1.0, "bool": True, "str": "correct", "tupl
 _KL = {"k1": {"coef": 0.1, "where": "reward"}, "full": {"coef": 0.1, "reference": "tiny"}}
 
 
-def _example(kind: str, name: str, key: str) -> Any:
+def _example_value(kind: str, name: str, key: str) -> Any:
     """Return a value for a required key: the value of a preset that writes the key, or one of the key's type."""
-    for of, section in (found for preset in presets.names() for found in _sections_of(preset)):
+    for of, section in (found for preset in presets.names() for found in _component_sections(preset)):
         if of == kind and section.get("use") == name and key in section:
             return section[key]
     annotation = registry.index()[kind][name]["params"][key][0]
     return next((value for word, value in _EXAMPLES.items() if annotation.startswith(word)), 1)
 
 
-def _rewards() -> Iterator[Entry]:
+def _reward_entries() -> Iterator[Entry]:
     """Yield an entry for each shipped reward, `script.function`; the scripts are parsed, not run."""
     for script, path in sorted(known_files("rewards", [".py"]).items()):
         for function in _reward_functions(ast.parse(path.read_text(encoding="utf-8")).body):
             name, doc = f"{script}.{function.name}", ast.get_docstring(function) or ""
-            yield _entry(
+            yield _make_entry(
                 *("reward", name, "rl", f"rewards/{path.name}", doc),
                 keys=_describe_keys(keyword_annotations(function, ast.unparse)),
                 recipe={"rewards": [{"use": name}]},

@@ -21,9 +21,9 @@ Check = Callable[[Any], Found]
 def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
     """Return the problems of a recipe that matches its schema. `prefix`: path of the stage inside a pipeline."""
     problems: list[Problem] = []
-    for check in (*_checks_of(recipe), *(() if prefix else (_references,))):
+    for check in (*_checks_of(recipe), *(() if prefix else (_check_references,))):
         for key, what, right in check(recipe):
-            path = _path(key)
+            path = _split_key(key)
             node, depth = follow(tree, path)
             if node.origin.kind == "preset":
                 if check not in (*objective_checks.CHECKS, requirements.find_refused):  # overridden by the user
@@ -43,14 +43,14 @@ def _checks_of(recipe: st.Stage) -> list[Check]:
     return [check for stage, checks in CHECKS.items() if isinstance(recipe, stage) for check in checks]
 
 
-def _path(key: str) -> list[str | int]:
+def _split_key(key: str) -> list[str | int]:
     """Split a dotted key into its parts. The key of a controller (`kl.coef`) contains dots and stays one part."""
     if key.startswith("controllers."):
         return ["controllers", key.removeprefix("controllers.")]
     return [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
 
 
-def _rewards(recipe: Any) -> Found:
+def _check_rewards(recipe: Any) -> Found:
     """Check every list of rewards, and that an `rl` recipe has something to learn from."""
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
@@ -61,20 +61,20 @@ def _rewards(recipe: Any) -> Found:
         yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
 
 
-def _idle_kl(recipe: st.RlRecipe) -> Found:
+def _check_kl_coef(recipe: st.RlRecipe) -> Found:
     """Refuse a `kl` section without a coefficient. Single keys that have no effect are marked in the schema."""
     chosen = recipe.kl.model_fields_set
     if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
 
 
-def _seeds(recipe: st.PipelineRecipe) -> Found:
+def _check_seeds(recipe: st.PipelineRecipe) -> Found:
     for seed, times in Counter(recipe.seeds).items():
         if times > 1:
             yield "seeds", f"{seed} is given {times} times: the same run is no second one", "write other seeds"
 
 
-def _eval_settings(recipe: st.EvalRecipe) -> Found:
+def _check_eval_settings(recipe: st.EvalRecipe) -> Found:
     """Check that `eval.samples` is large enough for every pass@k, and that `eval.best_of` names a reward."""
     for position, k in enumerate(recipe.eval.k):
         if k > recipe.eval.samples:
@@ -86,7 +86,7 @@ def _eval_settings(recipe: st.EvalRecipe) -> Found:
         yield "eval.best_of", f"no reward is called `{name}`", right
 
 
-def _references(recipe: Any) -> Found:
+def _check_references(recipe: Any) -> Found:
     """Refuse `stage:NAME` outside a pipeline. A pipeline replaces these references by paths and checks them itself."""
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
@@ -98,9 +98,9 @@ def _references(recipe: Any) -> Found:
 
 # Recipe class -> its checks. The checks of `Stage` run for every recipe.
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
-    st.Stage: (requirements.find_refused, requirements.find_contradictions, _rewards),
-    st.EvalRecipe: (_eval_settings,),
-    st.RlRecipe: (_idle_kl, argument_checks.check_arguments, *objective_checks.CHECKS),
+    st.Stage: (requirements.find_refused, requirements.find_contradictions, _check_rewards),
+    st.EvalRecipe: (_check_eval_settings,),
+    st.RlRecipe: (_check_kl_coef, argument_checks.check_arguments, *objective_checks.CHECKS),
     st.MergeRecipe: (merging.problems,),
-    st.PipelineRecipe: (_seeds,),
+    st.PipelineRecipe: (_check_seeds,),
 }

@@ -18,7 +18,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks with kernels in every 
 ADDRESS = re.compile(r"http://[^/\s:@]+:\d+/?")
 
 
-def _or_its_addresses(schema: dict[str, Any]) -> None:
+def _allow_shorthands(schema: dict[str, Any]) -> None:
     own = dict(schema)
     schema.clear()
     urls = {"type": "array", "items": {"type": "string"}, "description": "short for `urls: [...]`"}
@@ -29,7 +29,7 @@ class Server(Section):
     """vLLM processes with their own GPUs, instead of vLLM on the trainer's GPUs. A list is short for `urls`, a text for
     `file`."""
 
-    model_config = ConfigDict(json_schema_extra=_or_its_addresses)
+    model_config = ConfigDict(json_schema_extra=_allow_shorthands)
 
     urls: list[str] = Field(
         default_factory=list,

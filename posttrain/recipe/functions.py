@@ -30,14 +30,14 @@ def find_definition(
     spec = None if isinstance(left, Path) else find_module(left)
     path = left if isinstance(left, Path) else Path(spec.origin) if spec is not None and spec.origin else None
     if path is not None and path.suffix == ".py":
-        function, sure = _in_text(path, str(left), name, error)
+        function, sure = _find_in_source(path, str(left), name, error)
         if sure:
             return function
     check(use, what)  # compiled, imported from another module, or missing
     return None
 
 
-def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[ast.FunctionDef | None, bool]:
+def _find_in_source(path: Path, left: str, name: str, error: type[UserError]) -> tuple[ast.FunctionDef | None, bool]:
     """Return the function in the text of a file (or None), and whether the text proves that the name exists.
 
     Raises `error` if the text proves that the name does not exist.
@@ -47,16 +47,16 @@ def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
         why = f"line {cause.lineno}: {cause.msg}" if isinstance(cause, SyntaxError) else str(cause) or "nested too deep"
         raise error(f"{path} is not valid Python: {why}") from cause
-    names = set(_top_level(body))
+    names = set(_top_level_names(body))
     if name in names:
-        return next((found for node in body if (found := _function(node)) and found.name == name), None), True
+        return next((found for node in body if (found := _function_of(node)) and found.name == name), None), True
     if not names & {"*", "__getattr__"}:
-        own = set(_top_level([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
+        own = set(_top_level_names([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
         raise no_function(left, name, own or names, error)
     return None, False
 
 
-def _function(node: ast.stmt) -> ast.FunctionDef | None:
+def _function_of(node: ast.stmt) -> ast.FunctionDef | None:
     """Return a function, or the `__init__` of a class under the name of the class; None if the class body has none."""
     if not isinstance(node, ast.ClassDef):
         return node if isinstance(node, ast.FunctionDef) else None
@@ -88,18 +88,18 @@ def keyword_annotations(
     return found
 
 
-def strange_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, UserError]:
+def find_argument_errors(function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, UserError]:
     """Return key -> error for every key of `given` that is not a keyword-only argument of the component, or has a value
     of the wrong type. The key `use` holds the error about missing required arguments."""
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
     needed = [argument.arg for argument, default in keywords if default is None]
-    found = _unknown(function, function.args.kwonlyargs, given)
+    found = _check_given(function, function.args.kwonlyargs, given)
     if missing := [f"`{key}`" for key in needed if key not in given]:
         found["use"] = UserError(f"{function.name} needs {', '.join(missing)}")
     return found
 
 
-def strange_data_arguments(
+def find_data_argument_errors(
     function: ast.FunctionDef, given: Mapping[str, Any], size: int | None
 ) -> dict[str, UserError]:
     """Return key -> error for the arguments of a data function.
@@ -110,7 +110,7 @@ def strange_data_arguments(
     """
     if [argument.arg for argument in function.args.args[:2]] == ["level", "draw"]:
         own = {key: value for key, value in given.items() if key not in ("levels", "shares", "distinct")}
-        wrong = _unknown(function, function.args.kwonlyargs, own)
+        wrong = _check_given(function, function.args.kwonlyargs, own)
         if size is None:
             wrong["source"] = UserError(f"{function.name} makes rows: give `size`, the number of rows")
         return wrong
@@ -120,7 +120,7 @@ def strange_data_arguments(
     optional |= {argument.arg for argument, default in keywords if default is not None}
     named = [*function.args.args, *function.args.kwonlyargs]
     names = [a.arg for a in named]
-    found = _unknown(function, [a for a in named if a.arg not in ("size", "seed")], given)
+    found = _check_given(function, [a for a in named if a.arg not in ("size", "seed")], given)
     hint = "it is called with size, seed and `params`"
     if function.args.kwarg is None and (lacks := [f"`{key}`" for key in ("size", "seed") if key not in names]):
         found["source"] = UserError(f"{function.name} takes no {' and no '.join(lacks)}", hint=hint)
@@ -131,7 +131,7 @@ def strange_data_arguments(
     return found
 
 
-def _unknown(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping[str, Any]) -> dict[str, UserError]:
+def _check_given(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping[str, Any]) -> dict[str, UserError]:
     annotations = {argument.arg: argument.annotation for argument in takes}
     found = {}
     for key, value in given.items():
@@ -139,7 +139,7 @@ def _unknown(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping
             if function.args.kwarg is None:
                 allowed, hint = f"it takes: {', '.join(annotations) or 'none'}", did_you_mean(key, annotations)
                 found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
-        elif why := wrong_type(_plain_type(annotations[key]), value):
+        elif why := wrong_type(_parse_annotation(annotations[key]), value):
             found[key] = UserError(f"{function.name}: argument {key}: {why}, got {shown_value(value, 60)}")
     return found
 
@@ -148,16 +148,16 @@ _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple)},
     **{name: getattr(typing, name) for name in ("Literal", "Any", "Optional", "Union", "Sequence", "Mapping")},
 }
-_OF_TYPES = (ast.Expression, ast.Name, ast.Constant, ast.BinOp, ast.BitOr, ast.Subscript, ast.Tuple, ast.Load)
+_ANNOTATION_NODES = (ast.Expression, ast.Name, ast.Constant, ast.BinOp, ast.BitOr, ast.Subscript, ast.Tuple, ast.Load)
 
 
-def _plain_type(annotation: ast.expr | None) -> Any:
+def _parse_annotation(annotation: ast.expr | None) -> Any:
     """Return the type of an annotation made of built-in names; None for any other annotation, which only an import
     resolves."""
     if annotation is None:
         return None
     nodes = list(ast.walk(annotation))
-    known = all(isinstance(node, _OF_TYPES) for node in nodes)
+    known = all(isinstance(node, _ANNOTATION_NODES) for node in nodes)
     if not known or any(isinstance(node, ast.Name) and node.id not in _TYPES for node in nodes):
         return None
     try:
@@ -166,10 +166,10 @@ def _plain_type(annotation: ast.expr | None) -> Any:
         return None
 
 
-_NO_FUNCTIONS = (ast.Constant, ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.Tuple)
+_NOT_CALLABLE = (ast.Constant, ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.Tuple)
 
 
-def _top_level(body: Sequence[ast.stmt]) -> Iterator[str]:
+def _top_level_names(body: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names at module level that may be functions; `*` if a statement may define names that cannot be
     read."""
     for node in body:
@@ -182,7 +182,7 @@ def _top_level(body: Sequence[ast.stmt]) -> Iterator[str]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if not all(isinstance(t, ast.Name) for t in targets):
                     yield "*"
-                elif not isinstance(node.value, _NO_FUNCTIONS):
+                elif not isinstance(node.value, _NOT_CALLABLE):
                     yield from (target.id for target in targets if isinstance(target, ast.Name))
             case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
                 yield "*"

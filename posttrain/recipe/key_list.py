@@ -13,12 +13,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from posttrain.recipe import keys
-from posttrain.recipe.limits import MOST
+from posttrain.recipe.limits import MAX_COUNT
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import Stage
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_HIDDEN_LIMITS = (MOST, 2**63, -(2**63))  # technical limits that are not worth showing
+_HIDDEN_LIMITS = (MAX_COUNT, 2**63, -(2**63))  # technical limits that are not worth showing
 REQUIRED = "(required)"
 
 

@@ -20,7 +20,7 @@ BY_NAME: dict[str, type[Stage]] = {c.model_fields["stage"].default: c for c in S
 
 
 # Generic key names that many sections have: finding one in another section says nothing about what was meant.
-GENERAL = ("name", "path", "size", "type", "use", "source", "n", "params", "weight", "metric")
+GENERIC_KEYS = ("name", "path", "size", "type", "use", "source", "n", "params", "weight", "metric")
 
 
 def components_of(stage: object) -> dict[str, type[ComponentSection]]:
@@ -118,9 +118,8 @@ def all_paths(stage: type[Stage]) -> Iterator[str]:
 
 
 @functools.cache
-def homes(stage: type[Stage]) -> dict[str, list[str]]:
-    """Return last part of a key -> the dotted keys of a stage that end in it; keys of `eval` only if there are no
-    others."""
+def keys_by_last_part(stage: type[Stage]) -> dict[str, list[str]]:
+    """Map the last part of each key to the dotted keys that end in it; keys of `eval` only if there are no others."""
     found: dict[str, list[str]] = {}
     for path in all_paths(stage):
         found.setdefault(path.rpartition(".")[2], []).append(path)

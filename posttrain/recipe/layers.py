@@ -65,7 +65,7 @@ def merge(lower: Node, upper: Node, components: Components | None = None, sectio
         component = (components or {}).get(key)
         if component is not None:
             above = expand_use(above)
-            below = _without_former_params(expand_use(below), above, component) if below else None
+            below = _drop_former_params(expand_use(below), above, component) if below else None
         cleared = key in _USER_NAMED and above.value == {}
         entries[key] = merge(below, above, section=key) if below and not cleared else above
     if upper.origin.kind == "command line":  # an override of one key keeps the section's origin
@@ -103,7 +103,7 @@ def expand_use(node: Node) -> Node:
     return Node({"use": Node(node.value, node.origin, node.key_origin)}, node.origin, node.key_origin)
 
 
-def _without_former_params(lower: Node, upper: Node, section: type[ComponentSection]) -> Node:
+def _drop_former_params(lower: Node, upper: Node, section: type[ComponentSection]) -> Node:
     def use(node: Node) -> object:
         named = node.mapping.get("use")
         return named.value if named else None
@@ -117,7 +117,7 @@ def _without_former_params(lower: Node, upper: Node, section: type[ComponentSect
 def read_chain(path: Path) -> Document:
     """Read a recipe file merged over the recipes that it extends. Raises RecipeError for a missing file, broken YAML or
     a cycle."""
-    document = read_with_new_names(path)
+    document = read_renamed(path)
     chain, seen = [document], [path]
     here = path
     while (base := chain[-1].tree.mapping.get("extends")) is not None:
@@ -126,7 +126,7 @@ def read_chain(path: Path) -> Document:
             names = " extends ".join(p.name for p in [*seen[seen.index(here) :], here])
             raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
         seen.append(here)
-        extended = read_with_new_names(here)
+        extended = read_renamed(here)
         _resolve_paths(extended.tree, here.parent, path.parent)
         chain.append(extended)
     tree = chain[-1].tree
@@ -139,7 +139,7 @@ def read_chain(path: Path) -> Document:
     return Document(document.text, tree, problems, set().union(*(one.bad for one in chain)), notes)
 
 
-def read_with_new_names(path: Path) -> Document:
+def read_renamed(path: Path) -> Document:
     """Read a recipe file, renaming keys of older versions and adding a note for each."""
     document = read(path)
     return replace(document, tree=rename_old_keys(document.tree, document.notes))
@@ -183,7 +183,7 @@ def _find_base_recipe(base: Node, here: Path) -> Path:
     )
 
 
-def override(tree: Node, text: str) -> Node:
+def apply_override(tree: Node, text: str) -> Node:
     """Return the tree with one `key.path=value` of the command line applied. Raises RecipeError if it does not fit the
     tree."""
     path, equals, value = text.partition("=")
@@ -211,7 +211,7 @@ def override(tree: Node, text: str) -> Node:
         quoted = f"{path}='{json.dumps(value, ensure_ascii=False)}'"
         hint = f"a text is quoted for YAML, too: {quoted}"
         raise RecipeError.of([replace(one, hint=hint) for one in error.problems]) from None
-    return with_value(tree, parts, parsed)
+    return set_value(tree, parts, parsed)
 
 
 def _parse_typed(tree: Node, parts: Sequence[str], value: str, origin: Origin) -> Node:
@@ -242,7 +242,7 @@ def _takes_only_text(tree: Node, parts: Sequence[str]) -> bool:
     return model is not None and keys.takes_only_text(model, [int(p) if p.isdigit() else p for p in here])
 
 
-def with_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
+def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
     """Return the tree with another value at `parts`. Raises RecipeError if the path does not exist."""
     return merge(tree, _nest_value(tree, parts, value, ()), keys.components_in(tree))
 
@@ -253,7 +253,7 @@ def _nest_value(node: Node | None, parts: Sequence[str], value: Node, above: tup
     if not parts:
         return value
     if node is not None and isinstance(node.value, list):
-        position = _position(node, parts[0], value.origin, above)
+        position = _entry_index(node, parts[0], value.origin, above)
         entry = expand_use(node.value[position]) if len(parts) > 1 else node.value[position]
         layer = _nest_value(entry, parts[1:], value, (*above, position))
         section = "" if above[-1] == "stages" else str(above[-1])
@@ -269,7 +269,7 @@ def _nest_value(node: Node | None, parts: Sequence[str], value: Node, above: tup
     return Node({parts[0]: _nest_value(below, parts[1:], value, (*above, parts[0]))}, value.origin, value.origin)
 
 
-def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
+def _entry_index(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
     """Return the index of the list entry that `part` denotes: an index, or the `name` of an entry."""
     assert isinstance(node.value, list)
     names = [str(entry.mapping["name"].value) if "name" in entry.mapping else None for entry in node.value]
@@ -281,11 +281,11 @@ def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...
     last = len(node.value) - 1
     entries = f"entries: 0 to {last}" if last >= 0 else "it is an empty list"
     allowed = entries + (f", or by name: {', '.join(given)}" if given else "")
-    hint = did_you_mean(part, given) or _meant_entry(node.value, part, origin.where, format_path(above))
+    hint = did_you_mean(part, given) or _suggest_entry(node.value, part, origin.where, format_path(above))
     raise RecipeError(f"{format_path(above)} has no entry `{part}`", where=origin.mark, allowed=allowed, hint=hint)
 
 
-def _meant_entry(entries: Sequence[Node], part: str, typed: str, key: str) -> str:
+def _suggest_entry(entries: Sequence[Node], part: str, typed: str, key: str) -> str:
     """Return a hint with the override for the right entry: the only one, or the one that uses `part`."""
     suffix = typed.removeprefix(f"{key}.{part}")
     used = [str(one.value) for entry in entries if (one := expand_use(entry).mapping.get("use"))]
@@ -299,13 +299,13 @@ def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node
     """Apply all overrides in order; overrides that cannot be applied are added to `problems`."""
     for text, form in override_aliases.correct_overrides(overrides):
         if form:
-            what = f"`{text}`: {override_aliases.FORM}"
+            what = f"`{text}`: {override_aliases.OVERRIDE_FORM}"
             if text.endswith((".yaml", ".yml")):
                 what = f"`{text}`: this is a second recipe"
-            problems.append(Problem("command line", what, hint="" if form == override_aliases.FORM else form))
+            problems.append(Problem("command line", what, hint="" if form == override_aliases.OVERRIDE_FORM else form))
             continue
         try:
-            tree = override(tree, text)
+            tree = apply_override(tree, text)
         except RecipeError as error:
             problems.extend(error.problems)
     return tree

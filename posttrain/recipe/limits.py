@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 
 from posttrain.recipe.foreign.words import read_table
 
-MOST = 10**9  # upper limit of counts without a smaller limit
-LARGEST = 1e30  # upper limit of any number: products beyond it overflow float32
-DIGITS = 100  # maximum length of a number in characters
+MAX_COUNT = 10**9  # upper limit of counts without a smaller limit
+MAX_MAGNITUDE = 1e30  # upper limit of any number: products beyond it overflow float32
+MAX_DIGITS = 100  # maximum length of a number in characters
 
 _TABLE = read_table(Path(__file__).with_name("arguments.yaml"))
 ARGUMENTS: Mapping[str, Mapping[str, float]] = {name: limits for limits, names in _TABLE["ranges"] for name in names}
 T = TypeVar("T")
 
 
-def of_argument(kind: str, component: str, argument: str) -> dict[str, Any]:
+def argument_limits(kind: str, component: str, argument: str) -> dict[str, Any]:
     """Return the limits of a component's argument as keyword arguments of pydantic's Field."""
     return {} if kind == "merge" else dict(_find(ARGUMENTS, kind, component, argument, {}))
 
 
 @functools.cache
-def refused_argument(kind: str, component: str, argument: str) -> Sequence[Sequence[str]]:
+def argument_marks(kind: str, component: str, argument: str) -> Sequence[Sequence[str]]:
     """Return the rows of `Refused` marks of a component's argument: what it cannot be combined with."""
     return _find(_TABLE["refused"], kind, component, argument, ())
 

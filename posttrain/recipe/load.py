@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.path_resolution import ROW_FILES, known_files, refuse_special, refuse_strange_name, suggest_file
 from posttrain.recipe import keys, layers, pipeline, presets, requirements
-from posttrain.recipe.foreign.source import tool_of
-from posttrain.recipe.foreign.words import sentence
+from posttrain.recipe.foreign.source import detect_tool
+from posttrain.recipe.foreign.words import replacement_hint
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, Origin, format_path, from_plain, leaves, plain
-from posttrain.recipe.validate import check, origins, resolve_values, with_preset
+from posttrain.recipe.validate import check, merge_preset, origins, resolve_values
 from posttrain.recipe.yaml import Document, display_path, parse
 
 S = TypeVar("S", bound=Stage)
@@ -69,7 +69,8 @@ def locate(path_or_name: str, verb: str | None = None) -> Path:
         refuse_special(path, "recipe", RecipeError)
         kind = "model" if _holds_model(path) else "folder"
         raise RecipeError(
-            f"{path_or_name} is a {kind}, not a recipe", hint=_hint_for_model(path_or_name, verb) or _recipe_in(path)
+            f"{path_or_name} is a {kind}, not a recipe",
+            hint=_hint_for_model(path_or_name, verb) or _suggest_recipe_in(path),
         )
     shipped = known_files("recipes", [".yaml"])
     if path_or_name in shipped:
@@ -80,11 +81,11 @@ def locate(path_or_name: str, verb: str | None = None) -> Path:
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
-        hint=_hint_for_model(path_or_name, verb) or _near_recipe(path_or_name, shipped),
+        hint=_hint_for_model(path_or_name, verb) or _suggest_recipe(path_or_name, shipped),
     )
 
 
-def _near_recipe(name: str, shipped: Mapping[str, Path]) -> str:
+def _suggest_recipe(name: str, shipped: Mapping[str, Path]) -> str:
     """Return a hint for a missing recipe: a shipped recipe of exactly that name, else the nearest file, else the
     nearest shipped recipe."""
     stem, path = name.removesuffix(".yaml"), Path(name).expanduser()
@@ -121,7 +122,7 @@ def _hint_for_model(name: str, verb: str | None) -> str:
     return f"{hint}; benchmarks need none: posttrain eval {named} --harness TASKS" if verb == "eval" else hint
 
 
-def _recipe_in(folder: Path) -> str:
+def _suggest_recipe_in(folder: Path) -> str:
     """Return a hint that names a recipe inside a folder, such as the recipe of a run."""
     found = sorted(path.name for path in folder.glob("*.yaml"))
     return f"name the file: {shlex.quote(str(folder / found[0]))}" if found else ""
@@ -197,13 +198,13 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
         if found is None and "merge_method" in tree.mapping:
             found = STAGES["merge"]  # mergekit's files have no stage
         if found is None:
-            raise RecipeError.of([_without_stage(tree, where), *_foreign(tree), *problems])
+            raise RecipeError.of([_missing_stage_problem(tree, where), *_foreign_key_problems(tree), *problems])
         return found
     found = keys.BY_NAME.get(str(node.value))
     if found is None:
         allowed = f"allowed: {', '.join(keys.BY_NAME)}"
         what = f"stage: unknown stage `{node.value}`"
-        problem = Problem(node.origin.mark, what, allowed, _meant_stage(str(node.value)))
+        problem = Problem(node.origin.mark, what, allowed, _suggest_stage(str(node.value)))
         raise RecipeError.of([problem, *problems])
     if wanted and found is not wanted:
         problem = Problem(
@@ -215,7 +216,7 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
     return found
 
 
-def _meant_stage(name: str) -> str:
+def _suggest_stage(name: str) -> str:
     """Return a hint for an unknown stage: the stage of the preset of that name, else the nearest stage."""
     algorithm = name.lower().replace("-", "_")
     if algorithm in presets.names():
@@ -224,7 +225,7 @@ def _meant_stage(name: str) -> str:
     return did_you_mean(name, keys.BY_NAME)
 
 
-def _without_stage(tree: Node, where: str) -> Problem:
+def _missing_stage_problem(tree: Node, where: str) -> Problem:
     """Return the problem of a recipe without a stage, with the stages that have all of its keys, if any."""
     allowed = f"allowed: {', '.join(keys.BY_NAME)}"
     if not tree.mapping:
@@ -232,7 +233,7 @@ def _without_stage(tree: Node, where: str) -> Problem:
     able = set.intersection(*(set(_stages_with(key)) for key in tree.mapping))
     some = [name for name in keys.BY_NAME if name in able]
     hint = f"its keys are those of {' or '.join(some)}: write e.g. `stage: {some[0]}`" if some else ""
-    if not some and (table := tool_of([format_path(path) for path, _ in leaves(plain(tree))], Path(where))):
+    if not some and (table := detect_tool([format_path(path) for path, _ in leaves(plain(tree))], Path(where))):
         hint = f"if it is a file of {table.tool}: posttrain recipe import {shlex.quote(where)}"
     return Problem(where, "stage: is missing", allowed, hint or "write what the recipe does, e.g. `stage: sft`")
 
@@ -242,36 +243,36 @@ def _stages_with(key: str) -> list[str]:
     return [name for name, model in keys.BY_NAME.items() if key in keys.own_keys(model) and key not in model.unused]
 
 
-def _foreign(tree: Node) -> Iterator[Problem]:
+def _foreign_key_problems(tree: Node) -> Iterator[Problem]:
     """Yield a problem for each top-level key of a recipe without a stage that no stage has, or that other tools also
     use."""
     if all(map(_stages_with, tree.mapping)):
         return
     known = {key for model in keys.BY_NAME.values() for key in keys.own_keys(model)}
     for key, node in tree.mapping.items():
-        able, instead = _stages_with(key), sentence(key, "")
+        able, instead = _stages_with(key), replacement_hint(key, "")
         if instead or not able:
             what = f"only {' and '.join(able)} has this key" if able else "no stage has this key"
             yield Problem(node.at_key.mark, f"{key}: {what}", hint=instead or did_you_mean(key, known))
 
 
 def _finish(tree: Node, model: type[Stage], document: Document, problems: list[Problem], path: Path) -> Loaded:
-    tree = with_preset(tree, model, problems)
+    tree = merge_preset(tree, model, problems)
     stages = pipeline.resolve(tree, problems) if model is PipelineRecipe else pipeline.Resolved(tree, [], tree)
     recipe, found = check(stages.tree, model)
     problems = [p for p in [*problems, *found] if p in document.problems or p.where not in document.bad]
     if problems:
-        wrong = WrongRecipe.of(sorted(problems, key=in_order))
+        wrong = WrongRecipe.of(sorted(problems, key=sort_key))
         wrong.draft, wrong.base_dir = stages.tree, path.parent
         raise wrong
     assert recipe is not None
     recipe._base_dir = path.parent
     values = resolve_values(recipe) | ({"stages": stages.values} if stages.values else {})
-    aside = tuple(sorted([*document.notes, *stages.notes, *requirements.notes(recipe, stages.layers)], key=in_order))
+    aside = tuple(sorted([*document.notes, *stages.notes, *requirements.notes(recipe, stages.layers)], key=sort_key))
     return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values, aside)
 
 
-def in_order(problem: Problem) -> tuple[str, int, int]:
+def sort_key(problem: Problem) -> tuple[str, int, int]:
     """Sort key: file, line, column; the command line last."""
     parts = problem.where.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():

@@ -78,17 +78,17 @@ def parts(recipe: Any) -> list[Part]:
     """Return the parts of the result, from the first layer to the last."""
     if not recipe.slices:
         whole = [Ingredient(model.model, model.parameters) for model in recipe.models]
-        return [_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
+        return [_make_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
     found = []
     for number, piece in enumerate(recipe.slices):
         listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in piece.sources]
         first, end = piece.sources[0].layer_range
         base = piece.base_model or recipe.base_model
-        found.append(_part(recipe, f"slices.{number}.", listed, base, piece.parameters, end - first))
+        found.append(_make_part(recipe, f"slices.{number}.", listed, base, piece.parameters, end - first))
     return found
 
 
-def _part(
+def _make_part(
     recipe: Any, at: str, listed: list[Ingredient], base: str | None, parameters: MergeParameters, layers: int | None
 ) -> Part:
     """Build a part. Whether the base counts as one of the models depends on the method, as in mergekit."""
@@ -127,7 +127,7 @@ def from_mergekit_keys(values: Any) -> Any:
         return values
     if "modules" in values:
         raise ValueError("`modules` is not read here: write `models`, which merges all modules of a model")
-    found = written_dtype(values)
+    found = rename_out_dtype(values)
     if isinstance(found.get("random_seed"), int) and isinstance(found.get("run", {}), Mapping):
         found["run"] = {"seed": found.pop("random_seed"), **found.get("run", {})}
     if isinstance(found.get("tokenizer_source"), str):
@@ -135,7 +135,7 @@ def from_mergekit_keys(values: Any) -> Any:
     return found
 
 
-def written_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
+def rename_out_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe with mergekit's `out_dtype`, the dtype of the written file, as `dtype`.
 
     If both are given, mergekit's `dtype` is the dtype of its arithmetic, which cannot be chosen here.
@@ -170,26 +170,28 @@ def problems(recipe: Any) -> Found:
     """Yield (key, what is wrong, what would be right) for a merge recipe whose single values are valid."""
     method = recipe.merge_method
     described = registry.index()["merge"][method]
-    yield from _inputs(recipe)
+    yield from _check_inputs(recipe)
     if "base_model" in described["needs"] and not all(part.base for part in parts(recipe)):
         yield "merge_method", f"{method} adds differences to a base and none is named", "write `base_model`"
     for part in parts(recipe):
-        yield from _counts(recipe, part, described["needs"])
+        yield from _check_counts(recipe, part, described["needs"])
     if "adapters" in described["needs"]:
-        yield from _adapters(recipe)
+        yield from _check_adapters(recipe)
     else:
-        yield from _tokenizer(recipe)
-        yield from _template(recipe)
-    for place, block in _blocks(recipe):
-        yield from _block(method, place, block, described["params"])
+        yield from _check_tokenizer(recipe)
+        yield from _check_template(recipe)
+    for place, block in _parameter_blocks(recipe):
+        yield from _check_block(method, place, block, described["params"])
     for key, known in described["params"].items():
-        if len(known) == 1 and not any(key in given_parameters(block, method) for _, block in _blocks(recipe)):
+        if len(known) == 1 and not any(
+            key in given_parameters(block, method) for _, block in _parameter_blocks(recipe)
+        ):
             yield "parameters", f"{method} needs {_to_recipe_key(key)}", f"write `{_to_recipe_key(key)}`"
     if recipe.parameters.granularity == "global" and isinstance(recipe.parameters.density, list):
         yield "parameters.density", "one share of the whole model is wanted", "write a number"
 
 
-def _inputs(recipe: Any) -> Found:
+def _check_inputs(recipe: Any) -> Found:
     """Check `models` and `slices`: one of the two; every slice takes the same number of layers of each model, once
     each."""
     if recipe.models and recipe.slices:
@@ -214,7 +216,7 @@ def _inputs(recipe: Any) -> Found:
             yield at, f"the layers of the base {base} are not given", "list it among the sources"
 
 
-def _block(method: str, place: str, block: MergeParameters, params: Mapping[str, Any]) -> Found:
+def _check_block(method: str, place: str, block: MergeParameters, params: Mapping[str, Any]) -> Found:
     """Check the keys of one `parameters` block."""
     takes = arguments_of(method)
     shown = ", ".join(sorted(_to_recipe_key(key) for key in takes)) or "none"
@@ -246,7 +248,7 @@ def _check_range(path: str, key: str, setting: Any) -> Found:
         yield path, f"must be {RANGES[key][1]}, not {setting:g}", ""
 
 
-def _counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
+def _check_counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
     count = len(part.models)
     right = {"one_model": count == 1, "two_models": count == 2, "several_models": count >= 2}
     beside = " beside the base" if part.base else ""
@@ -259,7 +261,7 @@ def _counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
         yield at, "no model beside the base", "list the models whose differences are added"
 
 
-def _tokenizer(recipe: Any) -> Found:
+def _check_tokenizer(recipe: Any) -> Found:
     """Check that the sources of the tokenizer and of single tokens are among the models."""
     models = named_models(recipe)
     base = ["base"] if recipe.base_model else []
@@ -282,7 +284,7 @@ def _tokenizer(recipe: Any) -> Found:
             yield key, f"`{name}` is none of the models", _allowed_names(name, ["union", *base, *models])
 
 
-def _template(recipe: Any) -> Found:
+def _check_template(recipe: Any) -> Found:
     text = recipe.chat_template
     if text is not None and text not in ("auto", "chatml") and "{" not in text:
         what = f"`{text}` is not a template"
@@ -294,7 +296,7 @@ def _allowed_names(name: str, known: Sequence[str]) -> str:
     return f"did you mean `{near}`?" if near else f"known: {', '.join(dict.fromkeys(known))}"
 
 
-def _adapters(recipe: Any) -> Found:
+def _check_adapters(recipe: Any) -> Found:
     for key in ("base_model", "tokenizer_source", "tokenizer", "chat_template"):
         if getattr(recipe, key) is not None:
             yield key, f"{recipe.merge_method} takes its base from the adapters, and their tokenizer", "remove it"
@@ -305,7 +307,7 @@ def _adapters(recipe: Any) -> Found:
         yield "parameters.rank", "only svd takes a rank", "write `combination: svd`, or remove it"
 
 
-def _blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
+def _parameter_blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
     yield "parameters", recipe.parameters
     inputs: list[tuple[str, MergeModel | SliceSource]] = [(f"models.{n}", one) for n, one in enumerate(recipe.models)]
     for number, piece in enumerate(recipe.slices):

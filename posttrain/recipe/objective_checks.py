@@ -29,8 +29,8 @@ from posttrain.recipe.workflow_checks import check_roles
 def check_components(recipe: RlRecipe) -> Found:
     """Check that each component gets what it needs, that nothing in the recipe contradicts it, and that no two
     components perform the same exclusive action."""
-    given, owners = given_fields(recipe), dict[str, ComponentSection]()
-    alone = recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
+    given, owners = provided_fields(recipe), dict[str, ComponentSection]()
+    alone = recipe.rollout.group_size == 1 and not rollouts_are_groups(recipe) and not recipe.rollout.workflow
     for_all_right = {f"`{section.use}`" for _, section in recipe.active_components() if "all_correct" in section.needs}
     facts: dict[str, Any] = {"alone": alone, "for_all_right": for_all_right}
     for key, section in recipe.active_components():
@@ -51,22 +51,22 @@ def check_components(recipe: RlRecipe) -> Found:
             yield from refuse(scope, rows, place if place != "use" else f"{key}.use")
 
 
-def given_fields(recipe: RlRecipe) -> set[str]:
+def provided_fields(recipe: RlRecipe) -> set[str]:
     """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
     everything that its kind can."""
     scope, advantage = Scope((((), recipe),)), recipe.advantage
     found = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
     found |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
-    return found | sampler_gives(recipe)
+    return found | fields_from_sampler(recipe)
 
 
-def sampler_gives(recipe: RlRecipe) -> set[str]:
+def fields_from_sampler(recipe: RlRecipe) -> set[str]:
     """Return the fields that the recipe's sampler provides to components. A user's sampler may provide any of them."""
     every = set().union(*SAMPLERS.values())
     return every if recipe.sampler.is_function else SAMPLERS.get(recipe.sampler.use, set())
 
 
-def makes_groups(recipe: RlRecipe) -> bool:
+def rollouts_are_groups(recipe: RlRecipe) -> bool:
     """Return whether the rows of each rollout form a group of their own."""
     return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
 
@@ -104,7 +104,7 @@ def check_classes(recipe: RlRecipe) -> Found:
 
 def check_controllers(recipe: RlRecipe) -> Found:
     """Check that each controller drives a number that the recipe has and that can change between steps."""
-    known = numbers(recipe)
+    known = controllable_numbers(recipe)
     for key, section in recipe.controllers.items():
         largest = max(section.params.get("values", ()), default=0)
         facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
@@ -147,7 +147,7 @@ def compares_with_sampler(recipe: RlRecipe) -> bool:
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")
 
 
-def numbers(recipe: RlRecipe) -> dict[str, float]:
+def controllable_numbers(recipe: RlRecipe) -> dict[str, float]:
     """Return key -> value of each number that a controller may drive: numbers of components, and ROLLOUT_NUMBERS."""
     found = {key: getattr(recipe.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
     for key, section in recipe.components():

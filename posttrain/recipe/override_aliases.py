@@ -10,32 +10,32 @@ from collections.abc import Iterator, Sequence
 
 from posttrain.errors import nearest
 from posttrain.recipe import keys
-from posttrain.recipe.foreign.words import sentence
+from posttrain.recipe.foreign.words import replacement_hint
 from posttrain.recipe.stages import Stage
 
-FORM = "an override is written key.path=value"
+OVERRIDE_FORM = "an override is written key.path=value"
 
 
-def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
+def suggest_override(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
     """Return the correction for a key as it was typed: `write optim.lr=1e-5`, or a sentence; empty if no known key is
     similar."""
     last = typed.rpartition(".")[2].replace("-", "_")
     for stage in stages:
         paths = list(keys.all_paths(stage))
-        if key := _same(typed, paths):
+        if key := _find_same_key(typed, paths):
             inner = next((f"{key}.{one}" for one in ("path", "source") if f"{key}.{one}" in paths), key)
             return f"write {inner}={value}"  # a section given as a value means its path or source
-        if said := sentence(last, stage.model_fields["stage"].default):
+        if said := replacement_hint(last, stage.model_fields["stage"].default):
             named = re.match(r"write `([\w.]+)`(?: \([^)]*\))?$", said)
             return f"write {named[1]}={value}" if named else said
         if "." in typed and (near := nearest(typed, paths, alike=0.85)):
             return f"did you mean {near}={value}?"
     for stage in stages:
-        if "." in typed and (said := sentence(typed.replace(".", "_"), stage.model_fields["stage"].default)):
+        if "." in typed and (said := replacement_hint(typed.replace(".", "_"), stage.model_fields["stage"].default)):
             return said
-        if "." in typed and last in keys.GENERAL:
+        if "." in typed and last in keys.GENERIC_KEYS:
             continue
-        if ends := keys.homes(stage).get(last):
+        if ends := keys.keys_by_last_part(stage).get(last):
             return f"write {' or '.join(f'{key}={value}' for key in ends[:2])}"
     for stage in stages:
         head, dot, _ = typed.partition(".")
@@ -46,7 +46,7 @@ def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
     return ""
 
 
-def _same(typed: str, paths: Sequence[str]) -> str | None:
+def _find_same_key(typed: str, paths: Sequence[str]) -> str | None:
     """Return the key that equals `typed` except for dots, dashes and underscores, or that is the end of a longer key of
     another tool."""
     if typed in paths:
@@ -87,7 +87,7 @@ def correct_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
                 parts.append(left.pop(0))
             yield " ".join(parts), f"write {key.rstrip(':')}={parts[-1].removeprefix('=')}, without a space"
         else:
-            yield word, f"write {word}=VALUE" if re.fullmatch(r"[A-Za-z_][\w.]*", word) else FORM
+            yield word, f"write {word}=VALUE" if re.fullmatch(r"[A-Za-z_][\w.]*", word) else OVERRIDE_FORM
 
 
 def _is_value(word: str) -> bool:

@@ -16,7 +16,7 @@ from posttrain.recipe import keys, layers, requirements, rounds
 from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, follow, format_path, from_plain, leaves, plain
-from posttrain.recipe.validate import check, resolve_values, with_preset
+from posttrain.recipe.validate import check, merge_preset, resolve_values
 
 MINUTES = ("run", "max_minutes")  # may be `stage:NAME`: as long as that stage trained
 _NAME = re.compile(r"\w[\w.-]*$")
@@ -79,7 +79,7 @@ def _entries(written: list[Node], earlier: dict[str, str], problems: list[Proble
                           f"stages.{position}", earlier, problems)  # fmt: skip
         expanded = rounds.expand(node, ("stages", position), problems)
         if len(problems) > known_count:  # the models are unknown, but later stages may name them
-            earlier |= dict.fromkeys(rounds.names(node), "")
+            earlier |= dict.fromkeys(rounds.model_names(node), "")
             continue
         results |= expanded.results
         yield from expanded.entries
@@ -92,16 +92,16 @@ def _resolve_entry(
     entry, head = given.node, format_path(given.path)
     if not isinstance(entry.value, dict):
         return entry, {}, entry  # the schema reports that a mapping is required
-    name = _name(entry, head, earlier, problems)
-    model = _model(entry, head, problems)
+    name = _check_name(entry, head, earlier, problems)
+    model = _find_stage(entry, head, problems)
     if model is None:
         earlier[name] = ""
         return entry, {}, entry
     own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
     stage = model.model_fields["stage"].default
     full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
-    full = _add_anchors(full, with_preset(full, model, []), given)
-    layered = with_preset(full, model, problems)
+    full = _add_anchors(full, merge_preset(full, model, []), given)
+    layered = merge_preset(full, model, problems)
     recipe, found = check(_without_minutes(layered), model, given.path)
     _add_problems(found, head, defaults, problems)
     if recipe:
@@ -151,7 +151,7 @@ def _add_problems(found: list[Problem], head: str, defaults: Node, problems: lis
 
 def _rename_default_keys(found: list[Problem], head: str, defaults: Node) -> list[Problem]:
     """Rename the keys of problems that lie in `defaults` to the keys as written."""
-    shared = {*_marks(defaults)}
+    shared = {*_locations(defaults)}
 
     def rename_key(problem: Problem) -> Problem:
         what = problem.what.replace(f"{head}.", "defaults.", 1)
@@ -162,8 +162,8 @@ def _rename_default_keys(found: list[Problem], head: str, defaults: Node) -> lis
 
 def _drop_used_defaults(notes: list[Problem], defaults: Node, stages: Sequence[Node]) -> list[Problem]:
     """Drop the notes about defaults that have an effect in another stage."""
-    shared = {*_marks(defaults)}
-    taken = Counter(mark for stage in stages for mark in {*_marks(stage)} & shared)
+    shared = {*_locations(defaults)}
+    taken = Counter(mark for stage in stages for mark in {*_locations(stage)} & shared)
     idle_in = Counter(note.where for note in notes)
     unused = {note: None for note in notes if note.where not in shared or idle_in[note.where] == taken[note.where]}
     return list(unused)
@@ -180,7 +180,7 @@ def for_stage(defaults: Node, model: type[Stage]) -> Node:
     use."""
     taken: dict[str, Node] = {}
     for key, section in defaults.mapping.items():
-        if key not in model.model_fields or _means_another(key, section, model):
+        if key not in model.model_fields or _is_other_section(key, section, model):
             continue
         unused = {path.partition(".")[2] for path in model.unused if path.startswith(f"{key}.")}
         if isinstance(section.value, dict):
@@ -190,7 +190,7 @@ def for_stage(defaults: Node, model: type[Stage]) -> Node:
     return Node(taken, defaults.origin)
 
 
-def _means_another(key: str, section: Node, model: type[Stage]) -> bool:
+def _is_other_section(key: str, section: Node, model: type[Stage]) -> bool:
     """Return whether a section of the defaults belongs to other stages that have a different section of the same name.
 
     `eval` holds the metrics of the stage eval, but the evaluation during training in a stage that trains.
@@ -204,7 +204,7 @@ def _means_another(key: str, section: Node, model: type[Stage]) -> bool:
     return any(written and written <= names for names in known_count.values())
 
 
-def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:
+def _check_name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:
     node = entry.mapping.get("name")
     if node is None:
         problems.append(Problem(entry.origin.mark, f"{head}.name: is missing", "later stages refer to the stage by it"))
@@ -218,7 +218,7 @@ def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Proble
     return name
 
 
-def _model(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | None:
+def _find_stage(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | None:
     known_count = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
     node = entry.mapping.get("stage")
     allowed = f"allowed: {', '.join(known_count)}"
@@ -288,9 +288,9 @@ def _check_table(table: Node | None, stages: dict[str, str], problems: list[Prob
             problems.append(Problem(node.origin.mark, what, f"eval stages: {', '.join(evaluations) or 'none'}"))
 
 
-def _marks(node: Node) -> Iterator[str]:
+def _locations(node: Node) -> Iterator[str]:
     yield node.origin.mark
     yield node.at_key.mark
     children = node.value if isinstance(node.value, list) else list(node.mapping.values())
     for below in children:
-        yield from _marks(below)
+        yield from _locations(below)

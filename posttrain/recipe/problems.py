@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import Problem, count_noun, did_you_mean, nearest
 from posttrain.recipe import keys, presets
-from posttrain.recipe.foreign.words import common_names, sentence, synonym
-from posttrain.recipe.override_aliases import form_for
+from posttrain.recipe.foreign.words import common_names, replacement_hint, translate_value
+from posttrain.recipe.override_aliases import suggest_override
 from posttrain.recipe.rl_stage import TAGS
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import Stage
@@ -84,7 +84,7 @@ def _problem(
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
         what = f"{head}{format_value(item['input'])} is not a value of this key"
-        meant = synonym(format_path(path), str(item["input"]))
+        meant = translate_value(format_path(path), str(item["input"]))
         hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(str(item["input"]), words)
         return Problem(place.mark, what, f"allowed: {', '.join(words)}", hint)
     if kind == "value_error":
@@ -247,7 +247,7 @@ def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     hint = did_you_mean(str(item["input"]), known)
     if str(item["input"]) in presets.names():
         hint = f"it is an algorithm: write `algorithm: {item['input']}`"
-    elif meant := synonym(shown_path, str(item["input"])):
+    elif meant := translate_value(shown_path, str(item["input"])):
         hint = f"did you mean `{meant}`?"
     hint = f"write {item['input']}:FUNCTION" if own and str(item["input"]).endswith(".py") else hint
     return Problem(node.origin.mark, what, allowed, hint)
@@ -266,14 +266,14 @@ def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) 
     """Suggest a key for an override whose first section is unknown, such as `trainer.total_epochs=2` of another
     tool."""
     typed, _, value = node.at_key.where.partition("=") if node.at_key.kind == "command line" else ("", "", "")
-    return form_for(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
+    return suggest_override(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
 
 
 def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
     name = stage.model_fields["stage"].default
     section = ".".join(str(part) for part in above if not isinstance(part, int))
-    elsewhere = keys.homes(stage).get(key) if not section or key not in keys.GENERAL else None
-    if said := sentence(key, name) or (section and sentence(f"{section}_{key}", name)):
+    elsewhere = keys.keys_by_last_part(stage).get(key) if not section or key not in keys.GENERIC_KEYS else None
+    if said := replacement_hint(key, name) or (section and replacement_hint(f"{section}_{key}", name)):
         return said
     if near := nearest(key, known, alike=0.9):  # typing error, even if the key exists in another section
         return f"did you mean `{near}`?"
@@ -293,11 +293,13 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     if near := nearest(key, known, alike=0.8):
         return f"did you mean `{near}`?"
     if near := nearest(key, common_names(), alike=0.8):  # typing error in a key of another tool
-        return str(sentence(near, name))
+        return str(replacement_hint(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"
-    if (not section or key not in keys.GENERAL) and (near := nearest(key, keys.homes(stage), alike=0.75)):
-        return f"did you mean `{keys.homes(stage)[near][0]}`?"
+    if (not section or key not in keys.GENERIC_KEYS) and (
+        near := nearest(key, keys.keys_by_last_part(stage), alike=0.75)
+    ):
+        return f"did you mean `{keys.keys_by_last_part(stage)[near][0]}`?"
     return ""
 
 

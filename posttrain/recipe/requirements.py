@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from posttrain import registry
 from posttrain.errors import Problem, count_noun
-from posttrain.recipe.limits import refused_argument
+from posttrain.recipe.limits import argument_marks
 from posttrain.recipe.section import ComponentSection, Idle, Refused
 from posttrain.recipe.tree import Node, Path_, follow, format_path
 
@@ -124,7 +124,7 @@ def find_refused(recipe: BaseModel) -> Found:
         if isinstance(section, ComponentSection) and section.described:
             kind = registry.kind_of(section.kinds, section.use)
             for name in section.params:
-                yield from refuse(scope, refused_argument(kind, section.use, name), format_path((*path, name)))
+                yield from refuse(scope, argument_marks(kind, section.use, name), format_path((*path, name)))
 
 
 def refuse(scope: Scope, rows: Iterable[Sequence[str]], key: str) -> Found:

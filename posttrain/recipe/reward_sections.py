@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.recipe.limits import MOST
+from posttrain.recipe.limits import MAX_COUNT
 from posttrain.recipe.section import Idle, NamedSection, OnNone, Refused, Section, Share, Workers
 
 
@@ -84,7 +84,7 @@ class Scoring(Section):
     max_bad_gold: Annotated[Share, Idle("stage != rl|eval", "in {stage}, where no gold is audited", note=True)] = Field(
         0.05, description="refuse to start if the gold answer does not score best on a larger share of rows"
     )
-    memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
+    memory_mb: Annotated[int, Field(ge=64, le=MAX_COUNT)] | None = Field(
         4096, description="memory limit of a worker process, in MB; a call that needs more fails; null = no limit"
     )
     split: Annotated[

@@ -36,7 +36,7 @@ MODEL_MAKERS = ("sft", "dpo", "rl", "merge")
 SAMPLERS = ("eval", "generate")
 REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
 _ROUND = re.compile(r"round:(.*)$")
-WORDS = ("policy", "initial", "reference")
+POLICY_NAMES = ("policy", "initial", "reference")
 Reference = Literal["previous", "initial", "extrapolated", "random_past", "average"]
 
 
@@ -98,7 +98,7 @@ def is_rounds(entry: Node) -> bool:
     return "rounds" in entry.mapping
 
 
-def names(entry: Node) -> list[str]:
+def model_names(entry: Node) -> list[str]:
     """Return the names that later stages may use for models of the rounds, as far as the entry can be read."""
     name, count = (entry.mapping[key].value if key in entry.mapping else None for key in ("name", "rounds"))
     most = max(count, 9) if isinstance(count, int) else 9  # the number itself may be invalid
@@ -112,27 +112,27 @@ def expand(entry: Node, path: Path_, problems: list[Problem]) -> Expanded:
     except ValidationError as error:
         problems += convert_errors(error, entry, cast(type[Stage], Rounds), path)
         return Expanded()
-    found = list(_problems(entry, settings, path))
+    found = list(_check_rounds(entry, settings, path))
     problems += found
     return Expanded() if found else _Expander(entry, path, settings).write()
 
 
-def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
+def _check_rounds(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
     """Yield the problems that the schema cannot express."""
     head = ".".join(map(str, path))
     for position, node in enumerate(cast(list[Node], entry.mapping["stages"].value)):
-        yield from _wrong_stage(node, f"{head}.stages.{position}")
-    yield from _wrong_result(entry, settings, head)
-    yield from _find_idle(entry, settings, head)
+        yield from _check_stage(node, f"{head}.stages.{position}")
+    yield from _check_result(entry, settings, head)
+    yield from _check_idle(entry, settings, head)
     if settings.start in ("tiny", "tiny-vision"):
         what = (
             f"{head}.start: `{settings.start}` is newly created from the seed of each stage: rounds need a fixed model"
         )
         yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")
-    yield from _wrong_by_round(entry, settings, head)
+    yield from _check_by_round(entry, settings, head)
 
 
-def _wrong_stage(node: Node, head: str) -> Iterator[Problem]:
+def _check_stage(node: Node, head: str) -> Iterator[Problem]:
     if is_rounds(node):
         yield Problem(node.origin.mark, f"{head}: rounds within rounds")
     name = node.mapping.get("name")
@@ -140,13 +140,13 @@ def _wrong_stage(node: Node, head: str) -> Iterator[Problem]:
         yield Problem(name.origin.mark, f"{head}.name: the name of a stage in rounds cannot contain `.`")
     for text, place in _texts(node):
         word = _ROUND.match(text)
-        if word and word[1] not in WORDS:
-            hint = did_you_mean(word[1], WORDS, "round:{}")
-            allowed = ", ".join(f"round:{w}" for w in WORDS)
+        if word and word[1] not in POLICY_NAMES:
+            hint = did_you_mean(word[1], POLICY_NAMES, "round:{}")
+            allowed = ", ".join(f"round:{w}" for w in POLICY_NAMES)
             yield Problem(place.mark, f"`{text}` is not a policy of a round", f"known: {allowed}", hint)
 
 
-def _wrong_result(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+def _check_result(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
     makers = [str(stage.get("name")) for stage in settings.stages if stage.get("stage") in MODEL_MAKERS]
     if not makers:
         mark = entry.mapping["stages"].at_key.mark
@@ -156,7 +156,7 @@ def _wrong_result(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]
         yield Problem(entry.mapping["result"].origin.mark, what, f"those that do: {', '.join(makers)}")
 
 
-def _find_idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+def _check_idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
     """Yield a problem for each setting that has no effect."""
     compares = any(stage.get("stage") == "dpo" for stage in settings.stages)
     if settings.reference in ("initial", "random_past", "average") and not compares:
@@ -171,7 +171,7 @@ def _find_idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
         yield Problem(entry.mapping["history"].origin.mark, what, hint="remove it")
 
 
-def _wrong_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+def _check_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
     stages = [str(stage.get("name")) for stage in settings.stages]
     for key, values in settings.by_round.items():
         node = entry.mapping["by_round"].mapping[key]
@@ -268,7 +268,7 @@ class _Expander:
             name, _, below = key.partition(".")
             if "name" in node.mapping and node.mapping["name"].value == name:
                 value = cast(list[Node], values.value)[number - 1]
-                node = layers.with_value(node, below.split("."), value)
+                node = layers.set_value(node, below.split("."), value)
         return node
 
     def _rename_for_round(self, node: Node, prefix: str, meaning: dict[str, str]) -> Node:

@@ -23,10 +23,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from posttrain import registry
 from posttrain.options import Channel, Column, Gate, PartialColumn, RewardName, ScoreName, TextColumn
 from posttrain.path_resolution import split_function
-from posttrain.recipe.limits import MOST, of_argument
+from posttrain.recipe.limits import MAX_COUNT, argument_limits
 
-Positive = Annotated[int, Field(gt=0, le=MOST)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def check_steps_or_share(value: Any) -> Any:
@@ -106,7 +106,7 @@ def expand_use(value: Any) -> Any:
     return {"use": value} if isinstance(value, str) else value
 
 
-def _or_its_name(schema: dict[str, Any]) -> None:
+def _allow_name_alone(schema: dict[str, Any]) -> None:
     own = dict(schema)
     schema.clear()
     schema["anyOf"] = [{"type": "string", "description": "short for `use: NAME`"}, own]
@@ -115,7 +115,7 @@ def _or_its_name(schema: dict[str, Any]) -> None:
 class NamedSection(Section):
     """A section with the key `use`; `NAME` alone is short for `use: NAME`."""
 
-    model_config = ConfigDict(json_schema_extra=_or_its_name)
+    model_config = ConfigDict(json_schema_extra=_allow_name_alone)
 
     @model_validator(mode="before")
     @classmethod
@@ -223,7 +223,7 @@ def params_model(kind: str, name: str) -> type[BaseModel]:
     for key, described in registry.index()[kind][name]["params"].items():
         annotation = eval(described[0], {"__builtins__": {}}, _NAMES)  # only reads the index shipped with the package
         default = described[1] if len(described) > 1 else ...
-        if limits := of_argument(kind, name, key):
+        if limits := argument_limits(kind, name, key):
             annotation = typing.Annotated[annotation, Field(**limits)]
         if "tuple" in described[0]:  # YAML and JSON have no tuples
             annotation = typing.Annotated[annotation, Field(strict=False)]

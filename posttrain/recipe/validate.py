@@ -11,16 +11,16 @@ from pydantic import ValidationError
 
 from posttrain.errors import Problem, RecipeError
 from posttrain.recipe import checks, keys, layers, presets
-from posttrain.recipe.limits import LARGEST
+from posttrain.recipe.limits import MAX_MAGNITUDE
 from posttrain.recipe.problems import convert_errors, format_value
 from posttrain.recipe.rl_stage import TAGS
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import DEFAULT, Node, Origin, follow, format_path, from_plain, leaves, plain
 
-_TRIES = 5  # removing a wrong value may leave its section incomplete, so several passes are needed
+_MAX_PASSES = 5  # removing a wrong value may leave its section incomplete, so several passes are needed
 
 
-def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
+def merge_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
     """Return `tree` merged over the choices of its `algorithm`, with component sections expanded. An unknown algorithm
     is added to `problems`."""
     lower = Node({}, tree.origin, tree.key_origin)
@@ -61,7 +61,7 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
     return recipe, problems + checks.run(recipe, tree, prefix)
 
 
-def values_of_right_keys(
+def resolve_valid_values(
     values: Mapping[str, Any], model: type[Stage], decisive: Collection[str]
 ) -> dict[str, Any] | None:
     """Return the resolved values of an invalid stage, with defaults in place of the values that its schema refuses.
@@ -73,7 +73,7 @@ def values_of_right_keys(
         parts = key.split(".")
         if isinstance(section := remaining.get(parts[0]), dict):
             section.pop(parts[-1], None)
-    for _ in range(_TRIES):
+    for _ in range(_MAX_PASSES):
         try:
             return resolve_values(model.model_validate(remaining))
         except ValidationError as error:
@@ -103,11 +103,10 @@ def _check_magnitudes(tree: Node, prefix: Sequence[str | int]) -> Iterator[Probl
     """Yield a problem for each number that is too large to compute with."""
     for path, value in leaves(plain(tree)):
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int | float) and math.isfinite(one) and abs(one) > LARGEST:
+            if isinstance(one, int | float) and math.isfinite(one) and abs(one) > MAX_MAGNITUDE:
                 node, _ = follow(tree, path)
-                yield Problem(
-                    node.origin.mark, f"{format_path([*prefix, *path])}: at most {LARGEST:g}, not {format_value(one)}"
-                )
+                what = f"{format_path([*prefix, *path])}: at most {MAX_MAGNITUDE:g}, not {format_value(one)}"
+                yield Problem(node.origin.mark, what)
 
 
 def _remove(values: dict[str, Any], parts: list[str]) -> None:

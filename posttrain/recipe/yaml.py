@@ -19,7 +19,7 @@ import yaml
 
 from posttrain.errors import Problem, RecipeError
 from posttrain.path_resolution import refuse_special
-from posttrain.recipe.limits import DIGITS
+from posttrain.recipe.limits import MAX_DIGITS
 from posttrain.recipe.tree import Node, Origin, Scalar
 
 MAX_BYTES = 100_000  # of a recipe file
@@ -100,7 +100,7 @@ def scalar(text: str) -> Scalar:
         return None
     if text in _BOOLEAN:
         return _BOOLEAN[text]
-    if len(text) > DIGITS:
+    if len(text) > MAX_DIGITS:
         return text  # too long to be a usable number; _Builder reports it
     if _INTEGER.match(text):
         return int(text)
@@ -218,7 +218,7 @@ class _Builder:
         text = self.substitute_variables(node)
         if (
             not quoted
-            and len(text) > DIGITS
+            and len(text) > MAX_DIGITS
             and (_INTEGER.match(text) or _FLOAT.match(text) or _OTHER_BASE.match(text))
         ):
             self.problem(node, f"a number of {len(text)} digits", hint="write it in quotes if it is text")

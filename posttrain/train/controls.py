@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.errors import RecipeError, UserError
 from posttrain.recipe.argument_checks import load_component
-from posttrain.recipe.objective_checks import numbers
+from posttrain.recipe.objective_checks import controllable_numbers
 from posttrain.recipe.stages import RlRecipe
 
 
@@ -36,7 +36,7 @@ class Controls:
                     raise RecipeError(
                         f"controller `{section.use}` has no method `{method}`", where=f"controllers.{key}"
                     )
-        known = numbers(recipe)
+        known = controllable_numbers(recipe)
         controls = cls(found, {key: known[key] for key in found})
         for step, given in enumerate(controls.foreseen(steps)):
             check_limits(given, recipe, step)

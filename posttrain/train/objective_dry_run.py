@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Said, Segment, Turn, WorkflowCall
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
-from posttrain.recipe.objective_checks import given_fields, makes_groups, sampler_gives
+from posttrain.recipe.objective_checks import fields_from_sampler, provided_fields, rollouts_are_groups
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import RlRecipe
 from posttrain.registry import script_line
@@ -58,7 +58,7 @@ def _run(objective: Objective, batch: RolloutBatch) -> None:
 
 def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], names: Sequence[str]) -> RolloutBatch:
     by_turn = "turn_scores" in objective.needs
-    given = given_fields(recipe)
+    given = provided_fields(recipe)
     rollouts = [
         Rollout(
             prompt=prompts[group % len(prompts)],
@@ -96,7 +96,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         made["new_values"].requires_grad_()  # a loss may train only the critic
     if "divergence" in made:
         made["divergence"].requires_grad_()
-    sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if sampler_gives(recipe) else {}
+    sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if fields_from_sampler(recipe) else {}
     return batch.replace(**made, reward_weights=weights, sampler_state=sampler)
 
 
@@ -113,7 +113,7 @@ def _sizes(recipe: RlRecipe) -> list[int]:
     """Return the number of rollouts of each prompt: unequal ones if the sampler may divide them so."""
     prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
     unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
-    if makes_groups(recipe):
+    if rollouts_are_groups(recipe):
         return [2] * (prompts * size)
     if recipe.rollout.workflow is not None:  # its calls form separate groups, also with a single rollout
         return [max(2, size)] * prompts

@@ -34,7 +34,7 @@ TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "v
 
 def test_every_tool_has_an_example() -> None:
     assert {next(tool for tool in TOOLS if path.name.startswith(tool)) for path in FILES} == set(TOOLS)
-    assert set(words.ORDER) == set(TOOLS)
+    assert set(words.TOOLS) == set(TOOLS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -265,7 +265,7 @@ def test_every_target_of_a_table_is_a_key_of_a_recipe() -> None:
     known = {path for model in keys.BY_NAME.values() for path in keys.all_paths(model)}
     heads = {head for stage in keys.BY_NAME for head in keys.components_of(stage)}
     used = set()
-    for name in words.ORDER:
+    for name in words.TOOLS:
         for key, entry in words.table(name).keys.items():
             used.add(entry.how)
             targets = [entry.to] if isinstance(entry.to, str) else list(entry.to.values())

@@ -148,12 +148,12 @@ def test_formulas_elsewhere_are_there_and_uncalled() -> None:
         module, _, name = place.partition(":")
         assert name in FORMULAS[f"{module.replace('.', '/')}.py"], place
     assert not {*catalogue.KEYS, *catalogue.FORMULAS} & {*catalogue.OTHER_NAMES}
-    entries = catalogue.entries()
+    entries = catalogue.list_entries()
     assert not any(catalogue.find_entries(name, entries) for name in (*catalogue.KEYS, *catalogue.FORMULAS))
 
 
 def test_other_names_are_names_of_something() -> None:
-    entries = catalogue.entries()
+    entries = catalogue.list_entries()
     for name in catalogue.OTHER_NAMES:
         assert len(catalogue.find_entries(name, entries)) == 1, name
 
@@ -171,7 +171,7 @@ BASES["adaptvision"] = {**BASES["rl"], "model": {"path": "tiny-vision"}}  # boun
 
 def test_every_page_has_a_recipe_that_is_right(folder: Path) -> None:
     """The lines that `methods show` says to write load as they stand."""
-    for entry in catalogue.entries():
+    for entry in catalogue.list_entries():
         (folder / "page.yaml").write_text("\n".join(methods.recipe_lines(entry)) + "\n", encoding="utf-8")
         shown = plain(read(folder / "page.yaml").tree)
         values = {"stage": entry["stage"], **BASES.get(entry["name"], BASES[entry["stage"]]), **shown}

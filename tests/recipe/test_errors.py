@@ -298,7 +298,7 @@ def test_every_old_name_answers_with_a_sentence(name: str, base: str, errors: Er
     for text in (f"{base}{name}: 1\n", f"{base}optim: {{{name}: 1}}\n"):
         told = errors(text)
         assert "unknown key" in told
-        said = words.sentence(name, stage)
+        said = words.replacement_hint(name, stage)
         assert said and said in told
 
 
@@ -309,10 +309,10 @@ def test_old_names_lead_to_keys_that_exist() -> None:
                   for stage in keys.BY_NAME for key, section in keys.components_of(stage).items()
                   for entry in section.registered_components().values() for parameter in entry["params"]}  # fmt: skip
     rewards = {f"{path.stem}." for path in (Path(__file__).parents[2] / "rewards").glob("*.py")}
-    tables = [words.table(name).keys for name in words.ORDER]
+    tables = [words.table(name).keys for name in words.TOOLS]
     names = 0
     for name, entry in [item for table in tables for item in table.items()]:
-        said = [entry.sentence(name, stage) for stage in ("", *keys.BY_NAME)]
+        said = [entry.replacement_hint(name, stage) for stage in ("", *keys.BY_NAME)]
         for text in said:
             for written in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", text):
                 free = written.startswith("data.columns.") or written.partition(".")[0] + "." in rewards

@@ -318,7 +318,7 @@ def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> 
         yield from ((chain, mark) for arguments in model.idle_arguments.values() for mark in arguments.values())
         for name, entry in model.registered_components().items():
             kind = registry.kind_of(model.kinds, name)
-            rows = [row for argument in entry["params"] for row in limits.refused_argument(kind, name, argument)]
+            rows = [row for argument in entry["params"] for row in limits.argument_marks(kind, name, argument)]
             yield from ((chain, Refused(*row)) for row in rows)
     for field in model.model_fields.values():
         yield from ((chain, mark) for mark in field.metadata if isinstance(mark, Idle | Refused))

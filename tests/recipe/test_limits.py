@@ -49,7 +49,7 @@ def test_every_number_has_a_range() -> None:
     found = {
         f"{kind}/{name}.{argument}"
         for kind, name, argument in numbers()
-        if not limits.of_argument(kind, name, argument)
+        if not limits.argument_limits(kind, name, argument)
     }
     assert found == ANY
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.merging import written_dtype
+from posttrain.recipe.merging import rename_out_dtype
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from posttrain.recipe.merging import written_dtype
     ],
 )
 def test_out_dtype_is_what_is_written(tmp_path: Any, values: dict[str, Any], dtype: str) -> None:
-    assert written_dtype(values) == {"dtype": dtype}
+    assert rename_out_dtype(values) == {"dtype": dtype}
     models = [{"model": "tiny"}, {"model": "other"}]
     recipe = {"stage": "merge", "merge_method": "linear", "models": models, **values}
     assert load_dict(recipe, base_dir=tmp_path, where="test").recipe.dtype == dtype

@@ -20,7 +20,7 @@ PENDING = {  # nothing has them yet; what brings one takes it out
 
 def test_every_id_is_found() -> None:
     assert len(IDS) == len(set(IDS)) > 240
-    entries = catalogue.entries()
+    entries = catalogue.list_entries()
     missing = {
         name for name in IDS if not catalogue.find_entries(name, entries) and not catalogue.describe_unregistered(name)
     }

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.recipe import keys, references
-from posttrain.recipe.functions import find_definition, strange_arguments, strange_data_arguments
+from posttrain.recipe.functions import find_argument_errors, find_data_argument_errors, find_definition
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.section import CompletionsName, ComponentSection, CriticName, EvalName, PairsName
 from posttrain.recipe.tool_sections import Environment, Tool
@@ -159,10 +159,10 @@ def test_arguments_of_a_function_that_was_only_read(package: Path) -> None:
     function = find_definition("f.py:f", package, "loss", imported(package))
     open_one = find_definition("f.py:g", package, "loss", imported(package))
     assert function is not None and open_one is not None
-    assert list(strange_arguments(function, dict.fromkeys(["deep", "terms", "size"]))) == ["terms", "size"]
+    assert list(find_argument_errors(function, dict.fromkeys(["deep", "terms", "size"]))) == ["terms", "size"]
     given = dict.fromkeys(["deep", "terms", "size", "dep"])
-    assert list(strange_data_arguments(function, given, 3)) == ["size", "dep"]
-    assert strange_arguments(open_one, {"x": 1}) == {}
+    assert list(find_data_argument_errors(function, given, 3)) == ["size", "dep"]
+    assert find_argument_errors(open_one, {"x": 1}) == {}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_arguments_of_a_data_function(
     (package / "d.py").write_text(f"def f({signature}): ...\n", encoding="utf-8")
     function = find_definition("d.py:f", package, "data function", imported(package))
     assert function is not None
-    found = {key: str(error) for key, error in strange_data_arguments(function, given, size).items()}
+    found = {key: str(error) for key, error in find_data_argument_errors(function, given, size).items()}
     assert found.keys() == told.keys()
     assert all(told[key] in found[key] for key in told)
 
@@ -201,8 +201,8 @@ def test_arguments_of_a_class_and_those_that_are_needed(package: Path) -> None:
     (package / "f.py").write_text(text, encoding="utf-8")
     made = find_definition("f.py:C", package, "controller", imported(package))
     assert made is not None and find_definition("f.py:D", package, "controller", imported(package)) is None
-    assert strange_arguments(made, {"slope": 1}) == {}
-    told = strange_arguments(made, {"slop": 1})
+    assert find_argument_errors(made, {"slope": 1}) == {}
+    told = find_argument_errors(made, {"slop": 1})
     assert {key: str(error) for key, error in told.items()} == {
         "use": "C needs `slope`",
         "slop": "C has no argument slop\n  it takes: slope, base\n  hint: did you mean `slope`?",

@@ -140,14 +140,14 @@ def _convert_key(draft: Draft, given: Given, found: tuple[str, Entry] | None) ->
     elif entry.part_of:
         of = draft.foreign.given.get(entry.part_of)  # keys that the function reads are removed from the list at the end
         if of is None or of.value not in draft.foreign.table.keys[entry.part_of].noop:
-            draft.leave(given, entry.sentence(given.key, draft.stage) or f"it is read with {entry.part_of}")
+            draft.leave(given, entry.replacement_hint(given.key, draft.stage) or f"it is read with {entry.part_of}")
     elif target := entry.target(draft.stage):
         _copy(draft, given, entry, target)
     else:
         why = (
             entry.left
             or entry.remove
-            or entry.sentence(given.key, draft.stage)
+            or entry.replacement_hint(given.key, draft.stage)
             or f"stage {draft.stage} has no such key"
         )
         draft.leave(given, why)

@@ -63,7 +63,7 @@ class Draft:
         older = self.foreign.table.older
         found = [self.foreign.given[name] for key in keys if (name := older.get(key, key)) in self.foreign.given]
         if len(found) == 1:
-            return _origin(found[0], self.foreign.table.tool)
+            return _describe_origin(found[0], self.foreign.table.tool)
         return ", ".join(f"{one.key} {one.value}" for one in found if one.value is not None)
 
     def put(self, path: str, value: Any, origin: str) -> None:
@@ -143,5 +143,5 @@ def _origins(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield from _origins(below, f"{path}.{key}".lstrip("."))
 
 
-def _origin(given: Given, tool: str) -> str:
+def _describe_origin(given: Given, tool: str) -> str:
     return f"{given.key}, line {given.line}" if given.line else f"{given.key}, {tool}'s default"

@@ -43,7 +43,7 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
         return
     if len(names) != 1 or names[0] not in known:
         kind = {"rl": "loss", "dpo": "pair_loss"}.get(draft.stage, "token_weight")
-        _ask(draft, given, "objective.use" if draft.stage == "sft" else "loss.use", kind)
+        _require_choice(draft, given, "objective.use" if draft.stage == "sft" else "loss.use", kind)
         return
     for path, value in known[names[0]].items():
         draft.put(path, value, draft.origin(given.key))
@@ -51,7 +51,7 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
         draft.put("loss.ratio_max", float(cap), draft.origin("epsilon_high", "trl.epsilon_high"))
 
 
-def _ask(draft: Draft, given: Given, target: str, kind: str) -> None:
+def _require_choice(draft: Draft, given: Given, target: str, kind: str) -> None:
     """Write an unknown objective of the other tool under its own name, so that the recipe is invalid until the user
     chooses a replacement. Leaving it out would silently make the run a different experiment."""
     names = given.value if isinstance(given.value, list) else [given.value]
@@ -71,7 +71,7 @@ _DIVERGENCES = {"forward_kl": "forward_kl", "js_divergence": "js", "alpha_diverg
 def _divergence(draft: Draft, given: Given, _: str) -> None:
     origin = draft.origin(given.key)
     if given.value not in _DIVERGENCES:
-        _ask(draft, given, "loss.divergence", "pair_loss")
+        _require_choice(draft, given, "loss.divergence", "pair_loss")
         return
     draft.put("loss.use", "f_dpo", origin)
     draft.put("loss.divergence", _DIVERGENCES[given.value], origin)
@@ -163,7 +163,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 
 def _estimator(draft: Draft, given: Given, _: str) -> None:
     if str(given.value) not in _ESTIMATORS:
-        _ask(draft, given, "advantage.use", "advantage")
+        _require_choice(draft, given, "advantage.use", "advantage")
         return
     for path, value in _ESTIMATORS[str(given.value)].items():
         draft.put(path, value, draft.origin(given.key))
@@ -173,7 +173,7 @@ def _verl_loss(draft: Draft, given: Given, _: str) -> None:
     if given.value in ("gspo", "cispo"):
         draft.replace("loss.use", given.value, draft.origin(given.key))
     elif given.value != "vanilla":
-        _ask(draft, given, "loss.use", "loss")
+        _require_choice(draft, given, "loss.use", "loss")
 
 
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from posttrain.errors import RecipeError
 from posttrain.recipe.foreign import words
-from posttrain.recipe.foreign.script_rewards import ScriptReward, find_reward
+from posttrain.recipe.foreign.script_rewards import ScriptReward, extract_reward
 from posttrain.recipe.foreign.script_values import PARSERS, NotLiteral, Script
 from posttrain.recipe.yaml import display_path
 
@@ -365,7 +365,7 @@ class Training:
         if not isinstance(entry, ast.Name):
             return ""
         if entry.id in self.script.functions:
-            self.functions[entry.id] = find_reward(self.script, entry.id, self.path)
+            self.functions[entry.id] = extract_reward(self.script, entry.id, self.path)
             return entry.id
         module = self.script.imports.get(entry.id)
         if module is None:

@@ -43,7 +43,7 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
             if draft.get("external_plugins")
             else "no reward of this name is known: write `use: FILE.py:NAME`"
         )
-        return _ask_for(draft, given, name, why)
+        return _require_function(draft, given, name, why)
     file = draft.foreign.path.parent / (module.replace(".", "/") + ".py")
     if file.is_file():
         place = os.path.relpath(file, draft.base_dir)
@@ -51,7 +51,7 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
     return {"use": f"{module}:{function}"}
 
 
-def _ask_for(draft: Draft, given: Given, name: str, why: str) -> dict[str, Any]:
+def _require_function(draft: Draft, given: Given, name: str, why: str) -> dict[str, Any]:
     """Return the entry of a reward that the user must still write. It names a missing function, so the recipe is
     invalid until the function exists. Leaving it out would silently make the run a different experiment."""
     draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
@@ -64,7 +64,7 @@ def _own_function(draft: Draft, given: Given, name: str) -> dict[str, Any]:
     if not why and draft.rewards_file is None:
         why = "it is a function of the script: with --output it is written to a reward script beside the recipe"
     if why:
-        return _ask_for(draft, given, name, why)
+        return _require_function(draft, given, name, why)
     draft.carried.append(name)
     return {"use": f"./{draft.rewards_file}:{name}"}
 

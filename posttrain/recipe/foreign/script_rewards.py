@@ -26,7 +26,7 @@ class _NotStandalone(Exception):
     """Raised for a function that reads values which exist only in the running script."""
 
 
-def find_reward(script: Script, name: str, path: Path) -> ScriptReward:
+def extract_reward(script: Script, name: str, path: Path) -> ScriptReward:
     """Return a function of a script with everything it reads, or the reason why it cannot be extracted."""
     parts: dict[int, str] = {}
     try:

@@ -158,7 +158,7 @@ def _line(node: Node) -> int:
 
 def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Foreign:
     """Read the training command of a shell script, and the YAML file or TRL script that it names."""
-    names = [tool] if tool else list(words.ORDER)
+    names = [tool] if tool else list(words.TOOLS)
     tables = [words.table(name) for name in names]
     best: tuple[float, Table, list[shell.Word]] | None = None
     for command in shell.commands(text):
@@ -291,11 +291,11 @@ def _parse_option_value(text: str) -> Any:
     return {"None": None, "True": True, "False": False}.get(text, scalar(text))
 
 
-def tool_of(names: Collection[str], path: Path) -> Table | None:
+def detect_tool(names: Collection[str], path: Path) -> Table | None:
     """Return the table with the most marks among the keys of a file, or None; the folders of the file decide ties."""
     folders = str(path.resolve()).lower()
     scores: dict[str, float] = {}
-    for name in words.ORDER:
+    for name in words.TOOLS:
         table = words.table(name)
         hits = sum(mark in names or any(key.startswith(f"{mark}.") for key in names) for mark in table.marks)
         known = sum(table.entry(key) is not None for key in names) / max(len(names), 1)
@@ -305,23 +305,23 @@ def tool_of(names: Collection[str], path: Path) -> Table | None:
 
 
 def _detect_table(path: Path, given: Mapping[str, Given]) -> Table:
-    table = tool_of(given.keys(), path)
+    table = detect_tool(given.keys(), path)
     if table is None:
         raise RecipeError(
             "none of its keys shows which tool this file is for",
             where=display_path(path),
-            allowed=f"--from: {', '.join(words.ORDER).replace('_', '-')}",
+            allowed=f"--from: {', '.join(words.TOOLS).replace('_', '-')}",
             hint="name the tool: --from",
         )
     return table
 
 
-def tool_named(name: str) -> str:
+def parse_tool_name(name: str) -> str:
     """Return the table name of a tool as typed after --from. Raises RecipeError for an unknown tool."""
     plain = name.lower().replace("-", "_")
     plain = {"llama_factory": "llamafactory", "swift": "ms_swift", "openr1": "open_r1"}.get(plain, plain)
-    if plain not in words.ORDER:
-        shown_names = [one.replace("_", "-") for one in words.ORDER]
+    if plain not in words.TOOLS:
+        shown_names = [one.replace("_", "-") for one in words.TOOLS]
         raise RecipeError(
             f"--from {name}: files of this tool are not read",
             allowed=f"known: {', '.join(shown_names)}",

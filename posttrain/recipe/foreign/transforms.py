@@ -67,7 +67,7 @@ def _algorithm(draft: Draft, given: Given, _: str) -> None:
         draft.put("data.train_on", "all", draft.origin(given.key))
 
 
-def _truth(draft: Draft, given: Given, target: str) -> None:
+def _boolean(draft: Draft, given: Given, target: str) -> None:
     if not target:
         draft.leave(given, f"stage {draft.stage} has no such key")
     elif given.value in (True, False):
@@ -76,7 +76,7 @@ def _truth(draft: Draft, given: Given, target: str) -> None:
         draft.leave(given, f"`{target}` is true or false")
 
 
-def _whole(draft: Draft, given: Given, target: str) -> None:
+def _whole_number(draft: Draft, given: Given, target: str) -> None:
     if draft.stage == "rl" and target == "run.log_every":
         draft.leave(given, "rl writes every step")
     elif isinstance(given.value, int | float) and given.value >= 1:
@@ -323,11 +323,11 @@ TRANSFORMS: dict[str, Transform] = {
     "swift_lr": _swift_lr,
     "targets": _targets,
     "text_not_file": _text_not_file,
-    "truth": _truth,
+    "truth": _boolean,
     "updates": _updates,
     "verl_batch": _verl_batch,
     "vllm_engines": _vllm_engines,
-    "whole": _whole,
+    "whole": _whole_number,
     **data_forms.TRANSFORMS,
     **objective_forms.TRANSFORMS,
     **reward_forms.TRANSFORMS,

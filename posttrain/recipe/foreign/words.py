@@ -25,7 +25,7 @@ from typing import Any
 TABLES = Path(__file__).parent / "tables"
 COMMON = "common"
 # Tool names for --from.
-ORDER = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "verl", "mergekit")
+TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "verl", "mergekit")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Entry:
         """Return the key of a recipe of `stage`, "" if there is none."""
         return self.to if isinstance(self.to, str) else self.to.get(stage, "")
 
-    def sentence(self, key: str, stage: str) -> str:
+    def replacement_hint(self, key: str, stage: str) -> str:
         """Return what to write instead of `key` in a recipe of `stage`; "" if the general hints already cover it."""
         said = self.say if isinstance(self.say, str) else self.say.get(stage, self.say.get("", ""))
         if said or self.left:
@@ -89,19 +89,19 @@ class Table:
         return next(((name, self.keys[name]) for name in names if name in self.keys), None)
 
 
-def sentence(key: str, stage: str) -> str | None:
+def replacement_hint(key: str, stage: str) -> str | None:
     """Return what to write instead of another tool's key in a recipe of `stage`, or None for an unknown name."""
-    for name in (COMMON, *ORDER):
+    for name in (COMMON, *TOOLS):
         entries = _entries(name)
         if (entry := entries.get(key)) and not any(other.startswith(f"{key}.") for other in entries):  # skip sections
-            return entry.sentence(key, stage) or None
+            return entry.replacement_hint(key, stage) or None
     return None
 
 
-def synonym(target: str, value: str) -> str | None:
+def translate_value(target: str, value: str) -> str | None:
     """Return our value for another tool's value of a key, such as bfloat16 for `bf16` of `model.dtype`; None if
     unknown."""
-    for name in (COMMON, *ORDER):
+    for name in (COMMON, *TOOLS):
         for entry in _entries(name).values():
             if entry.to == target and entry.values and value in entry.values:
                 return str(entry.values[value])
@@ -111,7 +111,7 @@ def synonym(target: str, value: str) -> str | None:
 @functools.cache
 def common_names() -> tuple[str, ...]:
     """Return the keys that several tools share and that have a sentence, to detect typing errors in them."""
-    return tuple(key for key, entry in _entries(COMMON).items() if entry.sentence(key, ""))
+    return tuple(key for key, entry in _entries(COMMON).items() if entry.replacement_hint(key, ""))
 
 
 @functools.cache
