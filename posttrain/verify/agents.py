@@ -111,7 +111,7 @@ def persona_faithfulness(
     """
     for p in (*p_relevant, *p_entail, *p_contradict):
         if not 0 <= p <= 1:
-            raise ValueError(f"{p} is no probability")
+            raise ValueError(f"{p} is not a probability")
     each = [
         (1 - relevant) * (1 - against) + relevant * entailed
         for relevant, entailed, against in zip(p_relevant, p_entail, p_contradict, strict=True)

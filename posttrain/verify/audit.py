@@ -48,9 +48,9 @@ class Audit:
             return f"gold not audited: {self.skipped}"
         rest = f"; {describe_unusable(self.unusable)}" if self.unusable else ""
         best = self.checked - len(self.bad)
-        odd = "".join(f"; {doubt}" for doubt in self.doubts)
+        doubts = "".join(f"; {doubt}" for doubt in self.doubts)
         scored = f"gold scores best on {best} of {count_noun(self.checked, 'row')}"
-        return f"{scored} (gold written {describe_writer(self.writer)}){rest}{odd}"
+        return f"{scored} (gold written {describe_writer(self.writer)}){rest}{doubts}"
 
 
 def describe_unusable(unusable: Mapping[str, str]) -> str:
@@ -97,10 +97,10 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         elif wrong := explain_bad_gold(by_name, scorer.scoring.correct_at):
             bad[uid] = wrong + explain_failure(results["gold"])
     bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
-    odd = find_doubts(reward, golds.usable, write)
-    bad = find_column_problem(golds.usable, odd) | bad
-    told = [doubt.describe(len(golds.usable)) for doubt in odd]
-    audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=told)
+    doubts = find_doubts(reward, golds.usable, write)
+    bad = find_column_problem(golds.usable, doubts) | bad
+    descriptions = [doubt.describe(len(golds.usable)) for doubt in doubts]
+    audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=descriptions)
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
         raise _bad_gold_error(audit, reward.name, write.column, scorer.scoring.max_bad_gold)
     return audit
@@ -117,13 +117,13 @@ def script_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> lis
     """Collect the results of the script's `DOUBT(row, **params)`, which returns "" for a good gold answer. These doubts
     never stop a run."""
     doubt = _script_attribute(reward, "DOUBT")
-    said: dict[str, list[int]] = {}
+    row_numbers: dict[str, list[int]] = {}
     for number, row in enumerate(rows if callable(doubt) else ()):
         if what := doubt(row, **reward.params):
-            said.setdefault(what, []).append(number)
+            row_numbers.setdefault(what, []).append(number)
     return [
-        Doubt(what, tuple(those), tuple(str(rows[i].get(column)) for i in those[:3]), wrong=False)
-        for what, those in said.items()
+        Doubt(what, tuple(numbers), tuple(str(rows[i].get(column)) for i in numbers[:3]), wrong=False)
+        for what, numbers in row_numbers.items()
     ]
 
 
@@ -135,16 +135,16 @@ def _script_attribute(reward: LoadedReward, name: str) -> Any:
     return given.get(function) if isinstance(given, Mapping) else given
 
 
-def find_column_problem(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
+def find_column_problem(rows: Sequence[Row], doubts: Sequence[Doubt]) -> dict[str, str]:
     """Return uid -> problem for every row if a doubt invalidates all gold answers, else {}."""
-    said = find_column_doubt(odd, len(rows))
-    return {} if said is None else {row_uid(row, i): f"the golds {said.what}" for i, row in enumerate(rows)}
+    doubt = find_column_doubt(doubts, len(rows))
+    return {} if doubt is None else {row_uid(row, i): f"the golds {doubt.what}" for i, row in enumerate(rows)}
 
 
 def reads_maths(reward: LoadedReward) -> bool:
     """Return whether the reward's script uses the math verifier."""
-    held = getattr(reward.function, "__globals__", {}).values()
-    return any(value is maths or getattr(value, "__module__", "") == maths.__name__ for value in held)
+    script_globals = getattr(reward.function, "__globals__", {}).values()
+    return any(value is maths or getattr(value, "__module__", "") == maths.__name__ for value in script_globals)
 
 
 def judged_elsewhere(scorer: Scorer, row: Row) -> bool:
@@ -178,16 +178,16 @@ def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
 
     Raises RewardError if the column holds dicts and the reward's annotation does not accept dicts.
     """
-    own = find_script_writer(reward, rows)
-    column = own.column if own else "answer"
+    writer = find_script_writer(reward, rows)
+    column = writer.column if writer else "answer"
     _refuse_dicts(reward, rows, column)
-    takes_lists = own is not None or accepts_type(types_of(reward.function).get(column), list)
+    takes_lists = writer is not None or accepts_type(types_of(reward.function).get(column), list)
     needed = column in reward.columns or (column in reward.optional_columns and any(column in row for row in rows))
     usable, unusable = [], {}
     for number, row in enumerate(rows):
         gold = row.get(column)
         why = explain_unusable(gold) or ("" if takes_lists or not isinstance(gold, list | tuple) else "a list")
-        if not why and own is not None and own(row) is None:
+        if not why and writer is not None and writer(row) is None:
             why = gold_error(reward, row) or "GOLD(row) of the script is None"
         if not why or not needed:
             usable.append(row)
@@ -202,14 +202,14 @@ def row_uid(row: Row, number: int) -> str:
 
 
 def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> None:
-    held = next((row for row in rows if isinstance(row.get(column), Mapping)), None)
-    if held is None or accepts_type(types_of(reward.function).get(column), dict):
+    found = next((row for row in rows if isinstance(row.get(column), Mapping)), None)
+    if found is None or accepts_type(types_of(reward.function).get(column), dict):
         return
-    keys = list(held[column])
+    keys = list(found[column])
     key = next((k for k in (*GOLD_KEYS, *keys) if k in keys), "KEY")
     raise RewardError(
         f"the column `{column}` holds dicts, and {reward.name} takes one answer",
-        where=source_locations.row(held.get("uid", 0)),
+        where=source_locations.row(found.get("uid", 0)),
         allowed=f"its keys: {', '.join(map(str, keys))}",
         hint=f"take one of them: data.columns: {{{column}: THEIR_COLUMN.{key}}}",
     )
@@ -252,9 +252,9 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     If gold earns nothing in any format and the reward raises on one of them, return that format: the exception is the
     cause.
     """
-    own = find_script_writer(scorer.rewards[scorer.correctness], rows)
-    if own is not None:
-        return "GOLD of the script", own
+    writer = find_script_writer(scorer.rewards[scorer.correctness], rows)
+    if writer is not None:
+        return "GOLD of the script", writer
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
     ranks: dict[str, tuple[int, bool, bool, float]] = {}  # (rows scored well, gold earns, raises, total earned)
     for name, write in WRITERS.items():
@@ -329,7 +329,7 @@ def explain_bad_gold(scores: Mapping[str, float | None], correct_at: float) -> s
     if gold is None:
         return NO_SCORE
     if gold < correct_at:
-        return f"gold scores {gold:g}, right is {correct_at:g}"
+        return f"gold scores {gold:g}, less than scoring.correct_at {correct_at:g}"
     rivals = [name for name, score in scores.items() if name != "gold" and score is not None and score >= gold]
     return f"{' and '.join(rivals)} score{'s' if len(rivals) == 1 else ''} as much as gold" if rivals else ""
 
@@ -340,7 +340,7 @@ def _bad_gold_error(audit: Audit, name: str, column: str, limit: float) -> Rewar
     rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")
-    told = describe_unusable(audit.unusable) if audit.unusable else f"gold was written {describe_writer(audit.writer)}"
+    golds = describe_unusable(audit.unusable) if audit.unusable else f"gold was written {describe_writer(audit.writer)}"
     hint = (
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
         " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true},"
@@ -357,6 +357,6 @@ def _bad_gold_error(audit: Audit, name: str, column: str, limit: float) -> Rewar
     return RewardError(
         f"{what} (scoring.max_bad_gold {limit:g})",
         where=f"reward {name}",
-        allowed="\n  ".join([told, *rows]),
+        allowed="\n  ".join([golds, *rows]),
         hint=hint,
     )

@@ -88,11 +88,11 @@ def visible_text(text: str) -> str:
 
 def _without_comments(text: str) -> str:
     """Remove `<!-- .. -->`; an unclosed comment stays."""
-    kept, place = [], 0
+    parts, place = [], 0
     while (start := text.find("<!--", place)) >= 0 and (end := text.find("-->", start)) >= 0:
-        kept.append(text[place:start])
+        parts.append(text[place:start])
         place = end + 3
-    return "".join(kept) + text[place:]
+    return "".join(parts) + text[place:]
 
 
 def _before_comment(line: str) -> str:

@@ -126,8 +126,8 @@ class Comparison:
         if isinstance(gold, Chain) and isinstance(candidate, Chain):
             return self.chains(gold, candidate) or self.sets(gold, candidate)
         if isinstance(candidate, Chain):
-            said = only_member(stated_value(candidate))
-            return (said is not None and self.same(gold, said)) or self.sets(gold, candidate)
+            stated = only_member(stated_value(candidate))
+            return (stated is not None and self.same(gold, stated)) or self.sets(gold, candidate)
         if isinstance(gold, Chain):
             named = only_member(named_value(gold))
             return (named is not None and self.same(named, candidate)) or self.sets(gold, candidate)
@@ -316,14 +316,14 @@ class Comparison:
             return self.in_order(gold, candidate)
         if counted and len(gold) != len(candidate):
             return False
-        left = list(candidate)
+        unmatched = list(candidate)
         for one in gold:
-            found = [other for other in (left if counted else candidate) if self.same(one, other)]
+            found = [other for other in (unmatched if counted else candidate) if self.same(one, other)]
             if not found:
                 return False
             for other in found[:1] if counted else found:
-                left = [kept for kept in left if kept is not other] if counted else [k for k in left if k != other]
-        return not left
+                unmatched = [m for m in unmatched if (m is not other if counted else m != other)]
+        return not unmatched
 
 
 def _is_grid(value: Any) -> bool:
@@ -391,8 +391,8 @@ def _numerator(difference: Expr) -> Expr:
     denominators)."""
     if not difference.free_symbols or difference.count_ops() > MAX_OPERATIONS:
         return difference
-    above, _ = sympy.fraction(sympy.together(difference))
-    return above
+    numerator, _ = sympy.fraction(sympy.together(difference))
+    return numerator
 
 
 def multiples(one: Expr, other: Expr, *, positive: bool = False) -> bool:

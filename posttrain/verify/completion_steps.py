@@ -57,9 +57,9 @@ def problem(
         return "scoring.split", "does nothing: no reward is marked @per_turn", right
     if wanted and not names and not (environment and wanted == {"token_rewards"}):
         also = "" if environment else ", or use an `environment` whose steps give rewards"
-        return "advantage.use", f"`{advantage}` reads rewards by turn, and no reward gives them", right + also
+        return "advantage.use", f"`{advantage}` reads rewards by turn, but no reward is marked @per_turn", right + also
     for key in ("tag", "step_reward") if "turn_scores" in wanted else ():
         if params.get(key) not in names:
-            what = f"`{advantage}` reads `{params.get(key)}`, which is no reward by turn of this recipe"
-            return f"advantage.{key}", what, f"there are: {', '.join(names)}"
+            what = f"`{advantage}` reads `{params.get(key)}`, which is not a reward by turn of this recipe"
+            return f"advantage.{key}", what, f"rewards by turn: {', '.join(names)}"
     return "", "", ""

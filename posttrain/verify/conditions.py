@@ -45,8 +45,8 @@ def split_condition(text: str) -> tuple[str, Condition | None]:
     if found is None:
         return text, None
     letter = found["letter"] or found["letter2"] or found["letter3"] or found["letter4"]
-    said = found["kind"] or (found["before"] or "").rstrip("s")
-    domain = said or ("natural" if found["letter4"] else _DOMAINS.get(found["set"] or "R", "real"))
+    kind = found["kind"] or (found["before"] or "").rstrip("s")
+    domain = kind or ("natural" if found["letter4"] else _DOMAINS.get(found["set"] or "R", "real"))
     if domain == "integer" and (found["mark"] or "").strip("{}"):
         domain = "natural"
     head = light[: found.start()].strip(" ,;")
@@ -66,21 +66,21 @@ def _letters(text: str) -> set[str]:
 def without_conditions(gold: str, candidate: str) -> tuple[str, str] | None:
     """Return both texts without their conditions, with the candidate's integer renamed to the gold answer's; None if
     neither has a condition or their domains differ."""
-    (one, wanted), (other, said) = split_condition(gold), split_condition(candidate)
-    if wanted is None and said is None:
+    (gold, wanted), (candidate, stated) = split_condition(gold), split_condition(candidate)
+    if wanted is None and stated is None:
         return None
-    if wanted and said and wanted.domain != said.domain:
+    if wanted and stated and wanted.domain != stated.domain:
         return None
-    known = wanted or said
+    known = wanted or stated
     if known is not None and known.domain == "integer":
-        other = _rename_letters(one, wanted, other, said)
-    return one, other
+        candidate = _rename_letters(gold, wanted, candidate, stated)
+    return gold, candidate
 
 
-def _rename_letters(gold: str, wanted: Condition | None, candidate: str, said: Condition | None) -> str:
+def _rename_letters(gold: str, wanted: Condition | None, candidate: str, stated: Condition | None) -> str:
     ours, theirs = _letters(gold), _letters(candidate)
     new = {wanted.letter} if wanted else (ours - theirs) & set(_PARAMETERS)
-    old = {said.letter} if said else (theirs - ours) & set(_PARAMETERS)
+    old = {stated.letter} if stated else (theirs - ours) & set(_PARAMETERS)
     if len(new) != 1 or len(old) != 1 or new <= theirs:
         return candidate
     return re.sub(rf"(?<![A-Za-z\\]){old.pop()}(?![A-Za-z])", new.pop(), candidate)

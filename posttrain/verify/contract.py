@@ -54,7 +54,7 @@ def batched(size: Any = None) -> Any:
     if callable(size):
         return batched()(size)
     if size is not None and size < 1:
-        raise ValueError(f"a batch of {size} rows")
+        raise ValueError(f"a batch size must be at least 1, not {size}")
 
     def mark(function: Function) -> Function:
         function.posttrain_batch_size = size or 0  # type: ignore[attr-defined]

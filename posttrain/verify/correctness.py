@@ -13,11 +13,11 @@ def problems(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Ite
     able = [position for position, reward in enumerate(rewards) if "correct" not in reward.built_ins]
     for position, (section, reward) in enumerate(zip(sections, rewards, strict=True)):
         if section.correct and position not in able:
-            what = f"reward {reward.name} reads `correct` and cannot say it"
-            yield f"{position}.correct", what, "leave it to a reward that judges the answer itself"
+            what = f"reward {reward.name} reads `correct`, so it cannot decide what is correct"
+            yield f"{position}.correct", what, "mark a reward that judges the answer itself"
     if rewards and not able:
         names = ", ".join(reward.name for reward in rewards)
-        what = f"rewards {names} read `correct`, but none says it"
+        what = f"rewards {names} read `correct`, but no reward decides it"
         yield "0.use", what, "add e.g. {use: math.accuracy, weight: 0, correct: true}"
 
 

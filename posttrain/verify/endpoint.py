@@ -97,9 +97,9 @@ def problem_of(endpoint: Endpoint) -> str:
     if endpoint.url.startswith(SCRIPTED):
         return ""
     if not _is_address(endpoint.url):
-        return f"endpoint `{without_secrets(endpoint.url)}` is no http address; write e.g. http://127.0.0.1:8000/v1"
+        return f"endpoint `{without_secrets(endpoint.url)}` is not an http address; write e.g. http://127.0.0.1:8000/v1"
     if not http_client.available():
-        return "a judge behind a server needs httpx2, which is not installed: pip install 'posttrain[train]'"
+        return "a judge on a server needs httpx2, which is not installed: pip install 'posttrain[train]'"
     if (variable := key_variable(endpoint)) and not _key(endpoint):
         if not is_variable(variable):  # possibly the key itself, so it is not printed
             return "key_env names an environment variable, such as JUDGE_API_KEY; the API key itself stands in it"
@@ -157,16 +157,18 @@ def _request_with_retries(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
             retry_after = answer.headers.get("retry-after", "")
             if answer.status not in _TRANSIENT and answer.status < 500:
                 hint = "; see key_env" if answer.status in (401, 403) else ""
-                raise JudgeError(f"{without_secrets(endpoint.url)} refuses: {what}{hint}")
+                raise JudgeError(f"{without_secrets(endpoint.url)} refused the request: {what}{hint}")
         except PostError as error:
             what = _redact_error(str(error), endpoint)
             if error.lasting:
-                raise JudgeError(f"{without_secrets(endpoint.url)} cannot be asked: {what}") from None
+                raise JudgeError(f"{without_secrets(endpoint.url)} cannot be used: {what}") from None
         except ValueError as error:
-            what = _redact_error(f"a reply that cannot be read: {error}", endpoint)
+            what = _redact_error(f"unreadable reply: {error}", endpoint)
         if attempt < endpoint.retries:
             time.sleep(_pause(attempt, retry_after))
-    raise JudgeError(f"{without_secrets(endpoint.url)} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
+    raise JudgeError(
+        f"{without_secrets(endpoint.url)} gave no reply in {endpoint.retries + 1} tries; last error: {what}"
+    )
 
 
 def _headers(endpoint: Endpoint) -> dict[str, str]:
@@ -236,7 +238,9 @@ def _write_cached_reply(path: Path, text: str) -> None:
             json.dump({"reply": text, "time": time.time()}, file)
         os.replace(file.name, path)
     except OSError as error:
-        raise JudgeError(f"the reply cannot be kept (cache, `none` for no cache): {error}") from None
+        raise JudgeError(
+            f"the reply cannot be written to the cache (params: cache; `none` disables it): {error}"
+        ) from None
 
 
 def _charge_budget(endpoint: Endpoint) -> None:

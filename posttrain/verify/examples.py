@@ -74,7 +74,7 @@ def read_examples(path: Path, only: str | None = None) -> dict[str, list[Example
             raise RewardError(
                 f"no EXAMPLES of a function {name}",
                 where=where,
-                allowed=f"there: {', '.join(written)}",
+                allowed=f"EXAMPLES of: {', '.join(written)}",
                 hint=did_you_mean(name, written),
             )
     return {name: [_parse_example(line, where) for line in written[name]] for name in wanted}
@@ -89,7 +89,7 @@ def only_reward(module: Mapping[str, Any], where: str) -> str:
     ]
     if len(names) != 1:
         raise RewardError(
-            f"EXAMPLES or ROWS is a list, but the file has {len(names)} functions of a completion",
+            f"EXAMPLES or ROWS is a list, but the file has {len(names)} reward functions",
             where=where,
             allowed=", ".join(names),
             hint='write {"FUNCTION": [...]}',

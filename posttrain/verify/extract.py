@@ -72,13 +72,13 @@ def outside_thoughts(text: str) -> str:
     A closing mark before any opening mark ends a thought that the prompt opened. An unclosed thought stays, as in
     `after_think`.
     """
-    kept: list[str] = []
+    parts: list[str] = []
     end = text.find(THINK_END)
     position = 0 if end < 0 or 0 <= text.find(THINK_START) < end else end + len(THINK_END)
     while (start := text.find(THINK_START, position)) >= 0 and (end := text.find(THINK_END, start)) >= 0:
-        kept.append(text[position:start])
+        parts.append(text[position:start])
         position = end + len(THINK_END)
-    return "".join(kept) + text[position:]
+    return "".join(parts) + text[position:]
 
 
 def ends_in_thought(prompt: str, completion: str) -> bool:
@@ -120,9 +120,9 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
     count: number of values in the answer; if fewer boxes stand together, boxes before them are included.
     """
     boxes = _answer_spans(text)[-MAX_BOXES:]
-    kept = [span for span in boxes if not is_denied(text, *_with_command(text, *span))]
+    accepted = [span for span in boxes if not is_denied(text, *_with_command(text, *span))]
     taken: list[tuple[int, int]] = []
-    for start, end in reversed(kept):
+    for start, end in reversed(accepted):
         if taken and len(_contents(text, taken)) >= count and not _are_one_answer(text, end + 1, taken[-1][0]):
             break
         taken.append((start, end))
@@ -159,11 +159,11 @@ def _answer_spans(text: str) -> list[tuple[int, int]]:
 
 def _outermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the boxes that lie in no other box, in order: the outer box shows everything inside it."""
-    kept: list[tuple[int, int]] = []
+    outermost: list[tuple[int, int]] = []
     for start, end in boxes:  # sorted by start, so an outer box precedes the boxes inside it
-        if not kept or kept[-1][1] <= start:
-            kept.append((start, end))
-    return kept
+        if not outermost or outermost[-1][1] <= start:
+            outermost.append((start, end))
+    return outermost
 
 
 def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
@@ -211,8 +211,8 @@ def hash_line(text: str) -> str | None:
     if not found:
         return None
     line = found[-1]
-    said = anchor(line)
-    return answer_alone(line if said is None else said)
+    found_anchor = anchor(line)
+    return answer_alone(line if found_anchor is None else found_anchor)
 
 
 def anchor(text: str) -> str | None:

@@ -107,10 +107,10 @@ def _is_prompt(gold: str, row: Row) -> bool:
 
 def _prompt_text(row: Row) -> str:
     """Return the text of the prompt; for a conversation the text of its last message."""
-    asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
-    if isinstance(asked, list | tuple) and asked and isinstance(asked[-1], Mapping):
-        asked = asked[-1].get("content")
-    return asked if isinstance(asked, str) else ""
+    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[-1], Mapping):
+        prompt = prompt[-1].get("content")
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _all_the_same(golds: Mapping[int, str], rows: Sequence[Row]) -> Doubt | None:

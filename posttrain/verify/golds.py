@@ -46,8 +46,8 @@ def gold_text(answer: Any) -> str | None:
         return ", ".join(boxes).strip() or None
     if "####" in text:
         return (hash_line(text) or text.rpartition("####")[2]).strip() or None
-    said = anchor(text)
-    return said if said and len(said) <= MAX_ANSWER_CHARS and not is_sentence(said) else text.strip()
+    stated = anchor(text)
+    return stated if stated and len(stated) <= MAX_ANSWER_CHARS and not is_sentence(stated) else text.strip()
 
 
 def explain_unusable(answer: Any) -> str:

@@ -77,7 +77,7 @@ def read_actions(text: str) -> list[Action] | None:
     An object with an unknown action name makes the whole text unreadable, as do more than 50 actions; calls of unknown
     functions are treated as prose.
     """
-    found = [action for held in _find_objects(text) if (action := _action_from_object(held)) is not None]
+    found = [action for item in _find_objects(text) if (action := _action_from_object(item)) is not None]
     found = found or list(_actions_from_calls(text))
     known = 0 < len(found) <= MAX_ACTIONS and all(action.kind in KINDS.values() for action in found)
     return found if known else None
@@ -90,24 +90,24 @@ def _find_objects(text: str) -> Iterator[Mapping[str, Any]]:
         if (match := _OBJECT.search(text, position)) is None:
             return
         try:
-            held, position = decoder.raw_decode(text, match.start())
+            item, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):  # no valid JSON starts here
             position = match.end()
             continue
-        yield held
+        yield item
 
 
-def _action_from_object(held: Mapping[str, Any]) -> Action | None:
+def _action_from_object(item: Mapping[str, Any]) -> Action | None:
     """Return the action of a JSON object, also if nested in `arguments`, `action` or `parameters`; None if there is
     none."""
     for key in ("arguments", "action", "parameters"):
-        inner = held.get(key)
+        inner = item.get(key)
         if isinstance(inner, Mapping) and (found := _action_from_object(inner)) is not None:
             return found
-    name = next((held[key] for key in _NAME_KEYS if isinstance(held.get(key), str)), None)
+    name = next((item[key] for key in _NAME_KEYS if isinstance(item.get(key), str)), None)
     if name is None:
         return None
-    arguments = {**held, **(held["arguments"] if isinstance(held.get("arguments"), Mapping) else {})}
+    arguments = {**item, **(item["arguments"] if isinstance(item.get("arguments"), Mapping) else {})}
     return _make_action(name, [], {key: value for key, value in arguments.items() if key not in ("action", "name")})
 
 

@@ -38,8 +38,8 @@ def same_formula(one: Expr, other: Expr) -> bool:
         return same_number(one, other)
     if len(free) > MAX_SYMBOLS:
         return False
-    if (said := _same_rational(one, other, free)) is not None:
-        return said
+    if (same := _same_rational(one, other, free)) is not None:
+        return same
     return _same_at_points(one, other, free)
 
 
@@ -227,15 +227,15 @@ def _evaluate(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
         return +mpmath.e
     if value is I:
         return mpmath.mpc(0, 1)
-    given = [_evaluate(part, at, real) for part in value.args]
+    values = [_evaluate(part, at, real) for part in value.args]
     if isinstance(value, AppliedUndef):
-        return _unknown_function_value(value.func.__name__, given)
+        return _unknown_function_value(value.func.__name__, values)
     name = type(value).__name__
-    if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(one)) > 0 for one in given):
+    if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(one)) > 0 for one in values):
         raise ValueError("no order")
-    if name in ("exp", "sinh", "cosh", "gamma", "factorial") and abs(given[0]) > 10**5:
+    if name in ("exp", "sinh", "cosh", "gamma", "factorial") and abs(values[0]) > 10**5:
         raise OverflowError
-    return _if_real(_FUNCTIONS[name](*given), real)
+    return _if_real(_FUNCTIONS[name](*values), real)
 
 
 def _if_real(value: Any, real: bool) -> Any:
@@ -246,8 +246,8 @@ def _if_real(value: Any, real: bool) -> Any:
     return value
 
 
-def _unknown_function_value(name: str, given: list[Any]) -> Any:
+def _unknown_function_value(name: str, values: list[Any]) -> Any:
     """Return a pseudorandom number for an unknown function, equal for equal arguments."""
-    text = name + ",".join(mpmath.nstr(mpmath.mpmathify(one), 20) for one in given)
+    text = name + ",".join(mpmath.nstr(mpmath.mpmathify(one), 20) for one in values)
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return mpmath.mpf(seed) / 2**63 + mpmath.mpf("0.1")

@@ -260,11 +260,11 @@ def total_memory(spaces: dict[int, int]) -> int:
     """Return the total kilobytes, counting an address space that several processes share once: a vfork child shares its
     parent's."""
     call = _SYS_KCMP.get(platform.machine(), -1)
-    kept: list[int] = []
+    distinct: list[int] = []
     for process in spaces:
-        if not any(libc.syscall(call, process, other, _KCMP_VM, 0, 0) == 0 for other in kept):
-            kept.append(process)
-    return sum(spaces[process] for process in kept)
+        if not any(libc.syscall(call, process, other, _KCMP_VM, 0, 0) == 0 for other in distinct):
+            distinct.append(process)
+    return sum(spaces[process] for process in distinct)
 
 
 def exceeds_memory(kilobytes: int, spaces: dict[int, int]) -> bool:
@@ -399,11 +399,11 @@ def install_termination_handler(spec: dict, proc: int) -> None:
 def write_report(report: int, work: Callable[[], str | None]) -> None:
     """Write the result of `work`, or why it failed, to the report."""
     try:
-        said = work()
+        text = work()
     except Exception as error:
-        said = f"failed {type(error).__name__}: {error}"
-    if said:
-        os.write(report, said.encode())
+        text = f"failed {type(error).__name__}: {error}"
+    if text:
+        os.write(report, text.encode())
 
 
 def main() -> None:

@@ -83,11 +83,11 @@ def mark_text(text: str, longest: int) -> str:
 def question(messages: Sequence[Mapping[str, Any]]) -> str:
     """Format the task for a judge: a single user message (and system messages) as it is, longer conversations with
     roles."""
-    said = [(str(m.get("role", "")), str(m.get("content") or "")) for m in messages]
-    users = [text for role, text in said if role == "user"]
-    if len(said) == 1 or (len(users) == 1 and all(role in ("system", "user") for role, _ in said)):
-        return "\n\n".join(text for _, text in said)
-    return "\n\n".join(f"{role}: {text}" for role, text in said)
+    turns = [(str(m.get("role", "")), str(m.get("content") or "")) for m in messages]
+    users = [text for role, text in turns if role == "user"]
+    if len(turns) == 1 or (len(users) == 1 and all(role in ("system", "user") for role, _ in turns)):
+        return "\n\n".join(text for _, text in turns)
+    return "\n\n".join(f"{role}: {text}" for role, text in turns)
 
 
 def read_score(reply: str, scale: Sequence[float], pattern: str = SCORE) -> float | None:
@@ -109,8 +109,8 @@ def read_checks(reply: str, count: int) -> list[bool] | None:
     found = _LINE.findall(reply)
     if sorted(int(number) for number, _ in found) != list(range(1, count + 1)):
         return None
-    said = {int(number): word.lower() == "yes" for number, word in found}
-    return [said[number] for number in range(1, count + 1)]
+    checks = {int(number): word.lower() == "yes" for number, word in found}
+    return [checks[number] for number in range(1, count + 1)]
 
 
 def read_verdict(reply: str) -> float | None:

@@ -17,12 +17,12 @@ from posttrain.verify.transcript import read_transcript
 Verdicts = Sequence[bool | None]
 
 
-def confusion(said: Verdicts, labels: Sequence[bool]) -> dict[str, int]:
+def confusion(verdicts: Verdicts, labels: Sequence[bool]) -> dict[str, int]:
     """Count verdicts by label: {right_right, right_wrong, wrong_right, wrong_wrong, unscored}; the label comes
     first."""
     names = {True: "right", False: "wrong"}
     counts = dict.fromkeys(("right_right", "right_wrong", "wrong_right", "wrong_wrong", "unscored"), 0)
-    for verdict, label in zip(said, labels, strict=True):
+    for verdict, label in zip(verdicts, labels, strict=True):
         counts["unscored" if verdict is None else f"{names[label]}_{names[verdict]}"] += 1
     return counts
 
@@ -88,7 +88,7 @@ def try_labelled(
             for row in rows
         ]
         columns = {r.name: results for r, results in zip(scorer.rewards, scorer.results(samples), strict=True)}
-    said: dict[str, list[bool | None]] = {
+    verdicts_of: dict[str, list[bool | None]] = {
         name: [None if (x := get_score(result)) is None else x >= scoring.correct_at for result in results]
         for name, results in columns.items()
     }
@@ -100,15 +100,17 @@ def try_labelled(
                 "kappa": kappa(verdicts, labels),
                 "wrong_rows": [r["uid"] for r, v, x in zip(rows, verdicts, labels, strict=True) if v not in (x, None)],
             }
-            for name, verdicts in said.items()
+            for name, verdicts in verdicts_of.items()
         },
         "pairs": {
             f"{a}, {b}": {
-                "kappa": kappa(said[a], said[b]),
+                "kappa": kappa(verdicts_of[a], verdicts_of[b]),
                 "rows": [
-                    r["uid"] for r, x, y in zip(rows, said[a], said[b], strict=True) if None not in (x, y) and x != y
+                    r["uid"]
+                    for r, x, y in zip(rows, verdicts_of[a], verdicts_of[b], strict=True)
+                    if None not in (x, y) and x != y
                 ],
             }
-            for a, b in itertools.combinations(said, 2)
+            for a, b in itertools.combinations(verdicts_of, 2)
         },
     }

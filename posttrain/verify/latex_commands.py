@@ -78,9 +78,9 @@ def mark_unevaluated(reader: Reader, form: str, value: Any) -> Any:
 @register_commands("frac")
 def _fraction(reader: Reader) -> Expr:
     start = reader.position
-    above = reader.argument()
+    numerator = reader.argument()
     middle = reader.position
-    below = reader.argument()
+    denominator = reader.argument()
     upper, lower = (_letters(reader.tokens[a:b]) for a, b in ((start, middle), (middle, reader.position)))
     if upper[:1] in ("d", "∂") and lower[:1] == upper[:1] and len(lower) > 1:
         name = f"{upper}/{lower}"
@@ -88,9 +88,9 @@ def _fraction(reader: Reader) -> Expr:
             return Symbol(name)
         reader.forms.add("derivative")
         return Function(name)(_operand(reader))
-    if below == 0:
+    if denominator == 0:
         raise Unreadable("a quotient by zero")
-    return Mul(above, Pow(below, -1))
+    return Mul(numerator, Pow(denominator, -1))
 
 
 def _letters(tokens: list[Token]) -> str:
@@ -175,23 +175,23 @@ def _logarithm(reader: Reader) -> Expr:
 
 @register_commands("binom", "tbinom", "dbinom")
 def _binomial(reader: Reader) -> Expr:
-    above, below = reader.argument(), reader.argument()
-    return mark_unevaluated(reader, "binomial", sympy.binomial(above, below))
+    n, k = reader.argument(), reader.argument()
+    return mark_unevaluated(reader, "binomial", sympy.binomial(n, k))
 
 
 @register_commands("choose")
-def _choose(reader: Reader, above: Any = None) -> Expr:
-    if not isinstance(above, Expr):
+def _choose(reader: Reader, n: Any = None) -> Expr:
+    if not isinstance(n, Expr):
         raise Unreadable("nothing to choose from")
-    return mark_unevaluated(reader, "binomial", sympy.binomial(above, reader.sum()))
+    return mark_unevaluated(reader, "binomial", sympy.binomial(n, reader.sum()))
 
 
 @register_commands("over")
-def _over(reader: Reader, above: Any = None) -> Expr:
-    below = reader.sum()
-    if not isinstance(above, Expr) or below == 0:
+def _over(reader: Reader, numerator: Any = None) -> Expr:
+    denominator = reader.sum()
+    if not isinstance(numerator, Expr) or denominator == 0:
         raise Unreadable("a quotient of no numbers")
-    return Mul(above, Pow(below, -1))
+    return Mul(numerator, Pow(denominator, -1))
 
 
 @register_commands("gcd", "lcm", "max", "min")

@@ -297,7 +297,7 @@ def _make_callable(
     try:
         return make_callable(function, params)
     except Exception as cause:
-        what = f"reward {target} cannot be made: {type(cause).__name__}: {cause}"
+        what = f"reward {target} cannot be instantiated: {type(cause).__name__}: {cause}"
         raise RewardError(what, hint="its arguments are the recipe's `params`") from cause
 
 
@@ -372,7 +372,7 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str],
                     Problem(
                         f"reward {reward.name}",
                         f"{'the data' if key == 'data' else key} has no column `{column}`",
-                        f"columns: {', '.join(known)}; always there: {', '.join(BUILT_INS)}",
+                        f"columns: {', '.join(known)}; always available: {', '.join(BUILT_INS)}",
                         f"did you mean `{near}`? map it: {key}.columns: {{{column}: {near}}}"
                         if near
                         else f"say which column holds it: {key}.columns: {{{column}: COLUMN}}"

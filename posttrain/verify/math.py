@@ -80,8 +80,8 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
     """Return whether the texts, in any of their readings, are equal."""
     if plain(gold) == plain(candidate):
         return True
-    if (said := options.same(gold, candidate)) is not None:
-        return said
+    if (same_choice := options.same(gold, candidate)) is not None:
+        return same_choice
     if (dates := same_dates(gold, candidate)) is not None:
         return dates
     if not same_bases(read_bases(gold)[1], read_bases(candidate.rpartition("=")[2])[1]):
@@ -106,9 +106,9 @@ def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
     other = _parse_cached(candidate) if len(candidate) <= MAX_CACHED_CHARS else parse_answer(candidate)
     if one is None or other is None:
         return False
-    said = parse_answer(in_base_ten(candidate)) if read_bases(candidate)[1] else other
+    claim = parse_answer(in_base_ten(candidate)) if read_bases(candidate)[1] else other
     try:
-        return not has_false_claim(said) and same(one, other, decimals)
+        return not has_false_claim(claim) and same(one, other, decimals)
     except (ArithmeticError, TypeError, ValueError, NotImplementedError, RecursionError):
         return False  # sympy failed: equality is not shown
 

@@ -53,10 +53,10 @@ def find_options(text: str) -> list[str]:
     label = split_label(text)
     if label is None:
         return _option_letters(text)
-    first, said = label
-    about = _ABOUT_OPTIONS.match(said)
-    if about is None or re.match(r"(?:all|none)\s+of\s+the\s+above\b", said, re.IGNORECASE):
-        others = _option_letters(said) or [a or b for a, b in _FURTHER.findall(said)] or _LAST.findall(said)
+    first, content = label
+    about = _ABOUT_OPTIONS.match(content)
+    if about is None or re.match(r"(?:all|none)\s+of\s+the\s+above\b", content, re.IGNORECASE):
+        others = _option_letters(content) or [a or b for a, b in _FURTHER.findall(content)] or _LAST.findall(content)
     else:
         others = []
     return list(dict.fromkeys([first, *others]))

@@ -203,7 +203,7 @@ class Pool:
                     if time.monotonic() >= worker.current_call()[1]:
                         self._replace(worker, work, overdue=True)
             if self.abandoned:
-                raise RunError("calls of a user's functions were given up")
+                raise RunError("calls of reward or tool functions were aborted")
         except BaseException:
             self.close()  # results of the running calls would never be read
             raise

@@ -53,7 +53,7 @@ def conclusion(thought: str) -> str | None:
     box = last_boxed(_NO_CONCLUSION.sub(" ", thought))
     if box is not None and box.strip():
         return box.strip()
-    found = [said for one in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (said := one.strip())]
+    found = [text for one in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (text := one.strip())]
     return found[-1] if found else None
 
 
@@ -186,10 +186,10 @@ def truth_of(label: Any) -> bool | None:
     """
     if label is None or label != label or (isinstance(label, str) and not label.strip()):
         return None
-    said = _TRUTHS.get(str(int(label) if isinstance(label, float) and label in (0, 1) else label).strip().lower())
-    if said is None and str(label).strip().lower() not in ("nan", "none", "null"):
+    truth = _TRUTHS.get(str(int(label) if isinstance(label, float) and label in (0, 1) else label).strip().lower())
+    if truth is None and str(label).strip().lower() not in ("nan", "none", "null"):
         raise ValueError(f"`original_correct` is {label!r}; allowed: 0, 1, true, false, correct, wrong")
-    return said
+    return truth
 
 
 def verdict(completion: str) -> bool | None:
@@ -217,8 +217,8 @@ def critique(
     original, only the refined, neither. A refined answer that could not be graded (None) counts as wrong. Raises
     ValueError for any other stage.
     """
-    said, truth = verdict(completion), bool(original_correct)
-    judged_right = said is not None and said == truth
+    found, truth = verdict(completion), bool(original_correct)
+    judged_right = found is not None and found == truth
     if stage == 1:
         return {"reward": 1.0 if judged_right else -1.0, "judged_right": judged_right}
     if stage != 2:

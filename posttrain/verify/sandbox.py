@@ -195,7 +195,7 @@ def _run(code: str, stdin: str, limits: Limits, level: Isolation) -> Finished:
         report_kind, _, detail = report.read().decode(errors="replace").partition(" ")
     if status == "ended":
         if report_kind not in _STATUS_OF_REPORT:
-            raise SandboxError(f"the sandbox could not be set up: {detail or 'it was ended from outside'}")
+            raise SandboxError(f"the sandbox could not be set up: {detail or 'it was killed from outside'}")
         status = _STATUS_OF_REPORT[report_kind]
     text = [data.decode(errors="replace") for data in (out, err)]
     return Finished(status, int(detail) if status == "ended" else -1, text[0], text[1], time.monotonic() - started)

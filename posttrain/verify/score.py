@@ -145,7 +145,7 @@ class Scorer:
                 calls=len(samples),
                 errors=errors,
                 timeouts=timeouts,
-                first={n: told for n, column in named if (told := _describe_first_failure(samples, column))}
+                first={n: text for n, column in named if (text := _describe_first_failure(samples, column))}
                 if failed
                 else {},
             ),
@@ -342,7 +342,7 @@ def _turn_parts(results: Sequence[Result]) -> list[tuple[float, ...]]:
 
 def _first_traceback(samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> str | None:
     """Return the first error with the row where it occurred."""
-    return next((told for column in results if (told := _first_failure(samples, column, "error"))), None)
+    return next((text for column in results if (text := _first_failure(samples, column, "error"))), None)
 
 
 def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: str) -> str:

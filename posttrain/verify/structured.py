@@ -26,7 +26,7 @@ def read_object(text: str) -> dict[str, Any] | None:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key")
     return made
 
 
@@ -127,12 +127,12 @@ def from_json(value: Any, kind: type | tuple[type, ...], what: str, column: str 
     kind: required type; what: its description in words. Raises ValueError for anything else.
     """
     try:
-        held = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        held = None
-    if not isinstance(held, kind):
+        parsed = None
+    if not isinstance(parsed, kind):
         raise ValueError(f"`{column}` must be {what}, or its JSON text, not {value!r:.80}")
-    return held
+    return parsed
 
 
 def is_blank(value: Any) -> bool:

@@ -129,7 +129,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     kinds = list(next(iter(written.values())))
     columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
     correctness = scorer.rewards[scorer.correctness]
-    odd = find_doubts(correctness, chosen, write) if correctness.knows_gold else []
+    doubts = find_doubts(correctness, chosen, write) if correctness.knows_gold else []
     return Trial(
         rows=len(written) + len(golds.unusable),
         writer=name,
@@ -139,10 +139,10 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         },
         call_ms={n: 1000 * math.fsum(r.seconds for r in column) / len(column) for n, column in columns.items()},
         slowest_ms={n: 1000 * max(r.seconds for r in column) for n, column in columns.items()},
-        bad_gold=find_column_problem(chosen, odd)
+        bad_gold=find_column_problem(chosen, doubts)
         | {uid: f"no usable gold: {why}" for uid, why in golds.unusable.items()}
         | _bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
-        doubts=[doubt.describe(len(chosen)) for doubt in odd],
+        doubts=[doubt.describe(len(chosen)) for doubt in doubts],
         knows_gold=correctness.knows_gold,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
         tricks=tricks,

@@ -43,8 +43,8 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
     if unit == "k":
         raise Unreadable("a thousand, or a letter")
     plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
-    said = re.findall(r"[^\W\d_]+", plain)
-    if any(map(changes_number, said)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
+    words = re.findall(r"[^\W\d_]+", plain)
+    if any(map(changes_number, words)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
         raise Unreadable("words that say more than a unit")
     if unit and value.is_number is False and not value.free_symbols:
         raise Unreadable("a unit of no number")

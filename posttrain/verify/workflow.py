@@ -79,9 +79,9 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
     known = {*FIELDS, "mine"}
     if not listed or not all(isinstance(one, Mapping) and {"role", "text"} <= set(one) <= known for one in listed):
         raise RewardError(
-            f"no calls of a workflow: {shown_value(given)}",
+            f"not a list of workflow calls: {shown_value(given)}",
             where=where,
-            allowed=f"a list of {{{', '.join(sorted(known))}}}, of which role and text must be there",
+            allowed=f"a list of {{{', '.join(sorted(known))}}}; role and text are required",
         )
     calls = tuple(RoleCall(**{key: value for key, value in one.items() if key != "mine"}) for one in listed)
     marked = [n for n, one in enumerate(listed) if one.get("mine")]

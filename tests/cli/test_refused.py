@@ -67,11 +67,15 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"rewards.0.condition": {"on": "style"}, "rewards.1.condition": {"on": "accuracy"}},
         "the conditions go in a circle: accuracy -> style -> accuracy",
     ),
-    (RL, {"rewards": [{"use": "mine.py:knows"}]}, "rewards.0.use: rewards knows read `correct`, but none says it"),
+    (
+        RL,
+        {"rewards": [{"use": "mine.py:knows"}]},
+        "rewards.0.use: rewards knows read `correct`, but no reward decides it",
+    ),
     (
         STYLED,
         {"rewards.1": {"use": "mine.py:knows", "correct": True}},
-        "reward knows reads `correct` and cannot say it",
+        "reward knows reads `correct`, so it cannot decide what is correct",
     ),
     (STYLED, {"rewards.1.name": "accuracy"}, "2 rewards are called `accuracy`"),
     (STYLED, {"rewards.0.correct": True, "rewards.1.correct": True}, "several rewards have `correct: true`"),

@@ -284,7 +284,7 @@ def test_steps_of_a_single_turn_are_credited(advantage: str, toy: Any, opened: O
         ({"scoring": {"split": "lines"}, "rewards": [{"use": "s.py:right"}]}, "scoring.split: does nothing"),
         (
             {"tools": [{"use": "calculator"}], "advantage": "per_turn", "rewards": [{"use": "s.py:right"}]},
-            "`per_turn` reads rewards by turn, and no reward gives them",
+            "`per_turn` reads rewards by turn, but no reward is marked @per_turn",
         ),
         (
             {"scoring": {"split": "lines"}, "advantage": {"use": "meta_reasoning", "tag": "digits"}},

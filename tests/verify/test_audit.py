@@ -86,7 +86,7 @@ def test_max_bad_gold_is_a_share(scorer: Scorers) -> None:
             "return float(bool(completion))",
             "near miss and truncated and very long and unicode and garbage score as much",
         ),
-        ("return 0.0", "gold scores 0, right is 1"),
+        ("return 0.0", "gold scores 0, less than scoring.correct_at 1"),
         ("return None", "gold has no score"),
         ("raise ValueError", "every call on row r0 raised"),
         ("return float(answer in completion or len(completion) > 9000)", "very long scores as much as gold"),

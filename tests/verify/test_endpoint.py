@@ -70,7 +70,7 @@ def test_what_may_pass_is_tried_again(stub: Stub, fault: tuple[int, Any]) -> Non
 
 def test_it_gives_up_and_says_what_happened(stub: Stub) -> None:
     judge = stub(lambda _body, _n: (503, {"error": "overloaded"}))
-    with pytest.raises(JudgeError, match=r"no reply in 3 tries, the last: status 503: .*overloaded"):
+    with pytest.raises(JudgeError, match=r"no reply in 3 tries; last error: status 503: .*overloaded"):
         ask(Endpoint(judge.url, "m", retries=2), ASKED, 0)
 
 
@@ -79,7 +79,7 @@ def test_a_refusal_is_told_at_once_and_without_the_key(
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
     judge = stub(lambda _body, _n: (401, {"error": "bad key sk-secret"}))
-    with pytest.raises(JudgeError, match=r"refuses: status 401: .*bad key \*\*\*.*see key_env") as caught:
+    with pytest.raises(JudgeError, match=r"refused the request: status 401: .*bad key \*\*\*.*see key_env") as caught:
         ask(Endpoint(judge.url, "m", key_env="MY_KEY"), ASKED, 0)
     assert "sk-secret" not in str(caught.value) and caught.value.__cause__ is None
     assert len(judge.bodies) == 1
@@ -91,7 +91,7 @@ def test_a_server_that_hangs_costs_its_time() -> None:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         place = Endpoint(f"http://127.0.0.1:{deaf.getsockname()[1]}/v1", "m", request_s=0.2, retries=1)
-        with pytest.raises(JudgeError, match=r"no reply in 2 tries, the last: TimeoutError"):
+        with pytest.raises(JudgeError, match=r"no reply in 2 tries; last error: TimeoutError"):
             ask(place, ASKED, 0)
 
 
@@ -176,7 +176,7 @@ def test_a_broken_reply_is_asked_for_again(what: str) -> None:
         assert ask(Endpoint(url, "m", retries=2, cache="none"), ASKED, 0).text == "Score: 1"
         assert len(asked) == 3
     with speaking(says(BROKEN[what])) as (url, asked):
-        with pytest.raises(JudgeError, match="no reply in 2 tries, the last: ") as caught:
+        with pytest.raises(JudgeError, match="no reply in 2 tries; last error: ") as caught:
             ask(Endpoint(url, "m", retries=1, cache="none"), ASKED, 0)
         assert len(asked) == 2 and len(str(caught.value)) < 500
 
@@ -195,7 +195,9 @@ def test_a_broken_reply_is_asked_for_again(what: str) -> None:
 def test_the_time_of_a_request_is_that_of_all_of_it(turn: Callable[[socket.socket], None]) -> None:
     with speaking(turn) as (url, _):
         started = time.monotonic()
-        with pytest.raises(JudgeError, match=r"no reply in 2 tries, the last: TimeoutError: no whole reply in 0\.3 s"):
+        with pytest.raises(
+            JudgeError, match=r"no reply in 2 tries; last error: TimeoutError: no whole reply in 0\.3 s"
+        ):
             ask(Endpoint(url, "m", request_s=0.3, retries=1), ASKED, 0)
         assert time.monotonic() - started < 5
 
@@ -206,14 +208,14 @@ def test_the_time_of_a_request_is_that_of_all_of_it(turn: Callable[[socket.socke
 def test_a_reply_without_end_is_not_read(head: bytes) -> None:
     with (
         speaking(pours(head, b" " * 2**16)) as (url, _),
-        pytest.raises(JudgeError, match="the last: the reply is larger than 8 MiB"),
+        pytest.raises(JudgeError, match="last error: the reply is larger than 8 MiB"),
     ):
         ask(Endpoint(url, "m", retries=0), ASKED, 0)
 
 
 def test_of_a_long_error_the_beginning_is_told() -> None:
     with speaking(pours(b"HTTP/1.1 400 No\r\n\r\n", b"no such model " * 99)) as (url, asked):
-        with pytest.raises(JudgeError, match=r"refuses: status 400: no such model .*\.\.\.$"):
+        with pytest.raises(JudgeError, match=r"refused the request: status 400: no such model .*\.\.\.$"):
             ask(Endpoint(url, "m"), ASKED, 0)
         assert len(asked) == 1
 
@@ -224,7 +226,7 @@ def test_no_redirect_is_followed_and_the_key_stays(stub: Stub, monkeypatch: pyte
     other = stub(lambda _body, _n: (200, "Score: 10"))
     moved = f"HTTP/1.1 {status} Moved\r\nLocation: {other.url}/chat/completions\r\nContent-Length: 0\r\n\r\n"
     with speaking(says(moved.encode())) as (url, asked):
-        with pytest.raises(JudgeError, match=rf"cannot be asked: status {status}: it redirects to {other.url}"):
+        with pytest.raises(JudgeError, match=rf"cannot be used: status {status}: it redirects to {other.url}"):
             ask(Endpoint(url, "m", key_env="MY_KEY", cache="none"), ASKED, 0)
         assert len(asked) == 1 and other.bodies == []
 
@@ -233,9 +235,9 @@ def test_no_redirect_is_followed_and_the_key_stays(stub: Stub, monkeypatch: pyte
     ("url", "key", "told"),
     [
         ("http://127.0.0.1:1/v1", "k", "ConnectError"),
-        ("http://[::1/v1", "k", "no http address"),
-        ("http:///v1", "k", "no http address"),
-        ("http://127.0.0.1:99999/v1", "k", "no http address"),
+        ("http://[::1/v1", "k", "not an http address"),
+        ("http:///v1", "k", "not an http address"),
+        ("http://127.0.0.1:99999/v1", "k", "not an http address"),
         ("http://no-such-host.invalid/v1", "k", "ConnectError"),
         ("http://127.0.0.1:1/v1", "k\u00e9y\nX: y", "the request cannot be sent"),
     ],
@@ -250,7 +252,7 @@ def test_whatever_is_wrong_is_no_reply(monkeypatch: pytest.MonkeyPatch, url: str
 def test_a_reply_that_cannot_be_kept_is_told(stub: Stub, tmp_path: Path) -> None:
     judge = stub(lambda _body, _n: (200, "Score: 1"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(JudgeError, match="cannot be kept"):
+    with pytest.raises(JudgeError, match="cannot be written to the cache"):
         ask(Endpoint(judge.url, "m", cache=str(tmp_path / "file")), ASKED, 0)
 
 
@@ -286,10 +288,10 @@ def test_the_budget_holds_and_the_cache_is_free(stub: Stub) -> None:
     [
         (Endpoint("scripted:Score: 1", "m"), ""),
         (Endpoint("http://127.0.0.1:1/v1", "m"), ""),
-        (Endpoint("localhost:8000", "m"), "no http address"),
-        (Endpoint("file:///etc/passwd", "m"), "no http address"),
-        (Endpoint("http://host:70000/v1", "m"), "no http address"),
-        (Endpoint("https://", "m"), "no http address"),
+        (Endpoint("localhost:8000", "m"), "not an http address"),
+        (Endpoint("file:///etc/passwd", "m"), "not an http address"),
+        (Endpoint("http://host:70000/v1", "m"), "not an http address"),
+        (Endpoint("https://", "m"), "not an http address"),
         (Endpoint("http://x/v1", "m", key_env="NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE"),
     ],
 )

@@ -65,7 +65,7 @@ def test_errors_and_time_outs_are_no_scores(script: Script) -> None:
     ("text", "message"),
     [
         ("def f(completion): return 1", "no EXAMPLES"),
-        ("def f(completion): return 1\ndef g(completion): return 1\nEXAMPLES = [('', {}, 1)]", "2 functions"),
+        ("def f(completion): return 1\ndef g(completion): return 1\nEXAMPLES = [('', {}, 1)]", "2 reward functions"),
         ("def f(completion): return 1\nEXAMPLES = {'g': [('', {}, 1)]}", "no EXAMPLES of a function g"),
         ("def f(completion): return 1\nEXAMPLES = [('', {})]", "not an example"),
         ("def f(completion, a): return 1\nEXAMPLES = [('', {}, 1)]", "columns are missing: a"),

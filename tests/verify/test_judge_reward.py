@@ -87,7 +87,7 @@ def test_a_template_beside_the_recipe(stub: Stub, scorer: Any, tmp_path: Path) -
     ("params", "message"),
     [
         ({}, "`endpoint` is missing"),
-        ({"endpoint": {"url": "localhost", "model": "m"}}, "no http address"),
+        ({"endpoint": {"url": "localhost", "model": "m"}}, "not an http address"),
         (
             {"endpoint": {"url": "http://x/v1", "model": "m", "tokens": 1}},
             "`tokens`: no key of this section; known: url, model",

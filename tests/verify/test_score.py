@@ -84,11 +84,11 @@ def test_the_marked_component_says_what_is_right(scorer: Scorers) -> None:
     ("rewards", "message"),
     [
         (("math.accuracy", "math.accuracy"), "2 rewards are called `accuracy`"),
-        (({"use": "length.truncation", "params": {"max_length": 5}},), "none says it"),
+        (({"use": "length.truncation", "params": {"max_length": 5}},), "no reward decides it"),
         (({"use": "math.accuracy", "correct": True}, {"use": "format.structure", "correct": True}), "several rewards"),
         (
             ("math.accuracy", {"use": "length.truncation", "params": {"max_length": 5}, "correct": True}),
-            "cannot say it",
+            "cannot decide what is correct",
         ),
     ],
 )

@@ -185,8 +185,8 @@ def test_what_kwargs_offer_is_not_read(use: str, knows: bool, script: Path) -> N
     ("use", "params", "told"),
     [
         ("NoCall", {}, "is a class without `__call__`"),
-        ("Fails", {}, "cannot be made: OSError: no such table"),
-        ("Made", {}, "cannot be made: TypeError"),
+        ("Fails", {}, "cannot be instantiated: OSError: no such table"),
+        ("Made", {}, "cannot be instantiated: TypeError"),
         ("Plain", {"scale": 1.0}, "unknown parameter `scale`"),
     ],
 )
