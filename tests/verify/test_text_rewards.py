@@ -197,7 +197,7 @@ def test_programs_and_personas() -> None:
     assert agents.partial_credit(True, None, 3) == 0.0
     assert agents.persona_faithfulness([], [], [])["reward"] == 0
     assert agents.persona_faithfulness([1.0], [0.5], [0.0], average=True)["reward"] == 0.5
-    with pytest.raises(ValueError, match="no probability"):
+    with pytest.raises(ValueError, match="not a probability"):
         agents.persona_faithfulness([1.5], [0.5], [0.0])
     assert agents.turn_score([], []) == 0.0
     assert math.isclose(agents.turn_score([[0, 1], []], [1, 3]), 0.25)
