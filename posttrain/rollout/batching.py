@@ -80,7 +80,7 @@ def _set_results(pairs: list[tuple[asyncio.Future[B], B]]) -> None:
             future.set_result(answer)
 
 
-class Wish(NamedTuple):
+class SampleQuery(NamedTuple):
     """Tokens that a rollout wants sampled next: at most `limit` tokens after `ids`."""
 
     ids: tuple[int, ...]
@@ -90,7 +90,7 @@ class Wish(NamedTuple):
     greedy: bool = False  # take the most probable tokens, whatever the temperature
 
 
-Draw = Callable[[tuple[Wish, ...]], Awaitable[list[Sampled]]]
+Draw = Callable[[tuple[SampleQuery, ...]], Awaitable[list[Sampled]]]
 GradeRows = Callable[[list[Rollout]], Awaitable[list[Grade]]]
 
 
@@ -133,7 +133,7 @@ class StepSampler:
             alone = functools.partial(self._draw_alone, number, itertools.count())
             yield alone if is_concurrent(self.engine) else ask, ask
 
-    async def _draw_alone(self, number: int, times: Iterator[int], wishes: tuple[Wish, ...]) -> list[Sampled]:
+    async def _draw_alone(self, number: int, times: Iterator[int], queries: tuple[SampleQuery, ...]) -> list[Sampled]:
         engine, time = self.engine, next(times)
         assert is_concurrent(engine)
         version, logprobs = engine.version, number < self.wanted
@@ -141,43 +141,43 @@ class StepSampler:
             Request(
                 number, w.ids, 1, self.seed(time, k) + number, w.limit, logprobs, images=w.images, adapter=w.adapter
             )
-            for k, w in enumerate(wishes)
+            for k, w in enumerate(queries)
         ]
-        how = [self._sampling_for(w.greedy) for w in wishes]
+        how = [self._sampling_for(w.greedy) for w in queries]
         found = await asyncio.gather(*map(engine.complete, requests, how))
         return [_as_sampled(completion, version) for (completion,) in found]
 
-    def _answer(self, asked: Mapping[int, tuple[Wish, ...] | list[Rollout]]) -> dict[int, list[Any]]:
+    def _answer(self, asked: Mapping[int, tuple[SampleQuery, ...] | list[Rollout]]) -> dict[int, list[Any]]:
         """Answer all waiting rollouts: one call of `grade` for all rows, and one engine call for the k-th queries."""
         time, found = next(self.times), {number: list[Any]() for number in asked}
         rows = {number: made for number, made in asked.items() if isinstance(made, list)}
         if rows and self.grade is not None:
             grades = iter(self.grade([rollout for made in rows.values() for rollout in made]))
             found |= {number: list(itertools.islice(grades, len(made))) for number, made in rows.items()}
-        wishes = {number: made for number, made in asked.items() if isinstance(made, tuple)}
-        for k, greedy in itertools.product(range(max(map(len, wishes.values()), default=0)), (False, True)):
-            mine = {n: made[k] for n, made in wishes.items() if len(made) > k and made[k].greedy is greedy}
+        queries = {number: made for number, made in asked.items() if isinstance(made, tuple)}
+        for k, greedy in itertools.product(range(max(map(len, queries.values()), default=0)), (False, True)):
+            mine = {n: made[k] for n, made in queries.items() if len(made) > k and made[k].greedy is greedy}
             for number, rollout in self._draw_together(mine, self._sampling_for(greedy), self.seed(time, k)):
                 segment = replace(rollout.segments[0], versions=rollout.versions)
                 found[number].append(Sampled(segment, rollout.finish, rollout.version))
         return found
 
     def _draw_together(
-        self, wishes: Mapping[int, Wish], sampling: Sampling, seed: int
+        self, queries: Mapping[int, SampleQuery], sampling: Sampling, seed: int
     ) -> Iterable[tuple[int, Rollout]]:
-        if not wishes:
+        if not queries:
             return ()
         n, logprobs = self.asked.n, self.asked.logprobs
         prompts = [prompt for prompt in self.asked.prompts for _ in range(n)]
         limits = [1] * len(prompts)  # of rollouts without a query
-        for number, wish in wishes.items():
-            prompts[number] = replace(prompts[number], ids=wish.ids, images=wish.images, adapter=wish.adapter)
-            limits[number] = wish.limit
+        for number, query in queries.items():
+            prompts[number] = replace(prompts[number], ids=query.ids, images=query.images, adapter=query.adapter)
+            limits[number] = query.limit
         wanted = logprobs if logprobs is True else int(logprobs) * n
         drawn = self.engine.generate(
-            prompts, 1, sampling, seed=seed, logprobs=wanted, share=list(wishes), limits=limits
+            prompts, 1, sampling, seed=seed, logprobs=wanted, share=list(queries), limits=limits
         )
-        return zip(wishes, drawn, strict=True)
+        return zip(queries, drawn, strict=True)
 
     def _sampling_for(self, greedy: bool) -> Sampling:
         return self.asked.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.asked.sampling

@@ -34,7 +34,7 @@ from posttrain.scratch import Scratch
 
 T = TypeVar("T")
 CLEAN_UP_S = 2.0
-LAST_WORDS_S = 10.0  # for the process to end after vLLM has noticed that its engine core failed
+EXIT_WAIT_S = 10.0  # for the process to end after vLLM has noticed that its engine core failed
 
 
 class ColocatedClient(EngineClient):
@@ -90,7 +90,7 @@ class ColocatedClient(EngineClient):
 
         def wait() -> None:
             connection.wait([process.sentinel for process in self.processes])
-            deadline = time.monotonic() + LAST_WORDS_S
+            deadline = time.monotonic() + EXIT_WAIT_S
             while self.processes[0].exitcode is None and time.monotonic() < deadline:
                 time.sleep(0.01)  # it has closed its files; its exit code follows, unless vLLM is just reading it
             here.call_soon_threadsafe(end)
@@ -215,7 +215,7 @@ class ColocatedClient(EngineClient):
 
             if not isinstance(cause, EngineDeadError):
                 raise vllm_start.error_of(cause, self.spec.section, "failed") from cause
-            await asyncio.wait({self.ended}, timeout=LAST_WORDS_S)
+            await asyncio.wait({self.ended}, timeout=EXIT_WAIT_S)
         finally:
             if not task.done():
                 task.cancel()
@@ -240,7 +240,7 @@ class ColocatedClient(EngineClient):
             process.join()
         end_processes(self.apart)
         llm.shutdown()
-        llm.shutdown = _nothing  # vLLM calls it again when the object is collected, and fails at interpreter exit
+        llm.shutdown = _do_nothing  # vLLM calls it again when the object is collected, and fails at interpreter exit
         self.home.close()
 
 
@@ -257,7 +257,7 @@ def end_processes(descriptors: Sequence[int]) -> None:
         os.close(one)
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 async def _cancel(task: asyncio.Task[Any] | None) -> None:

@@ -19,18 +19,20 @@ from typing import Any
 
 from posttrain.errors import EngineError
 
-COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
+COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 LINKS = "posttrain-models"
 KERNELS = "posttrain-triton"  # in vLLM's cache folder
-_GIVEN = os.environ.get("TRITON_CACHE_DIR")  # the user's value: read before torch's compiler runs, which sets it too
-STARTS = 64  # maximum number of concurrent starts of equal models
+_USER_TRITON_CACHE = os.environ.get(
+    "TRITON_CACHE_DIR"
+)  # the user's value: read before torch's compiler runs, which sets it too
+MAX_STARTS = 64  # maximum number of concurrent starts of equal models
 
 
 @contextlib.contextmanager
 def keep_compiler_settings() -> Iterator[None]:
     """Restore the settings of torch's compiler that vLLM's import changes inside the block. vLLM compiles in its own
     process."""
-    before = {name: os.environ.get(name) for name in COMPILER}
+    before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     try:
         yield
     finally:
@@ -49,7 +51,7 @@ def kernel_cache(cache: Path) -> dict[str, str]:
     Without it, the first start stores them where torch's compiler stores its own, and the next start, which loads
     compiled graphs and runs no compiler, looks in Triton's folder and compiles them again. cache: vLLM's cache folder.
     """
-    return {"TRITON_CACHE_DIR": _GIVEN or str(cache / KERNELS)}
+    return {"TRITON_CACHE_DIR": _USER_TRITON_CACHE or str(cache / KERNELS)}
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ def stable_path(folder: Path, cache: Path, rank: int) -> Iterator[Path]:
 def _link(folder: Path, links: Path, rank: int) -> Iterator[Path]:
     links.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
-    for number in range(STARTS):
+    for number in range(MAX_STARTS):
         link = links / f"{name}-{rank}-{number}"
         lock = os.open(link.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -95,4 +97,4 @@ def _link(folder: Path, links: Path, rank: int) -> Iterator[Path]:
             return
         finally:
             os.close(lock)
-    raise OSError(f"{STARTS} starts at the same time")
+    raise OSError(f"{MAX_STARTS} starts at the same time")

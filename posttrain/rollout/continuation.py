@@ -21,7 +21,7 @@ from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.rollout_sections import PlayWorkflow, RolloutShape
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
-from posttrain.rollout.batching import StepSampler, Wish
+from posttrain.rollout.batching import SampleQuery, StepSampler
 from posttrain.rollout.engine import Engine, GenerationBatch, check_fits
 from posttrain.rollout.template import Between
 from posttrain.seeds import derive
@@ -226,8 +226,8 @@ def generate_shaped(
                 adapter: str | None = None,
             ) -> list[Sampled]:
                 pairs = zip(asked, limits, strict=True)
-                wishes = (Wish(ids, limit, shape.images(prompt, ids), adapter, greedy) for ids, limit in pairs)
-                found = await draw_all(tuple(wishes))
+                queries = (SampleQuery(ids, limit, shape.images(prompt, ids), adapter, greedy) for ids, limit in pairs)
+                found = await draw_all(tuple(queries))
                 drawn.append(sum(len(one.ids) for one in found))
                 return found
 

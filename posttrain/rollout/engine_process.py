@@ -26,8 +26,8 @@ LOG = "POSTTRAIN_ENGINE_LOG"  # path of the file that gets the process's output
 PARENT = "POSTTRAIN_ENGINE_PARENT"  # process id of the program that starts the process
 READY = "POSTTRAIN_ENGINE_READY"  # path of a file; the process loads its model once the file exists
 DEVICES = "POSTTRAIN_ENGINE_DEVICES"  # CUDA_VISIBLE_DEVICES of an engine on several GPUs
-OF_PYTHON = "/dev/shm/psm_"  # shared memory of multiprocessing.shared_memory
-OF_VLLM = "/dev/shm/vllm"  # of vLLM's workers on a CPU, which have mapped it once they have started
+PYTHON_SHARED_MEMORY = "/dev/shm/psm_"  # shared memory of multiprocessing.shared_memory
+VLLM_SHARED_MEMORY = "/dev/shm/vllm"  # of vLLM's workers on a CPU, which have mapped it once they have started
 POLL_S = 0.2
 
 
@@ -93,14 +93,14 @@ def unlink_memory(prefix: str) -> None:
         if path.startswith(prefix):
             with contextlib.suppress(FileNotFoundError):  # another process has removed the name
                 os.unlink(path)
-                if prefix == OF_PYTHON:
+                if prefix == PYTHON_SHARED_MEMORY:
                     resource_tracker.unregister(path.removeprefix("/dev/shm"), "shared_memory")
 
 
 def clean_up() -> None:
     """Remove what a killed process leaves behind: named semaphores, shared memory and the like."""
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # multiprocessing's cleanup at process exit
-    unlink_memory(OF_PYTHON)
+    unlink_memory(PYTHON_SHARED_MEMORY)
 
 
 def wait_until_ready() -> None:

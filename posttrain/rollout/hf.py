@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 UNBOUNDED = 1 << 30
-Seen = Callable[[Tensor, Tensor], tuple[Mapping[str, Any], Tensor | None]]
+ImageInputs = Callable[[Tensor, Tensor], tuple[Mapping[str, Any], Tensor | None]]
 
 # Finished rows are dropped once they are this share of the batch, since each drop copies the key-value cache. On the
 # tiny model (512 rows, 46 tokens, 2 threads): 0.23 s at 0.1, 0.24 s at 0.25, 0.28 s at 0.5, 0.30 s without.
@@ -188,10 +188,10 @@ def decode(
     of each prompt; image placeholder tokens are never sampled.
     """
     device = model.device
-    seen = (
+    image_inputs = (
         None if reader is None or images is None or not any(images) else reader.bind(backbone(causal_of(model)), images)
     )
-    state = _Rows(model, prompts, torch.tensor(owner, device=device), pad_id, seen)
+    state = _Rows(model, prompts, torch.tensor(owner, device=device), pad_id, image_inputs)
     forbidden = None if reader is None else torch.tensor(sorted(reader.token_ids), device=device)
     eos = torch.tensor(sorted(eos_ids), device=device)
     u = u.to(device)
@@ -277,9 +277,14 @@ class _Rows:
     """Model state of the running rows: key-value cache, padding mask, positions, next-token logits [R,V]."""
 
     def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], owner: Tensor, pad_id: int, seen: Seen | None = None
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        owner: Tensor,
+        pad_id: int,
+        image_inputs: ImageInputs | None = None,
     ) -> None:
-        """seen: returns the model's inputs for the prompts' images, and the positions that follow from them."""
+        """image_inputs: returns the model's inputs for the prompts' images, and the positions that follow from them."""
         self.model = model
         self.cache = DynamicCache(config=model.config)
         longest = max(len(p) for p in prompts)  # left-padded, so that all rows end together
@@ -288,7 +293,7 @@ class _Rows:
         self.padded = not bool(self.mask.all())  # without padding no mask is passed, for the faster attention path
         self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)  # of the next tokens
         self.logits: Tensor  # of the next token [R,V], set by `step`
-        given, by_grid = (None, None) if seen is None else seen(ids, self.mask)
+        given, by_grid = (None, None) if image_inputs is None else image_inputs(ids, self.mask)
         if by_grid is not None:
             self.position = by_grid
         self.step(ids, given)

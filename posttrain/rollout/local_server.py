@@ -21,15 +21,15 @@ from posttrain.run import ranks
 from posttrain.scratch import Scratch
 
 _ENTRY = "import sys; sys.path.insert(0, {root!r}); from posttrain.rollout.vllm_process import main; main({parent})"
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ranks.LAUNCHED)
-_OF_A_SERVER = {
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ranks.LAUNCHED)
+_SERVER_VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # endpoints of weights and pauses, behind `vllm_process.Guard`
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
 }
 DEVICES = "rollout.vllm.server.devices"
 SOCKET = "vllm"
 LAST_LINES = 5
-CLEARING_S = 2.0  # for the other processes of an ended server to exit by themselves
+GROUP_EXIT_S = 2.0  # for the other processes of an ended server to exit by themselves
 
 
 @dataclass
@@ -73,9 +73,11 @@ class LocalServer:
             *options(arguments),
             *address,
         ]
-        env = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+        env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         env |= vllm_start.socket_settings(home.path)
-        env |= _OF_A_SERVER | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+        env |= (
+            _SERVER_VARIABLES | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+        )
         with contextlib.ExitStack() as stack:
             output: Any = 2
             if log is not None:
@@ -86,7 +88,7 @@ class LocalServer:
             )
         return cls(f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home, uds)
 
-    def fate(self, wait_s: float = 0.0) -> str:
+    def describe_exit(self, wait_s: float = 0.0) -> str:
         """Return how the process ended, with its last output; "" while it runs.
 
         wait_s: time to wait for its end: connections close a moment before the process can be reaped.
@@ -115,7 +117,7 @@ class LocalServer:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_S)
-        deadline = time.monotonic() + CLEARING_S
+        deadline = time.monotonic() + GROUP_EXIT_S
         with contextlib.suppress(ProcessLookupError):  # raised once the group is empty
             while time.monotonic() < deadline:  # Python's resource trackers remove what other processes leave behind
                 os.killpg(group, 0)

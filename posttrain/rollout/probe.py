@@ -39,13 +39,13 @@ def mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProbeResult:
     """Log-probs of the probe sequence from one engine and from the trainer, at the same sync."""
 
     engine: tuple[float, ...]
     trainer: tuple[float, ...]
 
-    def missed_sync(self, now: Seen, tolerance: float) -> bool:
+    def missed_sync(self, now: ProbeResult, tolerance: float) -> bool:
         """Return whether the engine missed the sync since: steps are small, so the gap alone could pass for rounding.
 
         True if the engine's log-probs are unchanged although the trainer's moved by more than a hundredth of what

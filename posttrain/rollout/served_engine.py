@@ -35,7 +35,7 @@ from posttrain.rollout.engine_client import (
 )
 from posttrain.rollout.server_client import ServerClient, ServerMissing, Session
 from posttrain.rollout.server_list import ServerList
-from posttrain.rollout.vllm_engine import Expected, VllmEngine
+from posttrain.rollout.vllm_engine import TrainerLogps, VllmEngine
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -121,7 +121,7 @@ class ServedEngine(VllmEngine):
                 run_on_living(clients, lambda client: client.pause())
 
     def replace_weights(
-        self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: Expected
+        self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: TrainerLogps
     ) -> None:
         """Replace the weights (`VllmEngine.replace_weights`). Rank 0 does it for all ranks; the others take over its
         servers."""

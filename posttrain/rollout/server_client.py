@@ -46,7 +46,7 @@ START_S = 1800.0  # the same for a server process that this run started, as long
 RETRY_S = 0.5
 CONNECT_S = 10.0
 FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer with all samples of the request
-LAST_WORDS_S = 1.0  # for a process to end after its connections have closed
+EXIT_WAIT_S = 1.0  # for a process to end after its connections have closed
 DRAIN_S = 0.2  # between two pauses: a request may arrive after the first
 HEALTH_S = 10.0  # for a server to answer its health check
 FILES = 65536
@@ -103,11 +103,11 @@ class ServerClient(EngineClient):
         self.about: dict[str, Any] = {}
         self.adapter: str | None = None  # vLLM's name of the newest adapter
         self._http: Any = None
-        self._held: asyncio.Task[None] | None = None  # holds the session; done when the server is gone
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._session_task: asyncio.Task[None] | None = None  # holds the session; done when the server is gone
+        self._in_progress: set[asyncio.Task[Any]] = set()
         self._answered = 0.0  # when the server last answered anything
         self.number = ""  # id of the session
-        self._end: asyncio.Future[None] | None = None  # done once the server is lost
+        self._lost_future: asyncio.Future[None] | None = None  # done once the server is lost
 
     @property
     def is_here(self) -> bool:
@@ -117,7 +117,7 @@ class ServerClient(EngineClient):
     @property
     def is_busy(self) -> bool:
         """Whether a request of this process is in progress."""
-        return bool(self._under_way)
+        return bool(self._in_progress)
 
     # --- the session ---
 
@@ -135,7 +135,7 @@ class ServerClient(EngineClient):
             timeout=http.Timeout(None, connect=CONNECT_S),
             trust_env=False,
         )
-        self._end = asyncio.get_running_loop().create_future()
+        self._lost_future = asyncio.get_running_loop().create_future()
 
     async def open(self, wanted: Mapping[str, Any], *, wait: bool = True) -> None:
         """Reach the server and begin the session.
@@ -153,11 +153,11 @@ class ServerClient(EngineClient):
             raise self._busy_error(who)
         self.workers = int(self.about["workers"])
         begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._held = asyncio.create_task(self._hold(begun))
-        either: set[asyncio.Future[Any]] = {begun, self._held}
+        self._session_task = asyncio.create_task(self._hold_session(begun))
+        either: set[asyncio.Future[Any]] = {begun, self._session_task}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
         if not begun.done():
-            raise self._connection_error() if self._held.done() else self._silent()
+            raise self._connection_error() if self._session_task.done() else self._timeout_error()
         self.number = self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
 
     def session(self) -> Session:
@@ -183,13 +183,13 @@ class ServerClient(EngineClient):
             except http_library().TransportError as cause:
                 why = connection_reason(cause)
             waited = time.monotonic() - began
-            if waited > patience or (self.process and self.process.fate()):
-                raise self._unreachable(why, waited)
+            if waited > patience or (self.process and self.process.describe_exit()):
+                raise self._unreachable_error(why, waited)
             if wait and waited < RETRY_S and self.process is None:
                 terminal.note(f"{self.name}  {why}: trying for {patience:.0f} s")
             await asyncio.sleep(RETRY_S)
 
-    async def _hold(self, begun: asyncio.Future[str]) -> None:
+    async def _hold_session(self, begun: asyncio.Future[str]) -> None:
         """Keep the session's request open. Returns, or raises, when the server has ended it."""
         headers = {"x-posttrain-who": describe_process()}
         async with self._http.stream("POST", vllm_process.SESSION, headers=headers) as answer:
@@ -204,14 +204,14 @@ class ServerClient(EngineClient):
         if self._http is not None:
             http, self._http = self._http, None
             with contextlib.suppress(Exception):
-                loop.run(self._leave(http))
+                loop.run(self._disconnect(http))
         if self.process is not None:
             self.process.close()
 
-    async def _leave(self, http: Any) -> None:
-        if self._held is not None:
-            self._held.cancel()
-            await asyncio.gather(self._held, return_exceptions=True)  # requests have reported its error
+    async def _disconnect(self, http: Any) -> None:
+        if self._session_task is not None:
+            self._session_task.cancel()
+            await asyncio.gather(self._session_task, return_exceptions=True)  # requests have reported its error
         await http.aclose()
 
     # --- generation ---
@@ -219,12 +219,12 @@ class ServerClient(EngineClient):
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         values = vllm_start.sampling_values(sampling, request, self.eos_ids, self.image_ids)
         task = asyncio.create_task(self._generate(request.ids, values, request.images))
-        self._under_way.add(task)
+        self._in_progress.add(task)
         try:
             answer = await task
         finally:
             task.cancel()
-            self._under_way.discard(task)
+            self._in_progress.discard(task)
         with self._parse_response():
             found = [self._completion(choice, request.logprobs) for choice in answer["choices"]]
             return found * (request.n // len(found))  # greedy samples are equal and sampled once
@@ -240,7 +240,7 @@ class ServerClient(EngineClient):
         try:
             answer = await self._generate(ids, vllm_start.SCORING)
         except RequestFailed as error:  # a server that fails the probe of a sync cannot be trusted
-            raise self._lose(ServerLost.of(error.problems)) from error
+            raise self._mark_lost(ServerLost.of(error.problems)) from error
         with self._parse_response():
             reported = answer["prompt_logprobs"][1:]
             return [entry[str(token)]["logprob"] for entry, token in zip(reported, ids[1:], strict=True)]
@@ -278,9 +278,9 @@ class ServerClient(EngineClient):
         """Interrupt requests until none is in progress. vLLM also drops its prefix cache: weights change next."""
         while True:
             await self._ask("POST", "/pause?mode=abort")
-            if not self._under_way:
+            if not self._in_progress:
                 return
-            await asyncio.wait(self._under_way, timeout=DRAIN_S)
+            await asyncio.wait(self._in_progress, timeout=DRAIN_S)
 
     async def resume(self) -> None:
         await self._ask("POST", "/resume")
@@ -330,16 +330,16 @@ class ServerClient(EngineClient):
         except RequestFailed as error:
             if await self._is_healthy():
                 raise
-            raise self._lose(ServerLost.of(error.problems)) from error
+            raise self._mark_lost(ServerLost.of(error.problems)) from error
         except ServerLost as error:
-            self._lose(error)
+            self._mark_lost(error)
             raise
 
-    def _lose(self, error: ServerLost) -> ServerLost:
+    def _mark_lost(self, error: ServerLost) -> ServerLost:
         """Mark the server as lost and wake everything that waits for it. Returns the error."""
         self.lost = self.lost or error.copy()
-        if self._end is not None and not self._end.done():
-            self._end.set_result(None)
+        if self._lost_future is not None and not self._lost_future.done():
+            self._lost_future.set_result(None)
         return error
 
     async def _is_healthy(self) -> bool:
@@ -354,18 +354,18 @@ class ServerClient(EngineClient):
         """Send a request and wait for its answer, the end of the session, or the time limit."""
         began = time.monotonic()
         asked = asyncio.ensure_future(self._http.request(method, path, json=body))
-        others = {future for future in (self._held, self._end) if future is not None}
+        others = {future for future in (self._session_task, self._lost_future) if future is not None}
         try:
             while not asked.done():
                 left = max(began, self._answered) + self.timeout_s - time.monotonic()
                 if left <= 0:
-                    raise self._silent()
+                    raise self._timeout_error()
                 await asyncio.wait({asked, *others}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if asked.done():
                     break
                 if self.lost is not None:
                     raise self.lost.copy()
-                if self._held is not None and self._held.done():
+                if self._session_task is not None and self._session_task.done():
                     raise self._connection_error()
             answer = asked.result()
         except http_library().TransportError as cause:
@@ -405,7 +405,7 @@ class ServerClient(EngineClient):
             hint="wait for that run, or start another server with `posttrain serve RECIPE --port ...`",
         )
 
-    def _silent(self) -> ServerLost:
+    def _timeout_error(self) -> ServerLost:
         return ServerLost(
             f"the server did not answer anything for {self.timeout_s:g} s",
             where=self.name,
@@ -415,21 +415,26 @@ class ServerClient(EngineClient):
     def _connection_error(self, cause: BaseException | None = None) -> EngineError:
         """Return the error for a server, or a connection to it, that has ended. cause: the exception of a request, if
         any."""
-        if cause is None and self._held is not None and self._held.done() and not self._held.cancelled():
-            cause = self._held.exception()
+        if (
+            cause is None
+            and self._session_task is not None
+            and self._session_task.done()
+            and not self._session_task.cancelled()
+        ):
+            cause = self._session_task.exception()
         if isinstance(cause, EngineError):
             return cause.copy()  # each waiting request raises its own copy
-        told = self.process.fate(LAST_WORDS_S) if self.process else ""
+        told = self.process.describe_exit(EXIT_WAIT_S) if self.process else ""
         return ServerLost(
             told or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
             where="" if told else self.name,
             hint=RESUME + ("" if told else ", once `posttrain serve` is ready there again"),
         )
 
-    def _unreachable(self, why: str, waited: float) -> EngineError:
+    def _unreachable_error(self, why: str, waited: float) -> EngineError:
         if self.process is not None:
             late = f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s: see {self.process.log}"
-            return EngineError(self.process.fate() or late)
+            return EngineError(self.process.describe_exit() or late)
         return ServerMissing(
             f"no server can be reached there: {why} (tried for {waited:.0f} s)",
             where=self.name,
@@ -441,7 +446,7 @@ class ServerClient(EngineClient):
 def describe_process() -> str:
     """Return this machine, process and command as a header value: servers show whom they work for."""
     who = f"{socket.gethostname()}, process {os.getpid()}, {' '.join(sys.argv[1:4])}"
-    return re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()
+    return re.sub(r"[^!-~]+", " ", who)[: vllm_process.MAX_WHO].strip()
 
 
 def allow_many_files() -> None:

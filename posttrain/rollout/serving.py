@@ -68,8 +68,8 @@ def serve_one(server: LocalServer, host: str, port: int, key: str, ready: str, s
     """Wait until a started server answers, show `ready`, and return when its run has ended."""
     try:
         while not answers(host, port, key):
-            if told := server.fate():
-                raise RunError(f"vLLM did not start: {told}", hint="what it says above has the reason")
+            if ended := server.describe_exit():
+                raise RunError(f"vLLM did not start: {ended}", hint="what it says above has the reason")
             time.sleep(POLL_S)
         say(ready)
         server.process.wait()

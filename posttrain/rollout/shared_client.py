@@ -29,7 +29,7 @@ from posttrain.scratch import Scratch
 LENGTH = 8  # bytes of the length prefix of a message
 CLOSE_S = 10.0  # time for the first process to end the engine
 LEAVE, CANCEL = "leave", "cancel"
-ENDED, SAYS = "the process that holds the engine has ended", "its own message says why"
+ENDED, ENDED_HINT = "the process that holds the engine has ended", "its own message says why"
 Arguments = dict[str, Any]
 
 
@@ -76,7 +76,7 @@ class EngineHub:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.meeting.end(PeerLost(f"rank {rank} uses the engine no more", hint=SAYS))
+            self.meeting.end(PeerLost(f"rank {rank} uses the engine no more", hint=ENDED_HINT))
         finally:
             for task in list(tasks.values()):
                 task.cancel()
@@ -168,7 +168,7 @@ class SharedClient(EngineClient):
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(path)
         except OSError as cause:
-            raise PeerLost(ENDED, hint=SAYS) from cause
+            raise PeerLost(ENDED, hint=ENDED_HINT) from cause
         write(self._writer, (self.rank, member))
         self._answers = asyncio.create_task(self._read_answers())
 
@@ -184,7 +184,7 @@ class SharedClient(EngineClient):
                 else:
                     kind, problems = error
                     answer.set_exception(kind.of(problems))
-        self.ended = PeerLost(ENDED, hint=SAYS)
+        self.ended = PeerLost(ENDED, hint=ENDED_HINT)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self.ended.copy())
@@ -242,7 +242,7 @@ class SharedClient(EngineClient):
         """
         if not isinstance(error, PeerLost):
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            error = PeerLost(f"rank {self.rank} failed: {reason}", hint=SAYS)
+            error = PeerLost(f"rank {self.rank} failed: {reason}", hint=ENDED_HINT)
         loop.call(self._notify, -1, LEAVE, error.problems)
 
     def close(self) -> None:

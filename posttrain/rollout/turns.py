@@ -17,7 +17,7 @@ from posttrain import source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Turn, join_images
 from posttrain.errors import ToolError
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout.batching import StepSampler, Wish
+from posttrain.rollout.batching import SampleQuery, StepSampler
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator, check_fits
 from posttrain.rollout.template import Between, check_template
 from posttrain.seeds import derive
@@ -131,7 +131,7 @@ class TurnEngine(Generator):
                 while not row.ended:
                     value, returns = await episode.value(), await episode.returns()
                     limit = min(sampler.asked.sampling.max_new_tokens, budget - row.used)
-                    (drawn,) = await draw((Wish(row.ids, limit, row.images, row.prompt.adapter),))
+                    (drawn,) = await draw((SampleQuery(row.ids, limit, row.images, row.prompt.adapter),))
                     late = (
                         sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
                     )

@@ -37,7 +37,7 @@ from posttrain.rollout.engine_client import (
     raise_last,
     run_on_living,
 )
-from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
+from posttrain.rollout.probe import ProbeResult, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
 from posttrain.rollout.starting import StartingEngine
 from posttrain.rollout.vllm_start import EngineSpec
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 PROBE_LENGTH = 32
-Expected = dict[str | None, tuple[float, ...]]  # adapter -> the trainer's log-probs of the probe sequence
+TrainerLogps = dict[str | None, tuple[float, ...]]  # adapter -> the trainer's log-probs of the probe sequence
 
 
 def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
@@ -186,7 +186,7 @@ class VllmEngine(Generator):
         self.asleep = False
         self.empty = False  # weights were dropped by `sleep` and not sent since
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, spec.window - 1))
-        self.seen: dict[tuple[EngineClient, str | None], Seen] = {}  # by engine and adapter
+        self.seen: dict[tuple[EngineClient, str | None], ProbeResult] = {}  # by engine and adapter
         self.written = 0  # adapters written so far
         self.turn = 0  # round-robin among equally busy engines
         self.busy = Counter[EngineClient]()  # samples in progress per engine
@@ -210,10 +210,12 @@ class VllmEngine(Generator):
             raise EngineError(
                 "vLLM slept without its weights: sync before it generates" if self.empty else "vLLM is asleep: wake it"
             )
-        samples = await self._round(request, sampling)
-        return await asyncio.gather(*(self._finish(request, place, c, sampling) for place, c in enumerate(samples)))
+        samples = await self._sample(request, sampling)
+        return await asyncio.gather(
+            *(self._finish_sample(request, place, c, sampling) for place, c in enumerate(samples))
+        )
 
-    async def _round(self, request: Request, sampling: Sampling) -> list[Completion]:
+    async def _sample(self, request: Request, sampling: Sampling) -> list[Completion]:
         """Sample the request at the least busy engine until it is done or paused, and tag the tokens with the engine's
         version. If the engine is lost, the request is repeated at another engine; once also if only this request fails.
         """
@@ -255,7 +257,7 @@ class VllmEngine(Generator):
     def on_lost(self, client: EngineClient) -> None:
         """Hook that is called when a request has lost its engine."""
 
-    async def _finish(self, request: Request, place: int, sample: Completion, sampling: Sampling) -> Completion:
+    async def _finish_sample(self, request: Request, place: int, sample: Completion, sampling: Sampling) -> Completion:
         """Continue a paused sample until it ends. The seed of each continuation is derived from the sample's place in
         the request and the number of pauses."""
         rounds = itertools.count(1)
@@ -267,7 +269,7 @@ class VllmEngine(Generator):
                 seed=derive(request.seed + place, "continued", next(rounds)),
                 max_new_tokens=request.max_new_tokens - len(sample.ids),
             )
-            sample = concatenate(sample, (await self._round(rest, sampling))[0])
+            sample = concatenate(sample, (await self._sample(rest, sampling))[0])
         return sample
 
     def sync(self, model: Any, version: int) -> None:
@@ -277,7 +279,7 @@ class VllmEngine(Generator):
         Rollouts in progress continue with the new weights. With a model divided among ranks, the collective parts (the
         forward pass, gathering the weights) are completed even if the engine fails.
         """
-        expected = self._expect(model)
+        expected = self._trainer_logps(model)
         offered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(iter(()))
         if self.spec.lora_rank is None:
             offered = weights.weight_stream(model, merged=self.loaded.is_lora)
@@ -287,7 +289,7 @@ class VllmEngine(Generator):
             self.version = version
 
     def replace_weights(
-        self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: Expected
+        self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: TrainerLogps
     ) -> None:
         """Send the weights of `sync` to the paused engines, resume them and check them. whole: iterator over all
         weights; expected: the trainer's log-probs of the probe sequence."""
@@ -330,12 +332,12 @@ class VllmEngine(Generator):
         """Make all engines load these adapters."""
         run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
 
-    def _expect(self, model: Any) -> Expected:
+    def _trainer_logps(self, model: Any) -> TrainerLogps:
         """Return the trainer's log-probs of the probe sequence, with each adapter."""
         names = self.loaded.adapters or (None,)
         return {name: tuple(trainer_logps(self.loaded, model, self.ids, name)) for name in names}
 
-    def _scores(self) -> dict[tuple[EngineClient, str | None], list[float]]:
+    def _engine_logps(self) -> dict[tuple[EngineClient, str | None], list[float]]:
         """Return each engine's log-probs of the probe sequence, with each adapter. One adapter at a time: vLLM's head
         mixes up prompt log-probs of two adapters in one batch."""
         found: dict[tuple[EngineClient, str | None], list[float]] = {}
@@ -344,12 +346,12 @@ class VllmEngine(Generator):
             found |= {(client, name): logps for client, logps in said.items()}
         return found
 
-    def _check(self, expected: Expected, version: int) -> None:
+    def _check(self, expected: TrainerLogps, version: int) -> None:
         """Check that every engine's log-probs of the probe sequence match the trainer's and have changed with them.
         Raises EngineError."""
         tolerance = logp_tolerance(self.spec.dtype, other_kernels=True)
         hint = "rollout.engine: transformers samples with the trainer's own weights"
-        found = {place: Seen(tuple(said), expected[place[1]]) for place, said in self._scores().items()}
+        found = {place: ProbeResult(tuple(said), expected[place[1]]) for place, said in self._engine_logps().items()}
         self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found.values())
         if not self.gap <= tolerance:
             raise EngineError(
@@ -370,9 +372,9 @@ class VllmEngine(Generator):
 
     def probe(self, model: Any) -> float:
         """Return the gap between engine and trainer (`Engine.probe`): the largest one, over engines and adapters."""
-        expected = self._expect(model)
+        expected = self._trainer_logps(model)
         self.wake()
-        return max(mean_gap(said, expected[name]) for (_, name), said in self._scores().items())
+        return max(mean_gap(said, expected[name]) for (_, name), said in self._engine_logps().items())
 
     def sleep(self) -> None:
         """With vllm.sleep: free the memory of weights and cache until `wake`. Otherwise do nothing.

@@ -28,7 +28,7 @@ from posttrain.run.environment import package_version
 KEY_VARIABLE = "VLLM_API_KEY"
 SESSION_HEADER = "x-posttrain-session"
 SESSION, ABOUT = "/posttrain/session", "/posttrain/about"
-FOR_A_RUN = {
+ALLOWED_PATHS = {
     "/inference/v1/generate",
     "/pause",
     "/resume",
@@ -43,7 +43,7 @@ FOR_A_RUN = {
 }
 HEARTBEAT_S = 5.0
 GRACE_S = 10.0  # time for an orderly exit
-MOST_WHO = 200  # characters of the description of the run that holds the session
+MAX_WHO = 200  # characters of the description of the run that holds the session
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -105,22 +105,22 @@ class Guard:
         elif path == ABOUT:
             await _reply(send, 200, {**about(scope["app"].state), "works_for": self.who})
         elif path == SESSION:
-            await self._hold(headers, receive, send)
+            await self._hold_session(headers, receive, send)
         elif path == "/health":
             await self.app(scope, receive, send)
-        elif path not in FOR_A_RUN:
+        elif path not in ALLOWED_PATHS:
             await _reply(send, 404, {"error": f"nothing is served at {path}"})
         elif not self.session or headers.get(SESSION_HEADER) != self.session:
             await _reply(send, 410, {"error": "no such session"})
         else:
             await self.app(scope, receive, send)
 
-    async def _hold(self, headers: dict[str, str], receive: Receive, send: Send) -> None:
+    async def _hold_session(self, headers: dict[str, str], receive: Receive, send: Send) -> None:
         """Give the server to this request for as long as its connection lives, then end the process."""
         if self.session:
             await _reply(send, 409, {"error": "works for another run", "works_for": self.who})
             return
-        self.session, self.who = secrets.token_hex(8), headers.get("x-posttrain-who", "")[:MOST_WHO]
+        self.session, self.who = secrets.token_hex(8), headers.get("x-posttrain-who", "")[:MAX_WHO]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
             line = json.dumps({"session": self.session})

@@ -118,12 +118,12 @@ def main(pipe: Connection) -> None:
 
         importlib.import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
     try:
-        told = pipe.recv()
+        environment = pipe.recv()
     except EOFError:  # no engine core is to be run
         os._exit(0)
-    for name in before - told.keys():
+    for name in before - environment.keys():
         os.environ.pop(name, None)
-    os.environ.update(told)
+    os.environ.update(environment)
     engine_process.begin()
     core = pipe.recv()
     signal.signal(signal.SIGINT, signal.default_int_handler)

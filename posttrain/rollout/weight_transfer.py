@@ -148,7 +148,7 @@ class NcclSender:
         # the thread waits for the workers, which join the group in the request below
         try:
             asked = client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size})
-            loop.run(unless_failed(joined, asked))
+            loop.run(await_unless_failed(joined, asked))
             wait_for_nccl([joined], f"NCCL did not join {client.name}")
             self.groups[client] = joined.result()
         except BaseException:
@@ -202,7 +202,7 @@ class NcclSender:
         """Have an engine take the bucket that is broadcast now. If the engine is lost, abort its group, because the
         broadcast to the next engine waits for the broadcast to this one."""
         try:
-            await unless_failed(broadcasts[client], client.transfer("update_weights", described))
+            await await_unless_failed(broadcasts[client], client.transfer("update_weights", described))
         except ServerLost:
             await asyncio.to_thread(self.groups[client].abort)
             raise
@@ -283,7 +283,7 @@ def run_nccl(work: Callable[[], T]) -> Future[T]:
     return in_thread(attempt, "weights")
 
 
-async def unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) -> T:
+async def await_unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of `coroutine`. If the thread fails first, raise its error immediately instead of waiting for a
     server that waits for the thread."""
     asked, work = asyncio.ensure_future(coroutine), asyncio.wrap_future(thread)

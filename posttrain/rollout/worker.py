@@ -37,7 +37,7 @@ RENDEZVOUS_FILE = "file://"
 
 
 @dataclass
-class Joining(WeightTransferInitInfo):
+class JoinInfo(WeightTransferInitInfo):
     """Arguments for joining the NCCL group of the trainer and this engine's workers; empty for memory that both
     processes map."""
 
@@ -46,7 +46,7 @@ class Joining(WeightTransferInitInfo):
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):
+class BucketInfo(WeightTransferUpdateInfo):
     """Location of some weights: a safetensors file in memory, bytes on the GPU that this process maps, or an NCCL
     broadcast."""
 
@@ -55,16 +55,16 @@ class Bucket(WeightTransferUpdateInfo):
     nccl: dict[str, Any] | None = None
 
 
-class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc]
+class LocalTransfer(WeightTransferEngine[JoinInfo, BucketInfo]):  # type: ignore[misc]
     """Receives weights from a trainer's `weight_transfer.LocalSender` or `NcclSender`."""
 
-    init_info_cls = Joining
-    update_info_cls = Bucket
+    init_info_cls = JoinInfo
+    update_info_cls = BucketInfo
 
     group: NcclGroup | None = None
     repacks = False  # whether `finish_weight_update` calls `repack`
 
-    def init_transfer_engine(self, init_info: Joining) -> None:
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join the trainer's NCCL group, if there is one."""
         if init_info.group_id:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -78,7 +78,7 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
         initialize_layerwise_reload(self.model)
 
     def receive_weights(
-        self, update_info: Bucket, load_weights: Callable[[list[tuple[str, Tensor]]], Any] | None = None
+        self, update_info: BucketInfo, load_weights: Callable[[list[tuple[str, Tensor]]], Any] | None = None
     ) -> None:
         """Load a bucket. The trainer may reuse its memory when this returns."""
         if update_info.gpu is not None:
@@ -173,7 +173,7 @@ class Extension:
         remove the rendezvous file of the workers (vLLM after 0.23) and the names of shared memory that vLLM leaves
         behind. Returns the process id."""
         engine_process.leave_signals()
-        engine_process.unlink_memory(engine_process.OF_VLLM)
+        engine_process.unlink_memory(engine_process.VLLM_SHARED_MEMORY)
         worker: Any = self
         if worker.distributed_init_method.startswith(RENDEZVOUS_FILE):
             Path(worker.distributed_init_method.removeprefix(RENDEZVOUS_FILE)).unlink(missing_ok=True)

@@ -95,15 +95,15 @@ def put_in_place(finished: Path, folder: Path) -> None:
         finished.rename(folder)
     elif _exchange_names(finished, folder):
         sync_folder(folder.parent)
-        finished.rename(_empty_place(old))
+        finished.rename(_remove_folder(old))
     else:
-        folder.rename(_empty_place(old))
+        folder.rename(_remove_folder(old))
         finished.rename(folder)
     sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _empty_place(place: Path) -> Path:
+def _remove_folder(place: Path) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     return place
 
@@ -146,7 +146,7 @@ def system_error(error: BaseException, path: Path | None = None) -> RunError | N
     causes. safetensors raises an error of its own, with the error number in its text.
     """
     number = _errno(error)
-    if number not in _HINTS or (path is None and number in _OF_NAMES):
+    if number not in _HINTS or (path is None and number in _NAME_ERRORS):
         return None
     name = error.filename if isinstance(error, OSError) and error.filename is not None else path
     if path is not None and name is not None and _is_temporary_of(str(name), path):
@@ -171,18 +171,18 @@ def _errno(error: BaseException) -> int | None:
     return int(found[1]) if found else None
 
 
-_OF_NAMES = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY}
-_MEND = "mend that, then run the same command with --resume"
-_ELSEWHERE = "make it writable, or name another --output"
+_NAME_ERRORS = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY}
+_RESUME_HINT = "mend that, then run the same command with --resume"
+_OUTPUT_HINT = "make it writable, or name another --output"
 _HINTS = {
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _ELSEWHERE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _OUTPUT_HINT),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY), "something else has this name"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "name another --output"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files: `ulimit -n 4096`"),
     errno.EFBIG: "allow larger files: `ulimit -f unlimited`, or a file system that takes them",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then run the same command with --resume"),
-    **dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBUSY, errno.ETXTBSY), _MEND),
-    errno.ENOENT: f"its folder is gone, or a link leads nowhere; {_MEND}",
+    **dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBUSY, errno.ETXTBSY), _RESUME_HINT),
+    errno.ENOENT: f"its folder is gone, or a link leads nowhere; {_RESUME_HINT}",
 }
 
 

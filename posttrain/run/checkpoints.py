@@ -20,16 +20,16 @@ from posttrain.errors import RunError
 from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
-GO_ON = "older checkpoints are kept; mend that, then run the same command with --resume"  # hint of errors
-LONG = 100  # steps from which a run should save before its end
+RESUME_HINT = "older checkpoints are kept; mend that, then run the same command with --resume"  # hint of errors
+LONG_RUN_STEPS = 100  # steps from which a run should save before its end
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: `size` in bytes and `sha256`
 
 
-def none_before_the_end(save_every: int | None, steps: int) -> str:
+def no_checkpoint_note(save_every: int | None, steps: int) -> str:
     """Return a warning for a long run that saves only at its end; otherwise ""."""
-    if save_every is not None or steps < LONG:
+    if save_every is not None or steps < LONG_RUN_STEPS:
         return ""
     return "no checkpoint before the end: a run that is killed starts over (Ctrl-C saves one); set run.save_every"
 

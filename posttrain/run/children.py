@@ -61,8 +61,8 @@ def run_children(
     asked_at: float | None = None
     with GracefulStop() as stop, _Display() as display:
         try:
-            while running or (waiting and not (_ends(failed, keep_going) or stop.requested)):
-                while waiting and len(running) < parallel and not (_ends(failed, keep_going) or stop.requested):
+            while running or (waiting and not (_stops_all(failed, keep_going) or stop.requested)):
+                while waiting and len(running) < parallel and not (_stops_all(failed, keep_going) or stop.requested):
                     running.append(_start(waiting.pop(0), lines))
                 _show(lines, running, display)
                 for one in [r for r in running if r.process.poll() is not None]:
@@ -74,7 +74,7 @@ def run_children(
                         failed.append(one)
                     if after_each is not None:
                         after_each()
-                if (_ends(failed, keep_going) or stop.requested) and asked_at is None:
+                if (_stops_all(failed, keep_going) or stop.requested) and asked_at is None:
                     asked_at = time.monotonic()
                     _signal(running, signal.SIGTERM)
                 if asked_at is not None and time.monotonic() - asked_at > GRACE_S:
@@ -88,7 +88,7 @@ def run_children(
     return {one.child.name: str(_error(one)) for one in failed}
 
 
-def _ends(failed: Sequence[_Running], keep_going: bool) -> bool:
+def _stops_all(failed: Sequence[_Running], keep_going: bool) -> bool:
     """Return whether a failure stops the other commands."""
     return bool(failed) and not keep_going
 

@@ -44,7 +44,7 @@ except ImportError:  # Windows has no flock: nothing keeps a second process out
 
 LOCK = ".lock"
 # Files that a start leaves if it dies before it writes resolved.json.
-_STARTED = {LOCK, "recipe.yaml", "env.json", "inputs.json", "logs"}
+_EARLY_FILES = {LOCK, "recipe.yaml", "env.json", "inputs.json", "logs"}
 OnRows = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
@@ -209,7 +209,7 @@ def refuse_unusable(path: Path, resume: bool) -> None:
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if not resume and LOCK in names:
         _lock(path).close()  # a running run is neither resumed nor removed
-    if not resume and "resolved.json" not in names and names - _STARTED:
+    if not resume and "resolved.json" not in names and names - _EARLY_FILES:
         raise UserError(
             f"the output directory is not empty, and holds no run: {path}",
             allowed=f"it has {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}",
@@ -221,7 +221,7 @@ def refuse_unusable(path: Path, resume: bool) -> None:
             allowed="go on with it: --resume; start elsewhere: --output NEW_NAME; "
             f"start anew: remove it first (rm -r {shlex.quote(str(path))})",
         )
-    if resume and "resolved.json" not in names and names - _STARTED:
+    if resume and "resolved.json" not in names and names - _EARLY_FILES:
         raise UserError(f"not a run directory (it has no resolved.json): {path}", hint="give the directory of a run")
 
 
@@ -275,7 +275,7 @@ def _lock(path: Path) -> IO[str]:
     if fcntl is None:
         return file
     try:
-        _take(file)
+        _flock(file)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
@@ -292,7 +292,7 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-def _take(file: IO[str]) -> None:
+def _flock(file: IO[str]) -> None:
     """Lock a file. Raises BlockingIOError if another process holds the lock for longer than `is_locked` needs to check
     it."""
     for pause in (0.05, 0.1, 0.0):

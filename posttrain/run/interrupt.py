@@ -29,7 +29,7 @@ class GracefulStop:
     does nothing.
     """
 
-    _unheeded: ClassVar[int] = 0  # number of a signal that has stopped nothing, per process
+    _ignored_signal: ClassVar[int] = 0  # number of a signal that has stopped nothing, per process
 
     def __init__(self) -> None:
         self.requested = False
@@ -50,7 +50,7 @@ class GracefulStop:
             signal.signal(number, handler)
         self._before.clear()
         if self.requested and kind is None:
-            GracefulStop._unheeded = self.number
+            GracefulStop._ignored_signal = self.number
 
     @property
     def asked(self) -> int:
@@ -60,7 +60,7 @@ class GracefulStop:
     @classmethod
     def take_ignored_signal(cls) -> int:
         """Return, once, the number of a signal that came during a stage which ended normally; otherwise 0."""
-        found, GracefulStop._unheeded = cls._unheeded, 0
+        found, GracefulStop._ignored_signal = cls._ignored_signal, 0
         return found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -73,10 +73,10 @@ class GracefulStop:
         if number == signal.SIGHUP:
             redirect_to_null(self._terminals)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        _tell_from_handler(f"{name}: finishing the step and saving; once more stops at once")
+        _note_from_handler(f"{name}: finishing the step and saving; once more stops at once")
 
 
-def _tell_from_handler(line: str) -> None:
+def _note_from_handler(line: str) -> None:
     """Print a note from a signal handler, which may interrupt another write to stderr: Python then raises RuntimeError
     (a reentrant call). A closed stderr must not end the run."""
     with contextlib.suppress(OSError):

@@ -79,12 +79,14 @@ class Progress:
         if head is not None:
             self._history.append(float(head))
         if self._live is not None:
-            with self._unread():
+            with self._ignore_write_errors():
                 self._live.update(self._panel(step, cells, left))
         elif step == self.total or now - self._printed >= PLAIN_EVERY_S:
             self._printed = now
             shown = "  ".join(f"{name} {text}" for name, text in cells)
-            self._plain(f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}")
+            self._print_line(
+                f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}"
+            )
 
     def _time_left(self, step: int, now: float, spent: float | None) -> float | None:
         """Return the seconds until the last step at the pace so far, or until the time limit if that is earlier."""
@@ -107,10 +109,10 @@ class Progress:
         if times > 1:
             text += f" ({times} times so far)"
         if self._live is not None:
-            with self._unread():
+            with self._ignore_write_errors():
                 self._live.console.print(Text(text))
         else:
-            self._plain(text)
+            self._print_line(text)
 
     def ready(self, parts: Mapping[str, float]) -> None:
         """Note how long the start took, if it was long; the first step follows. parts: seconds by name."""
@@ -118,12 +120,12 @@ class Progress:
         if total >= LONG_START_S:
             self.note(f"ready after {total:.0f} s: {', '.join(f'{name} {s:.0f} s' for name, s in parts.items())}")
 
-    def _plain(self, text: str) -> None:
-        with self._unread():
+    def _print_line(self, text: str) -> None:
+        with self._ignore_write_errors():
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     @contextlib.contextmanager
-    def _unread(self) -> Iterator[None]:
+    def _ignore_write_errors(self) -> Iterator[None]:
         """End the display, and not the run, if a line cannot be written (`| head` has exited, the disk of a log is
         full)."""
         try:

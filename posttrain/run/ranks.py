@@ -35,17 +35,17 @@ from posttrain.run.interrupt import STOPPING, stop_with_parent
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes started by `launch`
 RESTARTED, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
-PIPE = "POSTTRAIN_BUSY"  # descriptor of rank 0's pipe to its launcher (`defer_shutdown`)
-GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
+STATUS_PIPE = "POSTTRAIN_BUSY"  # descriptor of rank 0's pipe to its launcher (`defer_shutdown`)
+VISIBLE_DEVICES = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
 GRACE_S = 3.0  # after the first failure: time for the other ranks to report errors of their own before they are killed
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all ranks have saved and are closing
 POLL_S = 0.1
-OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
-FOR_GOOD = 3  # exit code of a rank that tells its launcher that a restart would fail in the same way
-BEGUN, DONE = b"+", b"-"  # status bytes that rank 0 writes around `defer_shutdown`
+OUT_OF_MEMORY_HINT = "without anyone's doing that is most often the system's when memory is short; "
+NO_RESTART = 3  # exit code of a rank that tells its launcher that a restart would fail in the same way
+WRITE_BEGIN, WRITE_END = b"+", b"-"  # status bytes that rank 0 writes around `defer_shutdown`
 _writing = 0  # number of `defer_shutdown` blocks that this process is in
 _own_writing = 0  # number of those with every_rank
-_counting = threading.Lock()  # the blocks may be in several threads
+_writing_lock = threading.Lock()  # the blocks may be in several threads
 
 
 def rank() -> int:
@@ -79,9 +79,9 @@ def restarts() -> int:
 
 
 def exit_code(error: PosttrainError) -> int:
-    """Return the exit code of a process that ends with this error: FOR_GOOD if the launcher should not restart."""
+    """Return the exit code of a process that ends with this error: NO_RESTART if the launcher should not restart."""
     restarted = is_launched() and int(os.environ.get(MAX_RESTARTS, "0")) > 0
-    return FOR_GOOD if restarted and error.exit_code == 1 and not error.can_restart else error.exit_code
+    return NO_RESTART if restarted and error.exit_code == 1 and not error.can_restart else error.exit_code
 
 
 def end_with_launcher() -> None:
@@ -94,18 +94,18 @@ def end_with_launcher() -> None:
 def defer_shutdown(*, every_rank: bool = False) -> Iterator[None]:
     """Keep the launcher from killing rank 0 inside the block, even if another rank has failed: it writes what would be
     lost. every_rank: this rank writes too, whichever it is."""
-    _count(1, every_rank)
-    _say(BEGUN)
+    _count_writing(1, every_rank)
+    _notify_launcher(WRITE_BEGIN)
     try:
         yield
     finally:
-        _count(-1, every_rank)
-        _say(DONE)
+        _count_writing(-1, every_rank)
+        _notify_launcher(WRITE_END)
 
 
-def _count(blocks: int, own: bool) -> None:
+def _count_writing(blocks: int, own: bool) -> None:
     global _writing, _own_writing
-    with _counting:
+    with _writing_lock:
         _writing += blocks
         _own_writing += blocks * own
 
@@ -115,13 +115,13 @@ def is_writing() -> bool:
     return (_writing if is_main() else _own_writing) > 0
 
 
-def _say(word: bytes) -> None:
+def _notify_launcher(status: bytes) -> None:
     """Write a status byte to the launcher's pipe; no-op without a launcher."""
-    pipe = os.environ.get(PIPE)
+    pipe = os.environ.get(STATUS_PIPE)
     if pipe is None:
         return
     with contextlib.suppress(OSError):  # the launcher has ended
-        os.write(int(pipe), word)
+        os.write(int(pipe), status)
 
 
 def claim_gpu() -> None:
@@ -134,7 +134,7 @@ def claim_gpu() -> None:
     devices = visible.split(",") if visible else []
     if devices and local >= len(devices):
         raise UserError(f"{local + 1} processes want a GPU each, but CUDA_VISIBLE_DEVICES lists {len(devices)}")
-    os.environ[GIVEN] = visible or ""
+    os.environ[VISIBLE_DEVICES] = visible or ""
     if visible != "":
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local] if devices else str(local)
     os.environ["LOCAL_RANK"] = "0"  # its index among the visible devices
@@ -142,7 +142,8 @@ def claim_gpu() -> None:
 
 def given_devices() -> list[str] | None:
     """Return the GPUs that all processes of the run on this machine may use, by the driver's names; None: all."""
-    visible = os.environ.get(GIVEN) or (None if GIVEN in os.environ else os.environ.get("CUDA_VISIBLE_DEVICES"))
+    unclaimed = None if VISIBLE_DEVICES in os.environ else os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE_DEVICES) or unclaimed
     return visible.split(",") if visible else None
 
 
@@ -167,7 +168,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     error that a restart would repeat (`PosttrainError.can_restart`). Raises RunError for a killed process; Interrupted
     after a second signal, or after one that came before rank 0 could handle it.
     """
-    with _signals() as received:  # entered before the first rank starts, so that a signal leaves no rank running
+    with _collect_signals() as received:  # before the first rank starts: a signal leaves no rank running
         for attempt in range(max_restarts):
             try:
                 code = _run(command, count, received, attempt, max_restarts)
@@ -176,63 +177,65 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
                 terminal.note(str(error))
             if received or code in (0, UserError.exit_code, *(128 + number for number in STOPPING)):
                 return code
-            if code == FOR_GOOD:
+            if code == NO_RESTART:
                 terminal.note("not started anew: the same would happen again")
                 return 1
             terminal.note(f"restart {attempt + 1} of {max_restarts}: all {count} processes, from the newest checkpoint")
         code = _run(command, count, received, max_restarts, max_restarts)
-        return 1 if code == FOR_GOOD else code
+        return 1 if code == NO_RESTART else code
 
 
 def _run(command: Sequence[str], count: int, received: list[int], attempt: int, max_restarts: int) -> int:
     """Start all ranks, wait for them and return the exit code (`launch`)."""
-    busy = _Busy()
+    writing = _WritingStatus()
     processes: list[_Process] = []
     port = _reserve_port()
     try:
         started = {RESTARTED: str(attempt), MAX_RESTARTS: str(max_restarts), "MASTER_PORT": str(port.getsockname()[1])}
         for number in range(count):
-            processes.append(_start(command, number, count, started, busy))
+            processes.append(_start(command, number, count, started, writing))
         first = _first_failure(processes, received)
         if first is None:
             return 0
         by_signal = first.popen.returncode in [128 + number for number in STOPPING]
-        stopped = by_signal and len(received) < 2 and busy.ever
-        _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
+        stopped = by_signal and len(received) < 2 and writing.ever
+        _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, writing, received)
     finally:
         for process in processes:
             _kill(process)
-        busy.close()
+        writing.close()
         port.close()
-    return _tell(first, processes, received)
+    return _report(first, processes, received)
 
 
-class _Busy:
+class _WritingStatus:
     """The launcher's end of the pipe on which rank 0 reports that it is writing."""
 
     def __init__(self) -> None:
-        self._ours, self.theirs = os.pipe()
-        os.set_blocking(self._ours, False)
-        self._depth, self._heard = 0, False
+        self._own_end, self.rank_0_end = os.pipe()
+        os.set_blocking(self._own_end, False)
+        self._depth, self._has_written = 0, False
 
     def __bool__(self) -> bool:
         with contextlib.suppress(BlockingIOError):
-            for word in os.read(self._ours, 1 << 16):
-                self._depth, self._heard = self._depth + (1 if word == BEGUN[0] else -1), True
+            for status in os.read(self._own_end, 1 << 16):
+                self._depth, self._has_written = self._depth + (1 if status == WRITE_BEGIN[0] else -1), True
         return self._depth > 0
 
     @property
     def ever(self) -> bool:
         """Whether rank 0 has ever written: before that, Ctrl-C just ends a run, and the other ranks may wait for rank 0
         for hours."""
-        return bool(self) or self._heard
+        return bool(self) or self._has_written
 
     def close(self) -> None:
-        os.close(self._ours)
-        os.close(self.theirs)
+        os.close(self._own_end)
+        os.close(self.rank_0_end)
 
 
-def _start(command: Sequence[str], number: int, count: int, started: dict[str, str], busy: _Busy) -> _Process:
+def _start(
+    command: Sequence[str], number: int, count: int, started: dict[str, str], writing: _WritingStatus
+) -> _Process:
     """Start a rank in its own process group, so that Ctrl-C reaches only the launcher. Its stdin ends with the launcher
     (`stop_with_parent`)."""
     env = {
@@ -240,7 +243,7 @@ def _start(command: Sequence[str], number: int, count: int, started: dict[str, s
         **os.environ,
         **{"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)},
         **{"MASTER_ADDR": "127.0.0.1", LAUNCHED: "1", **started},
-        **({PIPE: str(busy.theirs)} if number == 0 else {}),
+        **({STATUS_PIPE: str(writing.rank_0_end)} if number == 0 else {}),
     }
     popen = subprocess.Popen(
         command,
@@ -251,7 +254,7 @@ def _start(command: Sequence[str], number: int, count: int, started: dict[str, s
         text=True,
         errors="replace",
         start_new_session=True,
-        pass_fds=[busy.theirs] if number == 0 else [],
+        pass_fds=[writing.rank_0_end] if number == 0 else [],
     )
     process = _Process(number, popen)
     if popen.stdout is not None:
@@ -286,11 +289,11 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
         time.sleep(POLL_S)
 
 
-def _wait(processes: Sequence[_Process], seconds: float, busy: _Busy, received: Sequence[int]) -> None:
+def _wait(processes: Sequence[_Process], seconds: float, writing: _WritingStatus, received: Sequence[int]) -> None:
     """Wait for all ranks to end, for `seconds` and while rank 0 writes, but not after another signal."""
-    deadline, heard = time.monotonic() + seconds, len(received)
-    while time.monotonic() < deadline and len(received) == heard and not all(process.ended for process in processes):
-        if busy and not processes[0].ended:
+    deadline, signals = time.monotonic() + seconds, len(received)
+    while time.monotonic() < deadline and len(received) == signals and not all(process.ended for process in processes):
+        if writing and not processes[0].ended:
             deadline = max(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)
 
@@ -305,13 +308,13 @@ def _kill(process: _Process) -> None:
         process.popen.stdin.close()
 
 
-def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int]) -> int:
+def _report(first: _Process, processes: Sequence[_Process], received: Sequence[int]) -> int:
     """Return the exit code, and print the failure unless rank 0 has printed one. The most specific code wins: other
     ranks exit with 1 because of the rank that failed."""
     codes = [process.popen.returncode for process in processes]
-    telling = next((code for code in codes if code in (FOR_GOOD, UserError.exit_code)), None)
+    specific = next((code for code in codes if code in (NO_RESTART, UserError.exit_code)), None)
     if codes[0] > 0:
-        return telling or codes[0]
+        return specific or codes[0]
     code = first.popen.returncode
     if first.reader is not None:
         first.reader.join(timeout=5)
@@ -322,21 +325,21 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
         raise RunError(
             f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
             allowed=f"the last that it said:\n{said}" if said else "",
-            hint=f"{OUT_OF_MEMORY if -code == signal.SIGKILL else ''}go on with the same command and --resume",
+            hint=f"{OUT_OF_MEMORY_HINT if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
     who = (
         "" if said.startswith("rank ") else f"rank {first.rank}: "
     )  # names the failed rank: train/rank_failure_monitor.py
     terminal.note(f"{who}{said or f'ended with {code}'}")
-    return telling or code
+    return specific or code
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _collect_signals() -> Iterator[list[int]]:
     """Collect Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP in a list inside the block instead of ending this process."""
     received: list[int] = []
-    heard = [n for n in STOPPING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
-    handled = heard if threading.current_thread() is threading.main_thread() else []
+    wanted = [n for n in STOPPING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    handled = wanted if threading.current_thread() is threading.main_thread() else []
     before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in handled}
     try:
         yield received

@@ -72,14 +72,14 @@ def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_change
     if before is None or now is None:
         return
     differ = differences({key: Fact(**fact) for key, fact in before.items()}, now)
-    told = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
-    if told and not allow_changed:
+    changes = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
+    if changes and not allow_changed:
         raise UserError(
             f"files have changed since the run in {path} was last started",
-            allowed="\n  ".join(told),
+            allowed="\n  ".join(changes),
             hint="put them back, start a new run with another --output, or go on with these: --resume --allow-changed",
         )
-    for line in told:
+    for line in changes:
         terminal.note(f"goes on with a changed file: {line}")
 
 

@@ -10,8 +10,8 @@ from posttrain.seeds import derive
 
 _NAME = re.compile(r"(?P<group>.+?)\.(?P<round>\d+)\.(?P<stage>.+)$")
 # Keys of a stage's summary that are shown, if present.
-SHOWN = ("accuracy", "mean_tokens", "pairs", "longer_chosen", "loss_first", "loss_last", "reward_last")
-TOLD = ("accuracy", "pairs", "loss_last", "reward_last")  # in the line that is printed when a round is done
+SUMMARY_KEYS = ("accuracy", "mean_tokens", "pairs", "longer_chosen", "loss_first", "loss_last", "reward_last")
+MILESTONE_KEYS = ("accuracy", "pairs", "loss_last", "reward_last")  # in the line that is printed when a round is done
 
 Summary = Mapping[str, Any]
 Row = dict[str, float]
@@ -42,7 +42,7 @@ def progress(seeds: Iterable[Mapping[str, Summary | None]]) -> dict[str, list[Ro
     for stages in seeds:
         for name, summary in stages.items():
             found = _NAME.match(name)
-            for key in SHOWN if found and summary else ():
+            for key in SUMMARY_KEYS if found and summary else ():
                 value = summary.get(key) if summary else None
                 if found and isinstance(value, int | float):
                     row = gathered.setdefault(found["group"], {}).setdefault(int(found["round"]), {})
@@ -67,9 +67,9 @@ def milestones(names: Sequence[str], done: Mapping[str, Summary]) -> list[str]:
         return []
     every = {m["round"] for name in names if (m := _NAME.match(name)) and m["group"] == found["group"]}
     rows = progress([{name: done[name] for name in own}]).get(found["group"], [])
-    shown = [(key, value) for row in rows for key, value in row.items() if key.rpartition("/")[2] in TOLD]
-    told = "  ".join(f"{_words(key)} {value:.3g}" for key, value in shown)
-    return [f"{found['group']}: round {found['round']} of {len(every)} is done  {told}"] if rows else []
+    shown = [(key, value) for row in rows for key, value in row.items() if key.rpartition("/")[2] in MILESTONE_KEYS]
+    text = "  ".join(f"{_words(key)} {value:.3g}" for key, value in shown)
+    return [f"{found['group']}: round {found['round']} of {len(every)} is done  {text}"] if rows else []
 
 
 def table(rows: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:

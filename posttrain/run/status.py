@@ -70,11 +70,11 @@ def read(run: Path) -> Status:
         return Status("finished") if done else Status("stopped", "it has no summary")
     status = Status(**{name: value for name, value in stored.items() if name in Status.__dataclass_fields__})
     if status.state == "running" and not is_locked(run):
-        status = Status(**{**asdict(status), **_without_last_word(run, status)})
+        status = Status(**{**asdict(status), **_ended_without_status(run, status)})
     return status
 
 
-def _without_last_word(run: Path, status: Status) -> dict[str, Any]:
+def _ended_without_status(run: Path, status: Status) -> dict[str, Any]:
     """Return state and message of a run whose process has ended without writing a status: ended by the watchdog, or
     killed."""
     for path in sorted((run / "logs" / f"attempt_{status.attempt}").glob("hang-rank*.txt")):

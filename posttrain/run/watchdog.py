@@ -118,12 +118,12 @@ class Watchdog:
             with path.open("w", encoding="utf-8") as file:
                 print(text, file=file, flush=True)
                 faulthandler.dump_traceback(file=file, all_threads=True)
-            told = f"stacks of all threads: {path}"
+            stacks = f"stacks of all threads: {path}"
         except OSError as error:
-            told = f"stacks could not be written: {error}"
+            stacks = f"stacks could not be written: {error}"
         with suppress(OSError):  # stderr may be closed
             print(
-                f"{text} and seems to hang; stopping\n  {told}\n"
+                f"{text} and seems to hang; stopping\n  {stacks}\n"
                 "  hint: go on with the same command and --resume; run.hang_minutes sets how long is too long",
                 file=sys.stderr,
                 flush=True,

@@ -137,7 +137,7 @@ def save(
     exact = optim.state_dict_with_masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     if alone and loaded.is_sharded and not on_every_rank:
-        raise RunError("this process holds only a part of the model", where=str(root), hint=checkpoints.GO_ON)
+        raise RunError("this process holds only a part of the model", where=str(root), hint=checkpoints.RESUME_HINT)
     written = loaded if on_every_rank else sharding.whole(loaded)
     write = partial(_save, root, state, written, exact, moments, keep, critic, save_more)
     with ranks.defer_shutdown():
@@ -196,7 +196,7 @@ def _as_run_error(root: Path, step: int) -> Iterator[None]:
         raise RunError(
             f"the checkpoint of step {step} could not be written: {cause}",
             where=str(root),
-            hint=checkpoints.GO_ON,
+            hint=checkpoints.RESUME_HINT,
         ) from cause
 
 

@@ -160,7 +160,7 @@ def _copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_parts(parts: dict[str, Tensor], unsealed: Path) -> None:
     """Write the shards of all ranks (a collective)."""
-    with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
+    with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.RESUME_HINT):
         dcp.save(parts, checkpoint_id=unsealed / FOLDER, process_group=_group)
 
 

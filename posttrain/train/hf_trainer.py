@@ -367,7 +367,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         last_metrics = job.state.last_metrics or {}
         if job.state.step and is_logged(job, last_metrics):
             metrics.fill(job.state.step, last_metrics)
-        unsaved = checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)
+        unsaved = checkpoints.no_checkpoint_note(recipe.run.save_every, job.plan.steps)
         begin = start_notes.start_notes(recipe, job.loaded.model, job.plan.steps)
         few = start_notes.few_rows_note(job.sampler.n_items, job.plan.size, "row", "batch.size", job.plan.rows)
         for note in (merged_note(job.loaded), *notes, *begin, few, unsaved):

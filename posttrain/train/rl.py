@@ -115,7 +115,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 *stale_notes(recipe),
                 *band_notes(recipe),
                 *work.sampler.notes(),
-                checkpoints.none_before_the_end(recipe.run.save_every, work.steps),
+                checkpoints.no_checkpoint_note(recipe.run.save_every, work.steps),
             ):
                 if note:
                     progress.note(note)

@@ -73,7 +73,7 @@ def test_an_error_inside_is_not_taken_for_a_missing_link(tmp_path: Path) -> None
 
 def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vLLM's process alone: torch's compiler may have named a folder in the trainer's environment, which stays."""
-    monkeypatch.setattr(compile_cache, "_GIVEN", None)
+    monkeypatch.setattr(compile_cache, "_USER_TRITON_CACHE", None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torchinductor/triton/0")
     cache = tmp_path / "vllm"
     spec = vllm_start.EngineSpec(Vllm(), torch.bfloat16, 64, None, (1,))
@@ -84,7 +84,7 @@ def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypat
     assert os.environ["TRITON_CACHE_DIR"] == "/tmp/torchinductor/triton/0"
     ours = {engine_process.READY, engine_process.LOG, engine_process.PARENT}
     assert not ours & set(os.environ)
-    monkeypatch.setattr(compile_cache, "_GIVEN", "/of/the/user")
+    monkeypatch.setattr(compile_cache, "_USER_TRITON_CACHE", "/of/the/user")
     assert compile_cache.kernel_cache(cache) == {"TRITON_CACHE_DIR": "/of/the/user"}
 
 
@@ -94,7 +94,7 @@ def test_what_vllm_sets_of_the_compiler_ends_with_its_start(monkeypatch: pytest.
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     with inductor.patch(compile_threads=7):  # afterwards what it was
         with compile_cache.keep_compiler_settings():
-            for name in compile_cache.COMPILER:
+            for name in compile_cache.COMPILER_VARIABLES:
                 os.environ[name] = "1"
             inductor.compile_threads = 1
         assert inductor.compile_threads == inductor.decide_compile_threads()

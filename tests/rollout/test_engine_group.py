@@ -44,9 +44,9 @@ def test_groups_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
-    monkeypatch.setenv(ranks.GIVEN, "4,5,6,7")
+    monkeypatch.setenv(ranks.VISIBLE_DEVICES, "4,5,6,7")
     assert group_here(2) == EngineGroup(first=6, size=2, place=0) and devices_of(group_here(2)) == ["6", "7"]
-    monkeypatch.setenv(ranks.GIVEN, "")
+    monkeypatch.setenv(ranks.VISIBLE_DEVICES, "")
     assert devices_of(group_here(2)) == ["2", "3"]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert devices_of(group_here(4)) == ["4", "5", "6", "7"]

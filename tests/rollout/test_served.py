@@ -102,7 +102,7 @@ def check_access(client: ServerClient) -> None:
         other._http = None
         with pytest.raises(EngineError, match=told):
             loop.run(other.open({"max_model_len": 8, "model": {}}))
-        loop.run(other._leave(other._http))
+        loop.run(other._disconnect(other._http))
     for path in ("/collective_rpc", "/server_info", "/sleep", "/v1/completions"):
         with pytest.raises(EngineError, match="status 404: nothing is served"):
             loop.run(client._ask("POST", path, {}))

@@ -227,7 +227,7 @@ def test_any_command_line_can_name_a_run(fake: Any, monkeypatch: pytest.MonkeyPa
     loop.run(one.open(WANTED))
     one.close()
     shown = f"{socket.gethostname()}, process {os.getpid()}," + (" rl a b " + "x" * 999 if typed else "")
-    assert fake.who == shown[: vllm_process.MOST_WHO]
+    assert fake.who == shown[: vllm_process.MAX_WHO]
 
 
 def test_a_server_of_another_run(fake: Any) -> None:
@@ -313,7 +313,7 @@ def test_a_server_that_ends_in_the_middle_of_a_request(fake: Any) -> None:
     fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
     one = client_of(fake)
     loop.run(one.open(WANTED))
-    one.process = SimpleNamespace(fate=lambda _: "vLLM on GPU 1 was killed by SIGKILL", close=lambda: None)  # type: ignore[assignment]
+    one.process = SimpleNamespace(describe_exit=lambda _: "vLLM on GPU 1 was killed by SIGKILL", close=lambda: None)  # type: ignore[assignment]
     future = loop.submit(one.complete(REQUEST, SAMPLED))
     while not fake.bodies("/inference/v1/generate"):
         time.sleep(0.01)

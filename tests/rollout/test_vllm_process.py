@@ -19,7 +19,7 @@ import pytest
 from posttrain.errors import RecipeError
 from posttrain.rollout import local_server, vllm_process
 from posttrain.rollout.local_server import LocalServer, options
-from posttrain.rollout.vllm_process import ABOUT, FOR_A_RUN, SESSION, SESSION_HEADER, Guard
+from posttrain.rollout.vllm_process import ABOUT, ALLOWED_PATHS, SESSION, SESSION_HEADER, Guard
 
 KEY = "key-of-the-test"
 
@@ -73,18 +73,18 @@ def test_one_run_at_a_time(left: list[int]) -> None:
 
     async def both() -> None:
         guard, gone = Guard(vllm), asyncio.Event()
-        for path in FOR_A_RUN:
+        for path in ALLOWED_PATHS:
             assert (await ask(guard, path))[0] == 410, "before any session"
         holding = asyncio.create_task(ask(guard, SESSION, disconnect=gone, x_posttrain_who="node1" + "x" * 500))
         while not guard.session:
             await asyncio.sleep(0)
-        for path in FOR_A_RUN:
+        for path in ALLOWED_PATHS:
             assert await ask(guard, path, **{SESSION_HEADER: guard.session}) == (200, b"vllm")
             assert (await ask(guard, path, **{SESSION_HEADER: "another"}))[0] == 410
         for path in ("/collective_rpc", "/server_info", "/sleep", "/docs", "/v1/completions", "/adapters"):
             assert (await ask(guard, path, **{SESSION_HEADER: guard.session}))[0] == 404, "no run needs it"
         status, body = await ask(guard, SESSION)
-        assert status == 409 and json.loads(body)["works_for"] == ("node1" + "x" * 500)[: vllm_process.MOST_WHO]
+        assert status == 409 and json.loads(body)["works_for"] == ("node1" + "x" * 500)[: vllm_process.MAX_WHO]
         assert not left
         gone.set()
         status, body = await holding
@@ -158,16 +158,19 @@ def test_what_a_process_is_given(started: Callable[..., LocalServer], monkeypatc
 
 def test_the_last_words_of_a_process(started: Callable[..., LocalServer]) -> None:
     server = started("print(*'abcdefg', sep='\\n', flush=True); sys.exit(3)")
-    assert server.fate(30) == (
+    assert server.describe_exit(30) == (
         f"vLLM on the CPU ended with code 3; its last lines:\n    c\n    d\n    e\n    f\n    g\n"
         f"  its output is in {server.log}"
     )
     reason = started("print('ValueError: no room for the cache\\nand more', flush=True); sys.exit(1)")
-    assert f"ended with code 1: ValueError: no room for the cache; its output is in {reason.log}" in reason.fate(30)
+    assert (
+        f"ended with code 1: ValueError: no room for the cache; its output is in {reason.log}"
+        in reason.describe_exit(30)
+    )
     killed = started("import time; time.sleep(99)")
-    assert killed.fate() == ""
+    assert killed.describe_exit() == ""
     killed.process.kill()
-    assert "was killed by SIGKILL" in killed.fate(30)
+    assert "was killed by SIGKILL" in killed.describe_exit(30)
 
 
 CHILD = "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); print(c.pid, flush=True); "
@@ -179,7 +182,7 @@ def test_what_a_process_started_ends_with_it(
 ) -> None:
     """Also one that does not listen to SIGTERM, and one that was killed itself."""
     monkeypatch.setattr(local_server, "GRACE_S", 0.3)
-    monkeypatch.setattr(local_server, "CLEARING_S", 0.3)
+    monkeypatch.setattr(local_server, "GROUP_EXIT_S", 0.3)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if way == "deaf" else ""
     server = started(f"import subprocess, time; {deaf}{CHILD}time.sleep(99)")
     child = int(said(server)[0])

@@ -135,8 +135,8 @@ def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
 
 
 def test_a_long_run_that_saves_its_end_alone_says_so() -> None:
-    assert "starts over" in checkpoints.none_before_the_end(None, 100)
-    assert checkpoints.none_before_the_end(None, 99) == checkpoints.none_before_the_end(50, 1000) == ""
+    assert "starts over" in checkpoints.no_checkpoint_note(None, 100)
+    assert checkpoints.no_checkpoint_note(None, 99) == checkpoints.no_checkpoint_note(50, 1000) == ""
 
 
 def test_a_checkpoints_folder_that_is_a_link_is_refused(tmp_path):

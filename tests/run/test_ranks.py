@@ -195,7 +195,10 @@ def test_ctrl_c_before_anything_was_saved_ends_all_soon(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("", "")])
 def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str | None, own: str) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", ranks.GIVEN):  # so that what the call sets is undone, also where it was unset
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        ranks.VISIBLE_DEVICES,
+    ):  # so that what the call sets is undone, also where it was unset
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": visible}.items():
