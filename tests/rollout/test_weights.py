@@ -128,5 +128,5 @@ def test_what_cannot_be_added_is_told_before_vllm_starts(
         loaded.model.model.layers[0].self_attn.q_proj = torch.nn.Linear(size, size)
     lora = dataclasses.replace(loaded, model=adapted_by(loaded, **more))
     section = Vllm(merge_adapter=True, server=Server(urls=["http://localhost:1"]))
-    with pytest.raises(ModelError, match=f"an adapter with {named}.* cannot be added"):
+    with pytest.raises(ModelError, match=f"an adapter with {named}.* cannot be merged"):
         make_served(section, lora, scratch=tmp_path, max_len=64)
