@@ -1,7 +1,7 @@
-"""Preference optimisation: TRL's DPOTrainer with our own pair losses.
+"""Preference optimisation: TRL's DPOTrainer with posttrain's pair losses.
 
-The reference is the policy as it was loaded. A recipe may name another model (`anchors`), or the data may hold the
-reference's log-probs. Summed log-probs of every pair are computed once, before the first step, and kept in the run
+The reference is the policy as it was loaded; a recipe may name another model (`anchors`), or the data may contain the
+reference's log-probs. Summed log-probs of every pair are computed once, before the first step, and stored in the run
 directory. So no second model is ever in memory, and a loss without a reference costs nothing extra.
 """
 
@@ -74,7 +74,7 @@ from posttrain.train.trl_model import fuse_divided_head
 from posttrain.train.trl_trainer import build_trainer
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
-HUGE_GAP = 10  # times: pairs whose sides differ so much in length mostly teach length
+MAX_LENGTH_RATIO = 10  # pairs whose sides differ more in length mostly teach length
 COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
 REWARD_METRICS = {
     "chosen_rewards": "rewards/chosen",
@@ -87,7 +87,7 @@ REWARD_METRICS = {
 def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     if recipe.batch.packing:
-        raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
+        raise RecipeError("batch.packing is for sft only: a pair has two rows whose log-probs are summed separately")
     quiet()
     machine_checks.check(recipe)
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
@@ -129,10 +129,10 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
 def validation_pairs(
     recipe: DpoRecipe, tokenizer: Any, wanted: frozenset[str], missing: Sequence[str]
 ) -> Prepared[Pair] | None:
-    """The held-out pairs whose loss is measured; None where there is no evaluation, or completions alone are measured.
+    """Return the held-out pairs for the validation loss; None without evaluation, or if only completions are evaluated.
 
-    wanted: what the loss reads beside the pairs. missing: what of it the starting policy gives. Raises RecipeError for
-    a loss that reads more where nothing else is measured.
+    wanted: what the loss reads besides the pairs. missing: the part of it that the starting policy provides. Raises
+    RecipeError for a loss that reads more, if nothing else is evaluated.
     """
     if recipe.eval is None:
         return None
@@ -152,7 +152,7 @@ def validation_pairs(
 def columns_of(
     recipe: DpoRecipe, directory: RunDirectory, prepared: Prepared[Pair], wanted: frozenset[str], tokenizer: Any
 ) -> pair_columns.Columns:
-    """What the loss reads of a pair besides its texts: columns of the data, and log-probs by the `anchors` models."""
+    """Return what the loss reads besides the texts: columns of the data, and log-probs under the `anchors` models."""
     rows = {row["uid"]: row for row in prepared.rows}
     found = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
     if "labels" in wanted:
@@ -164,7 +164,7 @@ def columns_of(
 def job_of(
     recipe: DpoRecipe, directory: RunDirectory, loaded: LoadedModel, pairs: Sequence[Pair], *, packed: bool
 ) -> Job:
-    """The run on these pairs. Raises DataError for a pair that is longer than the model's window."""
+    """Return the job of training on these pairs. Raises DataError for a pair longer than the model's window."""
     longest = max(pairs, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
@@ -175,8 +175,10 @@ def job_of(
 
 
 def enable_packing(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
-    """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it. Raises
-    ModelError where it does not, and ranks divide lines among them."""
+    """Return whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it.
+
+    Raises ModelError if ranks divide lines among them and the architecture does not allow packing.
+    """
     split = is_split(causal_of(loaded.model))
     found = (split or loaded.device.type == "cuda") and pair_packing.packs_exactly(loaded, pairs)
     if split and not found:
@@ -192,20 +194,20 @@ def make_trainer(
     *,
     packed: bool = False,
 ) -> Preference:
-    """The TRL trainer for these pairs.
+    """Build the TRL trainer for these pairs.
 
-    pair_loss: takes a PairBatch; the recipe's arguments are bound already. columns: further fields of that batch, a
-    value a pair. packed: pairs in one line without padding (the model was switched by
-    `attention.use_packed_attention`).
+    pair_loss: takes a PairBatch; the recipe's arguments are already bound. columns: further fields of that batch, one
+    value per pair. packed: lay pairs out in one line without padding (`attention.use_packed_attention` has switched the
+    model).
     """
     padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
     collate = pair_packing.make_packing_collator(job.loaded.device) if packed else padded
     if job.loaded.images is not None:
         collate = with_images(collate, job.loaded.images, copies=1 if packed else 2)
     options = {
-        # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
+        # Keeps TRL from loading a second model; posttrain computes the reference. With LoRA, TRL loads none anyway.
         "precompute_ref_log_probs": not job.loaded.is_lora,
-        "disable_dropout": False,  # dropout is what the recipe says
+        "disable_dropout": False,  # the recipe decides about dropout
         "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
     }
     rows, collator = dataset(pairs, columns or {}), functools.partial(collate_pairs, collate)
@@ -220,9 +222,9 @@ def make_trainer(
 
 @contextlib.contextmanager
 def disable_weight_hash() -> Iterator[None]:
-    """Keep TRL from hashing all weights, by which it names its own store of reference log-probs.
+    """Context manager that stops TRL from hashing all weights to name its own cache of reference log-probs.
 
-    We have another store. Hashing a large model takes long, and a sharded one cannot be hashed.
+    posttrain has another cache. Hashing a large model takes long, and a sharded one cannot be hashed.
     """
     before = dpo_trainer.hash_module
     dpo_trainer.hash_module = lambda module: ""  # noqa: ARG005
@@ -233,33 +235,35 @@ def disable_weight_hash() -> Iterator[None]:
 
 
 def add_log_probs(loaded: LoadedModel) -> None:
-    """Have the model return only the log-probs of its labels; by default TRL's head computes entropies as well."""
+    """Make the model return only the log-probs of its labels; by default TRL's head computes entropies as well."""
     add_fused_lm_head(causal_of(loaded.model), outputs=("log_probs",))
     fuse_divided_head(causal_of(loaded.model))
 
 
 def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None = None) -> Dataset:
-    """The columns TOKENS of the pairs, and those given."""
+    """Return a dataset with the columns TOKENS of the pairs, their images, and the given columns."""
     tokens = {name: [list(getattr(pair, name)) for pair in pairs] for name in TOKENS}
     return Dataset.from_dict({**tokens, **image_column([pair.images for pair in pairs]), **(columns or {})})
 
 
 def collate_pairs(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """`collate` applied to the tokens. Other columns become tensors [P], or [J,P] for a history of J policies."""
+    """Apply `collate` to the tokens. Other columns become tensors [P], or [J,P] for a history of J policies."""
     batch = collate([{name: row[name] for name in (*TOKENS, IMAGES) if name in row} for row in rows])
     others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in (*TOKENS, IMAGES)}
     return {**batch, **{name: value.mT if value.dim() == 2 else value for name, value in others.items()}}
 
 
 class Preference(RunLoop, DPOTrainer):
-    """DPOTrainer in our loop: TRL's collator and head, our pair loss, averaged over the pairs of a whole step."""
+    """DPOTrainer in posttrain's loop: TRL's collator and head, posttrain's pair loss, averaged over the pairs of a
+    step.
+    """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the pairs of the step, not of the micro-batch
     pair_loss: Callable[[PairBatch], PairLoss]
-    single = False  # rows are answers with labels; the rejected side only says how far the policy is from its reference
+    single = False  # rows are labelled answers; the rejected side only measures the policy's KL to its reference
     mean_chosen_length: float | None = None  # of the step
     kl_baseline: Tensor | None = None  # of the step, for single answers
-    online: OnlinePolicy | None = None  # what answers the prompts, for a KL on the policy's own answers
+    online: OnlinePolicy | None = None  # samples answers to the prompts, for a KL on the policy's own answers
     answers: Mapping[int, Answers] = {}  # of the step, by micro-batch
     train_dataset: Dataset
 
@@ -267,12 +271,13 @@ class Preference(RunLoop, DPOTrainer):
         return dataset  # already tokenised
 
     def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset  # `use_reference` adds them, where the loss needs them
+        return dataset  # `use_reference` adds them if the loss needs them
 
     def use_reference(self, pairs: Sequence[Pair], cache: Path, needs: Sequence[str] = ("ref_logp",)) -> None:
-        """Add the columns of `needs` (ref_chosen_logp, ref_rejected_logp, ...), by the policy as it is now.
+        """Add the columns of `needs` (ref_chosen_logp, ref_rejected_logp, ...), computed with the current policy.
 
-        Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
+        Call this before the first step. A resumed run reads the columns from `cache` if that was written for the same
+        pairs.
         """
         logps = self._reference_of(pairs, self.train_dataset, cache)
         for need in needs:
@@ -280,8 +285,11 @@ class Preference(RunLoop, DPOTrainer):
                 self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())
 
     def validation_loss(self, pairs: Sequence[Pair], folder: Path, reads_reference: bool) -> Measure:
-        """The mean loss of held-out pairs, and the metrics of the loss. Call it before the first step: the reference is
-        the policy as it is now. folder: keeps its log-probs for a resumed run."""
+        """Return a function that computes the mean loss and loss metrics of held-out pairs.
+
+        Call this before the first step, since the reference is the current policy. folder: where its log-probs are
+        stored for a resumed run.
+        """
         longest = max(pairs, key=pair_length)
         hf_trainer.check_window(self.job.loaded, longest.uid, pair_length(longest))
         rows, micro = dataset(pairs), self.job.plan.micro
@@ -306,8 +314,9 @@ class Preference(RunLoop, DPOTrainer):
         return measure
 
     def _reference_of(self, pairs: Sequence[Pair], rows: Dataset, cache: Path) -> dict[str, Tensor]:
-        """Summed log-probs of the pairs by the policy as it is now; a resumed run reads them from `cache`, if that was
-        written for the same pairs."""
+        """Compute summed log-probs of the pairs under the current policy, or read them from `cache` if it has the same
+        pairs.
+        """
         logps = distributed.run_on_rank0(stored_logps.read, cache, reference_models.tokens_of(pairs))
         if logps is None:
             logps = reference_logps(self.job.loaded, self.job.plan.micro, rows, self.data_collator)
@@ -318,7 +327,9 @@ class Preference(RunLoop, DPOTrainer):
         return sum(len(scored_lengths(batch)) // 2 for batch in batches)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As in RunLoop; also sets what losses read of the whole step, so that micro-batches do not change it."""
+        """Like RunLoop; also sets what losses read of the whole step, so that micro-batches do not change the
+        result.
+        """
         batches, pairs = super().get_batch_samples(epoch_iterator, num_batches, device)
         lengths = sum(int(scored_lengths(batch).chunk(2)[0].sum()) for batch in batches)
         self.mean_chosen_length = max(lengths, 1) / int(pairs)
@@ -334,9 +345,9 @@ class Preference(RunLoop, DPOTrainer):
         return batches, pairs
 
     def _step_kl_baseline(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """The KL baseline of the step, one number for all ranks. Each rank measures a share of the rejected sides.
+        """Compute the KL baseline of the step, one number for all ranks; each rank runs a share of the rejected sides.
 
-        Without dropout, as the reference was measured.
+        Runs without dropout, like the reference.
         """
         loaded = self.job.loaded
         parts = distributed.my_pass_shard(len(batches))
@@ -355,7 +366,7 @@ class Preference(RunLoop, DPOTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Mean pair loss of the step, this micro-batch's part of it."""
+        """Compute this micro-batch's part of the step's mean pair loss."""
         del return_outputs
         with self.job.loaded.autocast():
             batch = single_batch(model, inputs) if self.single else pair_batch(model, inputs)
@@ -376,17 +387,17 @@ class Preference(RunLoop, DPOTrainer):
         self.add("pairs", len(batch.chosen_logp))
         self.add("tokens", inputs["row_tokens" if "row_tokens" in inputs else "attention_mask"].sum())
         self.add("trained", scored_lengths(inputs).sum())
-        shown = {"logps/chosen": batch.chosen_logp, "logps/rejected": batch.rejected_logp}
-        shown |= pair_metrics(result.stats)
+        metrics = {"logps/chosen": batch.chosen_logp, "logps/rejected": batch.rejected_logp}
+        metrics |= pair_metrics(result.stats)
         if self.single and batch.label is not None:
             good = batch.label > 0.5
             self.add("good", good.sum())
-            shown = by_label(shown, good)
-        for name, value in shown.items():
+            metrics = split_by_label(metrics, good)
+        for name, value in metrics.items():
             self.add(name, value.float().sum())
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float | None]:
-        """Means over the pairs. Of labelled answers, a side's means are over its own rows, None if it has no rows."""
+        """Return means over the pairs; for labelled answers, over the good or the bad rows (None if there are none)."""
         good = sums.get("good", sums["pairs"])
         rows = {"chosen": good, "rejected": sums["pairs"] - good} if self.single else {}
         counts = {name: rows.get(name.rpartition("/")[2], sums["pairs"]) for name in sums if "/" in name}
@@ -397,21 +408,21 @@ class Preference(RunLoop, DPOTrainer):
         return means
 
 
-def by_label(shown: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
-    """`NAME/chosen` [P] of labelled answers, split: `NAME/chosen` keeps the good rows, `NAME/rejected` the bad ones."""
-    sides = {name: value for name, value in shown.items() if name.endswith("/chosen")}
-    rest = {name: value for name, value in shown.items() if not name.endswith(("/chosen", "/rejected"))}
+def split_by_label(metrics: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
+    """Split `NAME/chosen` [P] of labelled answers: `NAME/chosen` gets the good rows, `NAME/rejected` the bad rows."""
+    sides = {name: value for name, value in metrics.items() if name.endswith("/chosen")}
+    others = {name: value for name, value in metrics.items() if not name.endswith(("/chosen", "/rejected"))}
     bad = {name.removesuffix("chosen") + "rejected": value * ~good for name, value in sides.items()}
-    return {**{name: value * good for name, value in sides.items()}, **bad, **rest}
+    return {**{name: value * good for name, value in sides.items()}, **bad, **others}
 
 
 def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The stats [P] of a pair loss under TRL's metric names where it has one, else as loss/NAME."""
+    """Rename the stats [P] of a pair loss to TRL's metric names where TRL has one, else to loss/NAME."""
     return {REWARD_METRICS.get(name, f"loss/{name}"): value for name, value in stats.items()}
 
 
 def measure_reference_logps(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> dict[str, Tensor]:
-    """`reference_logps` by a model that is not the one in training."""
+    """Compute `reference_logps` with a model other than the one in training."""
     add_log_probs(loaded)
     plain = DataCollatorForPreference(pad_token_id=loaded.pad_id)
     collate = functools.partial(
@@ -421,25 +432,27 @@ def measure_reference_logps(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: Lo
 
 
 def lengths_note(pairs: Sequence[Pair]) -> str:
-    """One line on how far length alone tells the chosen sides from the rejected ones."""
+    """Return one line that says how far length alone separates the chosen sides from the rejected ones."""
     chosen, rejected = (
         [len(ids) for ids in side] for side in zip(*((p.chosen_ids, p.rejected_ids) for p in pairs), strict=True)
     )
     longer = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
     means = f"{sum(chosen) / len(pairs):.1f} tokens chosen, {sum(rejected) / len(pairs):.1f} rejected on average"
-    told = f"{means}; the chosen side is longer in {longer:.0%} of the pairs"
-    apart = [pair.uid for pair, c, r in zip(pairs, chosen, rejected, strict=True) if max(c, r) > HUGE_GAP * min(c, r)]
-    if not apart:
-        return told
-    which = source_locations.rows(apart)
-    return f"{told}; LOOK: in {len(apart)} one side is over {HUGE_GAP} times as long as the other ({which})"
+    note = f"{means}; the chosen side is longer in {longer:.0%} of the pairs"
+    uneven = [
+        pair.uid for pair, c, r in zip(pairs, chosen, rejected, strict=True) if max(c, r) > MAX_LENGTH_RATIO * min(c, r)
+    ]
+    if not uneven:
+        return note
+    which = source_locations.rows(uneven)
+    return f"{note}; LOOK: in {len(uneven)} one side is over {MAX_LENGTH_RATIO} times as long as the other ({which})"
 
 
 def pair_length(pair: Pair) -> int:
-    """Tokens of the longer side."""
+    """Return the tokens of the prompt with the longer side."""
     return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
 
 
 def packed_length(pair: Pair) -> int:
-    """Tokens of both sides and their prompt in one line."""
+    """Return the tokens of both sides and their prompt in one packed line."""
     return len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) + 1

@@ -1,7 +1,7 @@
-"""What an rl run would be like, from a few rollouts of its start model: signal, pass rates, cut share, tokens, hours.
+"""Estimate of an rl run from a few rollouts of its start model: signal, pass rates, truncation, tokens, hours.
 
-Everything is built as the run builds it, and then thrown away: the weights are updated once, to time it, and not saved.
-The start model is what is measured. A run that works moves away from it, and completions may grow.
+Everything is built as the run builds it, and then discarded: the weights are updated once, to time the update, and not
+saved. Only the start model is measured. A run that works moves away from it, and completions may grow.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from posttrain.verify.score import Scorer
 
 Report = dict[str, Any]
 
-BUCKETS = 5  # of the pass-rate histogram, besides those of 0 and 1
-LARGER = (2, 4)  # times as large groups whose share of signal is estimated
-MUCH_CUT, LITTLE_SIGNAL, MOSTLY_EASY = 0.1, 0.5, 0.3  # from which on something is advised
-WORTH_SAYING = 0.1  # more of the groups with a signal
+BUCKETS = 5  # of the pass-rate histogram, besides the buckets of exactly 0 and 1
+GROUP_FACTORS = (2, 4)  # multiples of the group size for which the share of groups with a signal is estimated
+HIGH_TRUNCATION, LOW_SIGNAL, MANY_EASY = 0.1, 0.5, 0.3  # shares beyond which `advice` suggests a change
+MIN_GAIN = 0.1  # increase of the share of groups with a signal that makes a larger group worth suggesting
 
 
 def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report:
-    """Sample and score the first `prompts` prompts of the run, as one batch; then one optimiser step of them, timed.
+    """Sample and score the first `prompts` prompts of the run as one batch; then time one optimiser step on them.
 
     Keys: prompts, rollouts, signal (shares of groups, `signal/*` of metrics.jsonl), pass_rates [[low, high, groups]],
     correct, reward, cut, lengths, tokens and seconds (of a step and of the run), steps, advice. Raises what a run
-    raises before its first step, and RunError if too many calls of a reward fail.
+    raises before its first step, and RunError if too many reward calls fail.
     """
     quiet()
     work = prepare_run(recipe)
@@ -57,11 +57,11 @@ def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report
         audit_rewards(recipe, work, scorer, terminal.note)
         with build_context(recipe, directory, work, scorer, watchdog, terminal.note) as ctx:
             check_start(ctx)
-            return measured_start(ctx, min(prompts, len(ctx.prompts)))
+            return measure_start(ctx, min(prompts, len(ctx.prompts)))
 
 
-def measured_start(ctx: TrainContext, prompts: int) -> Report:
-    """The report of `preflight`, with all that a step works with at hand."""
+def measure_start(ctx: TrainContext, prompts: int) -> Report:
+    """Return the report of `preflight`, given the context of a step."""
     state, rollout = State(), ctx.recipe.rollout
     sync_engine(ctx, 0)
     started = time.perf_counter()
@@ -71,9 +71,9 @@ def measured_start(ctx: TrainContext, prompts: int) -> Report:
         ctx.engine.sleep()
     batch = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     started = time.perf_counter()
-    batch, sequences, metrics = trained_once(ctx, batch, rollouts)
+    batch, sequences, metrics = train_once(ctx, batch, rollouts)
     training = time.perf_counter() - started
-    share = rollout.prompts_per_step / prompts  # of a step's size to the sample's
+    share = rollout.prompts_per_step / prompts  # ratio of a step's size to the sample's
     rounds = generation_rounds(batch, rollout.max_gen_batches) if rollout.max_gen_batches > 1 else 1.0
     sampled = sum(len(r.sampled) for r in rollouts)
     report: Report = {
@@ -104,7 +104,7 @@ def measured_start(ctx: TrainContext, prompts: int) -> Report:
 
 
 def sample(ctx: TrainContext, state: State, prompts: int) -> list[Rollout]:
-    """The scored rollouts of the run's first prompts. Raises RunError if too many calls of a reward fail."""
+    """Return the scored rollouts of the run's first prompts. Raises RunError if too many reward calls fail."""
     plan = Plan(ctx.order.take(0, prompts), [ctx.recipe.rollout.group_size] * prompts)
     share = sample_share(ctx, state, plan, {})
     failures = ctx.scorer.failures()
@@ -113,10 +113,10 @@ def sample(ctx: TrainContext, state: State, prompts: int) -> list[Rollout]:
     return share.rollouts
 
 
-def trained_once(
+def train_once(
     ctx: TrainContext, scored: RolloutBatch, rollouts: Sequence[Rollout]
 ) -> tuple[RolloutBatch, Any, dict[str, Any]]:
-    """The batch with advantages, its sequences and metrics, after the passes and updates that a step makes of it."""
+    """Run the passes and updates of one step; return the batch with advantages, its sequences and metrics."""
     sequences = sequences_of(rollouts)
     with ctx.watchdog.phase("measure"), ctx.compiled():
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
@@ -128,8 +128,10 @@ def trained_once(
 
 
 def generation_rounds(batch: RolloutBatch, most: int) -> float:
-    """How many rounds fill a step where groups that `keep` drops are replaced: 1 / (share of groups kept), `most` at
-    most. batch: after `assign`."""
+    """Estimate how many sampling rounds fill a step if groups that `keep` drops are replaced.
+
+    1 / (share of groups kept), at most `most`. batch: with advantages.
+    """
     if batch.keep is None:
         return 1.0
     groups = batch.group_ids.unique()
@@ -138,14 +140,16 @@ def generation_rounds(batch: RolloutBatch, most: int) -> float:
 
 
 def counts(batch: RolloutBatch) -> list[tuple[int, int]]:
-    """(right answers, judged answers) of each group in which any was judged."""
+    """Return (correct answers, judged answers) of each group with any judged answer."""
     assert batch.correct is not None
     _, right, judged = count_correct(batch.correct, batch.group_ids)
     return [(int(r), int(of)) for r, of in zip(right.tolist(), judged.tolist(), strict=True) if of]
 
 
 def pass_rates(batch: RolloutBatch) -> list[list[float]]:
-    """[low, high, groups] of the groups' shares of right answers: those of 0, of five parts between, and of 1."""
+    """Return a histogram [low, high, groups] of the groups' pass rates: exactly 0, five buckets in between, exactly
+    1.
+    """
     found: Counter[int] = Counter()
     for right, of in counts(batch):
         found[0 if right == 0 else BUCKETS + 1 if right == of else 1 + min(BUCKETS - 1, right * BUCKETS // of)] += 1
@@ -154,15 +158,19 @@ def pass_rates(batch: RolloutBatch) -> list[list[float]]:
 
 
 def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
-    """Expected share of groups with right and wrong answers if groups were larger, by their size."""
+    """Estimate the share of groups with correct and wrong answers if groups were larger: group size -> share."""
     found = counts(batch)
     if not found or size < 2:
         return {}
-    return {n * size: math.fsum(probability_mixed(c, k, n * size) for c, k in found) / len(found) for n in (1, *LARGER)}
+    return {
+        n * size: math.fsum(probability_mixed(c, k, n * size) for c, k in found) / len(found)
+        for n in (1, *GROUP_FACTORS)
+    }
 
 
 def probability_mixed(right: int, of: int, size: int) -> float:
-    """Probability that `size` answers are neither all right nor all wrong, where `right` of `of` were right.
+    """Return the probability that `size` answers are neither all correct nor all wrong, if `right` of `of` were
+    correct.
 
     The pass rate has the posterior Beta(right + 1/2, wrong + 1/2) of Jeffreys' prior; E[p^n] and E[(1-p)^n] are
     quotients of Beta functions.
@@ -176,7 +184,7 @@ def probability_mixed(right: int, of: int, size: int) -> float:
 
 
 def lengths(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
-    """Sampled tokens of a completion: mean, median, 95th percentile, longest, and the most that are allowed."""
+    """Return the sampled tokens of a completion: mean, median, 95th percentile, maximum, and the limit."""
     ordered = sorted(len(r.sampled) for r in rollouts)
 
     def at(share: float) -> int:
@@ -187,20 +195,20 @@ def lengths(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
 
 
 def advice(report: Mapping[str, Any], recipe: RlRecipe) -> list[str]:
-    """What to change before the run, the most important first; empty where nothing stands out."""
+    """Return what to change before the run, the most important first; empty if nothing stands out."""
     found, signal, now = [], report["signal"], recipe.rollout
-    if report["cut"] > MUCH_CUT:
+    if report["cut"] > HIGH_TRUNCATION:
         found.append(
             f"{report['cut']:.0%} of the completions are cut: rollout.max_new_tokens={2 * now.max_new_tokens} or a "
             "stop string, or SFT on complete answers first"
         )
-    if signal["signal/share"] < LITTLE_SIGNAL:
+    if signal["signal/share"] < LOW_SIGNAL:
         found.append(_more_signal(report, now.group_size))
-    if signal["signal/too_easy"] > MOSTLY_EASY:
+    if signal["signal/too_easy"] > MANY_EASY:
         found.append(f"{signal['signal/too_easy']:.0%} of the groups are all right: use harder prompts")
     if signal["signal/unscored"] > 0:
         found.append("some answers could not be scored: `posttrain reward test RECIPE` shows why")
-    if signal["signal/dropped"] > MOSTLY_EASY and now.max_gen_batches == 1:
+    if signal["signal/dropped"] > MANY_EASY and now.max_gen_batches == 1:
         found.append("`keep` drops groups that differ, and nothing replaces them: rollout.max_gen_batches=4")
     if report["generation_rounds"] >= now.max_gen_batches > 1:
         found.append(
@@ -214,7 +222,7 @@ def _more_signal(report: Mapping[str, Any], size: int) -> str:
     signal = report["signal"]
     text = f"only {signal['signal/share']:.0%} of the groups have a signal"
     now = report["larger_groups"].get(size, 0.0)
-    better = {n: share for n, share in report["larger_groups"].items() if n > size and share > now + WORTH_SAYING}
+    better = {n: share for n, share in report["larger_groups"].items() if n > size and share > now + MIN_GAIN}
     if better:
         n = min(better)
         text += f"; with rollout.group_size={n} about {better[n]:.0%} would hold right and wrong answers"

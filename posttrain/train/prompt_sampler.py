@@ -1,5 +1,4 @@
-"""The prompt sampler of a run: asks the recipe's `sampler` for the prompts of a step, and says to it what became of
-them."""
+"""Prompt sampler of a run: gets the prompts of a step from the recipe's `sampler` and reports the outcomes to it."""
 
 from __future__ import annotations
 
@@ -24,14 +23,16 @@ from posttrain.seeds import derive
 from posttrain.train.variants import APART
 from posttrain.verify.failures import Calls
 
-MOST_REQUESTS = 16  # in a row to which a sampler names no prompts
+MOST_REQUESTS = 16  # limit on consecutive requests to which a sampler returns no prompts
 METHODS = ("start", "places", "propose", "update", "metrics", "most")
 
 
 @dataclass(frozen=True)
 class StepSampler:
-    """A sampler with what it draws from. order: the uniform order of the data. needs: what the sampler says that it
-    needs. name: as the recipe has it."""
+    """A sampler with the prompts it selects from.
+
+    order: the uniform order of the data. needs: what the sampler declares to need. name: as in the recipe.
+    """
 
     sampler: Sampler
     order: PromptSampler
@@ -43,15 +44,18 @@ class StepSampler:
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> StepSampler:
-        """The sampler of a recipe; a class of the user is looked for beside it. Raises UserError for a name or an
-        argument that does not exist, for what is no sampler, and for what its `start` refuses."""
+        """Build the sampler of a recipe; a user's class is looked up beside the recipe.
+
+        Raises UserError for an unknown name or argument, for a class that is not a sampler, and for what its `start`
+        refuses.
+        """
         component = load_component(recipe.sampler, recipe.base_dir)
-        lacks = sorted(getattr(component.function, "__abstractmethods__", ()))  # a class with some cannot be made
-        made: Any = None if lacks else component.function(**recipe.sampler.params)
-        lacks = lacks or [name for name in METHODS if not callable(getattr(made, name, None))]
-        if lacks:
+        missing = sorted(getattr(component.function, "__abstractmethods__", ()))  # these prevent instantiation
+        made: Any = None if missing else component.function(**recipe.sampler.params)
+        missing = missing or [name for name in METHODS if not callable(getattr(made, name, None))]
+        if missing:
             raise RecipeError(
-                f"sampler `{recipe.sampler.use}` has no method `{lacks[0]}`",
+                f"sampler `{recipe.sampler.use}` has no method `{missing[0]}`",
                 where="sampler",
                 hint="derive the class from posttrain.curriculum.protocol.Sampler, and give it `propose`",
             )
@@ -77,20 +81,20 @@ class StepSampler:
         return found
 
     def start(self) -> State:
-        """The state before the first step."""
+        """Return the sampler's state before the first step."""
         return self._plain(self.sampler.start(self.pool))
 
     def notes(self) -> list[str]:
-        """What the sampler says of its prompts, for the beginning of a run."""
-        said = getattr(self.sampler, "notes", None)  # a class of the user's need not have it
-        return [f"sampler `{self.name}`: {note}" for note in said(self.pool)] if said else []
+        """Return the sampler's notes about the prompts, shown when the run begins."""
+        notes = getattr(self.sampler, "notes", None)  # optional in a user's class
+        return [f"sampler `{self.name}`: {note}" for note in notes(self.pool)] if notes else []
 
     def places(self, settings: Rollouts) -> int:
-        """How many places of the uniform order a request takes."""
+        """Return how many positions of the uniform order a request takes."""
         return self.sampler.places(settings.prompts_per_step)
 
     def candidates(self, start: int, settings: Rollouts) -> list[int]:
-        """The prompts of the uniform order that a request gets, from place `start` on."""
+        """Return the prompts of the uniform order that a request gets, from position `start` on."""
         return self.order.take(start, self.places(settings))
 
     def propose(
@@ -105,8 +109,11 @@ class StepSampler:
         seen: Sequence[Group] = (),
         values: Sequence[float] = (),
     ) -> Plan:
-        """The plan of step `step` (from 0), from the state that it begins with. start: its place in the uniform order.
-        Raises RunError for a plan that cannot be."""
+        """Return the plan of step `step` (from 0), given the state at its beginning. start: its position in the uniform
+        order.
+
+        Raises RunError for an invalid plan.
+        """
         request = Request(
             step=step,
             total_steps=self.steps,
@@ -126,7 +133,7 @@ class StepSampler:
         return plan
 
     def _problem(self, plan: Plan, request: Request) -> str:
-        """What is wrong with a plan, or ""."""
+        """Return what is wrong with a plan, or ""."""
         numbers, counts = list(plan.prompts), list(plan.rollouts)
         trained = [group.prompt for group in request.seen if not group.measured]
         if len(numbers) != len(counts) or any(len(x) not in (0, len(numbers)) for x in (plan.bins, plan.limits)):
@@ -157,12 +164,14 @@ class StepSampler:
         first_group: int,
         values: Sequence[float],
     ) -> tuple[list[Rollout], list[Group], list[Calls]]:
-        """The scored rollouts for one request, its groups, and the calls that scored them; no rollouts where the
-        sampler names no prompts. A sampler that asks for another round sees the rewards of the one before.
+        """Sample and score rollouts for one request, round by round; return them with their groups and reward calls.
 
-        sample: (plan, what tells a further round's seeds from the first's) -> its scored rollouts and their calls.
-        start: the request's place in the uniform order. before: the step's groups so far. first_group: the number of
-        the first group. values: see `Request`.
+        A sampler that asks for another round sees the rewards of the previous one. No rollouts if the sampler names no
+        prompts.
+
+        sample: (plan, key that gives a further round other seeds than the first) -> its scored rollouts and their
+        calls. start: the request's position in the uniform order. before: the step's groups so far. first_group: number
+        of the first group. values: see `Request`.
         """
         taken = list(dict.fromkeys(group.prompt for group in before if not group.measured))
         rollouts: list[Rollout] = []
@@ -184,20 +193,20 @@ class StepSampler:
         return sorted(rollouts, key=lambda r: r.group), groups, calls
 
     def update(self, state: State | None, groups: Sequence[Group], step: int) -> State:
-        """The state after step `step` with these groups."""
+        """Return the state after step `step` with these groups."""
         before = self.start() if state is None else state
         planned = step + 1 + self.staleness
         return self._plain(self.sampler.update(before, groups, self.pool, step=step, planned=planned))
 
     def _plain(self, state: State) -> State:
-        """The state as a checkpoint gives it back, so that a resumed run has the same one."""
+        """Return the state as it reads back from a checkpoint, so that a resumed run has the same one."""
         try:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise RunError(f"the state of sampler `{self.name}` is no JSON: {error}") from error
 
     def metrics(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
-        """What a step says of its groups and of the state after it. Uniform draws of equal groups say nothing."""
+        """Return metrics of a step's groups and of the state after it. Uniform sampling of equal groups has none."""
         sizes = [len(group.rewards) for group in groups if not group.measured]
         found = {f"sampler/{name}": value for name, value in self.sampler.metrics(state).items()}
         if self.name == "uniform" or not sizes:
@@ -213,11 +222,11 @@ class StepSampler:
 
 
 def describe_first_step(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict[str, Any]:
-    """What the recipe's sampler does first, for people: {sampler, rows (uids), rollouts, note}."""
+    """Describe what the recipe's sampler does first: {sampler, rows (uids), rollouts, note}."""
     source = StepSampler.from_recipe(recipe, prompts, steps)
     plan = source.propose(None, 0, recipe.rollout, 0)
     note = "one greedy rollout each, to measure them" if plan.measure else ""
-    note = note or ("a first round; more rollouts go where their rewards say" if plan.again else "")
+    note = note or ("a first round; its rewards decide which prompts get more rollouts" if plan.again else "")
     return {
         "sampler": source.name,
         "rows": [source.pool.uids[n] for n in plan.prompts],
@@ -229,8 +238,10 @@ def describe_first_step(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int)
 def groups_of(
     plan: Plan, fresh: Sequence[Rollout], pool: Pool, first_group: int, before: Sequence[Group] = ()
 ) -> list[Group]:
-    """The groups of a plan with the rewards of its scored rollouts, without hinted ones and given solutions; the
-    rollouts of an earlier round of the same prompts come first in their groups."""
+    """Return the groups of a plan with the rewards of its scored rollouts, without hinted ones and given solutions.
+
+    Rollouts of an earlier round of the same prompts come first in their groups.
+    """
     earlier = {group.group: group for group in before if not group.measured}
     rows: dict[int, list[Rollout]] = {}
     for rollout in fresh:
@@ -262,8 +273,11 @@ def groups_of(
 def with_outcomes(
     groups: Sequence[Group], scored: RolloutBatch, keep: Tensor | None, losses: Tensor | None
 ) -> list[Group]:
-    """The groups with what the step has made of them. scored: the step's batch before advantages were assigned. keep
-    [N]: rows that stayed, None = all. losses [N]: the policy loss of each row, NaN = none."""
+    """Return the groups with the outcomes of the step.
+
+    scored: the step's batch before advantages were assigned. keep [N]: rows that the filter kept, None = all. losses
+    [N]: policy loss of each row, NaN = none.
+    """
     ids = scored.group_ids.cpu() % APART
     kept = torch.ones_like(ids, dtype=torch.bool) if keep is None else keep.cpu()
     kl = _token_kl(scored)
@@ -290,8 +304,10 @@ def _known_mean(values: Tensor) -> float | None:
 
 
 def _token_kl(batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:
-    """(sum over its trained tokens of the k3 estimate of KL(policy || reference), tokens) of each row; None where the
-    reference was not asked."""
+    """Return (sum over its trained tokens of the k3 estimate of KL(policy || reference), tokens) of each row.
+
+    None if the reference's log-probs were not computed.
+    """
     if batch.ref_logp is None or batch.old_logp is None:
         return None
     gap = torch.where(batch.mask, batch.ref_logp - batch.old_logp, 0.0).double()
@@ -299,11 +315,11 @@ def _token_kl(batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:
 
 
 def to_dict(group: Group) -> dict[str, Any]:
-    """A group as JSON values, for a checkpoint."""
+    """Convert a group to JSON values, for a checkpoint."""
     return dataclasses.asdict(group)
 
 
 def from_dict(values: Mapping[str, Any]) -> Group:
-    """The inverse of `to_dict`."""
+    """Restore a group: the inverse of `to_dict`."""
     lists = {name: tuple(values.get(name, ())) for name in ("rewards", "correct", "lengths")}
     return Group(**{**values, **lists})

@@ -1,4 +1,4 @@
-"""What an RL run leaves of each step: metrics, samples, rollouts for `compare-methods`, what people see as it goes."""
+"""Recorder of an RL run's steps: metrics, samples, rollouts for `compare-methods`, and the progress display."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from posttrain.verify.failures import Calls
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves. values: its metrics. scored, measured: the batch before advantages were assigned, and in the
-    update, of this rank's rows. logp [n,T]: of each of these when it was last trained on. tokens: what became of the
-    sampled ones of all ranks, each counted once, by name; seen: how many these are."""
+    """Result of a step.
+
+    values: its metrics. scored, measured: the batch of this rank's rows before advantages were assigned, and with the
+    log-probs of the update. logp [n,T]: of each of these rows when it was last trained on. tokens: sampled tokens of
+    all ranks by what happened to them, each counted once; seen: their number.
+    """
 
     rollouts: list[Rollout]
     values: dict[str, Any]
@@ -40,7 +43,7 @@ class StepResult:
     seen: float
 
     def samples(self, count: int) -> list[dict[str, Any]]:
-        """What samples.jsonl keeps of the step: `count` rollouts, each from the rank that has its text."""
+        """Return the step's records in samples.jsonl: `count` rollouts, each from the rank that has its text."""
         chosen = sampled_rows(len(self.rollouts), count)
         own = {n: sample_record(self.rollouts[n]) for n in set(chosen).intersection(self.rows_of.mine)}
         found: dict[int, dict[str, Any]] = {}
@@ -50,8 +53,11 @@ class StepResult:
 
 
 class Record:
-    """The files of a run that grow with its steps, cut back to those that `state` has behind it, and its progress
-    display. Close it."""
+    """Files of a run that grow with its steps, truncated to the steps that `state` has finished, and the progress
+    display.
+
+    Must be closed.
+    """
 
     def __init__(self, p: TrainContext, directory: RunDirectory, progress: Progress, state: State) -> None:
         self.settings, self.folder, self.progress = p.recipe.run, directory.path, progress
@@ -68,22 +74,23 @@ class Record:
             self.metrics.fill(done, state.last_metrics or {})
         saved_rollouts.cut(self.folder, done)
         self.canaries = create_canaries(p.recipe, directory, done)
-        self.failing = set[str]()  # rewards of which a failed call was told
+        self.failing = set[str]()  # rewards whose first failed call was reported
         self.trained_rewards = any(reward.weight for reward in p.recipe.rewards)
 
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
 
-    def settle(self, state: State) -> None:
-        """Before a checkpoint: the rows that are written are on the disk, and `state` says how many."""
+    def sync(self, state: State) -> None:
+        """Flush the written rows to disk before a checkpoint, and set their numbers in `state`."""
         self.metrics.sync()
         self.samples.sync()
         state.rows = {"metrics": self.metrics.rows, "samples": self.samples.rows}
 
     def add_evaluation(self, state: State, values: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """A row and samples of an evaluation that no step was made before: of the weights that the run begins with, or
-        of those that it goes on from."""
+        """Write the metrics and samples of an evaluation before any step: of the weights that the run begins or resumes
+        with.
+        """
         if values and (state.step or self.metrics.last < 0):
             self.metrics.write(state.step, values)
             self.samples.write(state.step, samples)
@@ -92,11 +99,13 @@ class Record:
 
     @contextmanager
     def add(self, state: State, values: dict[str, Any], made: StepResult) -> Iterator[None]:
-        """Around the save of the step that `state` stands behind. All is written and shown before it but the row of
-        metrics, which is written after it, also if it fails: the save adds its time to `values`, the canaries theirs.
+        """Context manager around the save of the finished step.
+
+        Everything is written and displayed before the save except the row of metrics, which is written after it, even
+        if it fails: the save adds its time to `values`, and the canaries add their metrics.
         """
-        sung, alarms = self.canaries.add(state.step, values)
-        values |= sung
+        canary_metrics, alarms = self.canaries.add(state.step, values)
+        values |= canary_metrics
         if self.settings.keep_rollouts:
             own = saved_rollouts.of(made.scored, made.measured, made.logp)
             if (saved := saved_rollouts.of_all_ranks(own, made.rows_of)) is not None:
@@ -117,7 +126,7 @@ class Record:
             self.metrics.write(state.step, values)
 
     def _first_failures(self, state: State) -> list[str]:
-        """A sentence for each reward of which a call has failed for the first time since this start."""
+        """Return a sentence for each reward of which a call has failed for the first time since this start."""
         newest = [calls for calls in map(Calls._make, state.calls) if calls.step == state.step - 1]
         failed = {name for calls in newest for name in (*calls.errors, *calls.timeouts) if calls.count_failures(name)}
         new = sorted(failed - self.failing)

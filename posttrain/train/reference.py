@@ -1,9 +1,9 @@
-"""The reference policy: the frozen starting point that a KL term measures against.
+"""Reference policy: the frozen starting point of a KL term.
 
-Under LoRA it costs nothing: the base without its adapter (or a frozen second adapter). Full training keeps a copy, on
-the GPU or, offloaded, in the host's memory. An offloaded copy comes over whole, once a step, and is gone before the
-update begins: it is never larger than the gradients, which live in the update only, so moving it layer by layer would
-lower no peak, and cost a transfer a micro-batch.
+With LoRA the reference costs nothing: it is the base without its adapter (or with a frozen second adapter). Full
+training keeps a copy, on the GPU or, offloaded, in host memory. An offloaded copy is moved to the GPU as a whole, once
+a step, and freed before the update begins: the copy is never larger than the gradients, which exist in the update only,
+so moving it layer by layer would lower no peak, and would cost a transfer per micro-batch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
 
 def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> ReferencePolicy:
-    """A function that opens a context in which the yielded model is the reference, in eval mode. Open it under
-    `torch.no_grad()`.
+    """Return a function that opens a context in which the yielded model is the reference, in eval mode.
 
-    offload: keep a copy of all weights in the host's memory between uses.
+    Open the context under `torch.no_grad()`. offload: keep a copy of all weights in host memory between uses.
     """
     if loaded.is_lora:
         return lambda: _adapter_off(loaded.model)
-    return _keep_frozen(frozen_copy(loaded.model, loaded.half), loaded.device, offload)
+    return _frozen_reference(frozen_copy(loaded.model, loaded.half), loaded.device, offload)
 
 
 def named_reference(recipe: RlRecipe, policy: LoadedModel, *, images: bool = False) -> ReferencePolicy:
-    """The same for the model `kl.reference`, in the policy's dtype and on its device. images: rows may have some.
+    """Like `reference_policy`, for the model `kl.reference`, in the policy's dtype and on its device.
 
-    Raises ModelError where its tokens are not the policy's, and where it is shown images in another way.
+    images: rows may have images. Raises ModelError if its tokens are not the policy's, or if it reads images
+    differently.
     """
     assert recipe.kl.reference is not None
     teacher = models.second(
@@ -60,12 +60,15 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel, *, images: bool = Fal
     )
     half = policy.half if recipe.model.quantize is None else None
     enable_packing(teacher.model, policy.device)
-    return _keep_frozen(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
+    return _frozen_reference(_freeze(teacher.model, half), policy.device, recipe.model.offload_reference)
 
 
 class RenewedReference(WeightCopy):
-    """A reference that is the policy `model` as it was when step `at` (from 1) began, from that step on; before it
-    `first`. The copy is of what is trained, and is made then."""
+    """Reference that is renewed once: `first` before step `at` (from 1), then the policy as it was when that step
+    began.
+
+    Only the trained weights are copied, at that step.
+    """
 
     def __init__(self, first: ReferencePolicy, model: nn.Module, at: int) -> None:
         self.first: ReferencePolicy | None = first
@@ -76,18 +79,18 @@ class RenewedReference(WeightCopy):
         return self.in_place(self.model) if self.first is None else self.first()
 
     def begin_step(self, step: int) -> None:
-        """Take the copy if step `step` (from 0) is the one."""
+        """Copy the policy's weights if step `step` (from 0) is the one."""
         if step + 1 == self.at:
             super().__init__(self.model)
             self.first = None
 
     def save(self, folder: Path) -> None:
-        """Write the copy, once there is one, beside the weights of a checkpoint."""
+        """Write the copy, if made, into a checkpoint folder."""
         if self.first is None:
             save_file({name: weight.contiguous() for name, weight in self.weights.items()}, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Load the copy of a checkpoint that has one."""
+        """Load the copy from a checkpoint folder, if it has one."""
         if (folder / FILE).is_file():
             stored = load_file(folder / FILE)
             self.weights = {n: stored[n].to(w.device, w.dtype) for n, w in trained_parameters(self.model)}
@@ -95,7 +98,9 @@ class RenewedReference(WeightCopy):
 
 
 def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
-    """One line on the reference of a run and its KL. needs: what its components read. source: the model in training."""
+    """Return one line about the reference of a run and its KL. needs: of its components. source: the model in
+    training.
+    """
     if not needs & {*BY_REFERENCE}:
         return "reference model: none, because no term of the loss or of the reward compares with one"
     named = recipe.kl.reference
@@ -104,9 +109,11 @@ def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
     return f"reference: {which}{kl}"
 
 
-def reference_of(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False) -> ReferencePolicy:
-    """That of a run: the model `kl.reference`, or the policy `loaded` as it is now; divided where that is divided.
-    images: rows may have some."""
+def build_reference(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False) -> ReferencePolicy:
+    """Return the reference of a run: the model `kl.reference`, or the current policy `loaded`; sharded if that is.
+
+    images: rows may have images.
+    """
     if recipe.kl.reference is not None:
         return named_reference(recipe, loaded, images=images)
     if loaded.is_sharded and not loaded.is_lora:
@@ -117,7 +124,7 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False)
     return first if recipe.kl.reset_at is None else RenewedReference(first, loaded.model, recipe.kl.reset_at)
 
 
-def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:
+def _frozen_reference(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:
     if not offload:
         return frozen_policy(frozen)
     _to_host(frozen, pinned=device.type == "cuda")
@@ -125,22 +132,25 @@ def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> Refe
 
 
 def frozen_policy(model: nn.Module) -> ReferencePolicy:
-    """The same for a second model, which is for this alone."""
+    """Freeze a second model that serves only as the reference; return it as a ReferencePolicy."""
     frozen = model.eval().requires_grad_(False)
     return lambda: nullcontext(frozen)
 
 
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:
-    """A copy without gradients. Linear weights in the half precision that autocast would give them at every use: the
-    same products from half the memory. Those that are tied to embeddings stay, since embeddings are not cast."""
-    return _frozen_in(copy.deepcopy(model), half)
+    """Return a copy without gradients, with linear weights in the half precision to which autocast would cast them
+    anyway.
+
+    This gives the same products with half the memory. Weights tied to embeddings stay, since embeddings are not cast.
+    """
+    return _freeze(copy.deepcopy(model), half)
 
 
-def _frozen_in(model: nn.Module, half: torch.dtype | None) -> nn.Module:
+def _freeze(model: nn.Module, half: torch.dtype | None) -> nn.Module:
     frozen = model.eval().requires_grad_(False)
-    looked_up = {id(m.weight) for m in frozen.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {id(m.weight) for m in frozen.modules() if isinstance(m, nn.Embedding)}
     for module in frozen.modules():
-        if half is not None and isinstance(module, nn.Linear) and id(module.weight) not in looked_up:
+        if half is not None and isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
             module.to(half)
     return frozen
 
@@ -151,28 +161,32 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 def _to_host(model: nn.Module, *, pinned: bool) -> None:
     tensors = _tensors(model)
-    kept = in_pieces((t.data for t in tensors), pinned=True) if pinned else [t.data.cpu() for t in tensors]
-    for tensor, data in zip(tensors, kept, strict=True):
+    on_host = in_pieces((t.data for t in tensors), pinned=True) if pinned else [t.data.cpu() for t in tensors]
+    for tensor, data in zip(tensors, on_host, strict=True):
         tensor.data = data
 
 
 @contextmanager
 def _move_to_device(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Inside, the model is on `device`; afterwards where it was. Nothing is copied back: it does not change."""
-    kept = [(tensor, tensor.data) for tensor in _tensors(model)]
+    """Context manager in which the model is on `device`; afterwards it has its host tensors again, without copying
+    back.
+    """
+    host = [(tensor, tensor.data) for tensor in _tensors(model)]
     try:
-        for tensor, data in kept:
+        for tensor, data in host:
             tensor.data = data.to(device, non_blocking=True)
         with torch.no_grad():
             yield model
     finally:
-        for tensor, data in kept:
+        for tensor, data in host:
             tensor.data = data
 
 
 @contextmanager
 def _adapter_off(model: Any) -> Iterator[nn.Module]:
-    """The PEFT model with its trained adapter off, or with the frozen adapter `reference` in its place."""
+    """Context manager that yields the PEFT model with its trained adapter off, or with the frozen adapter
+    `reference`.
+    """
     training = model.training
     model.eval()
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Log-probs of other policies than the one that is trained: of models that a recipe names.
+"""Log-probs of preference pairs under models that a recipe names (`anchors`), other than the trained policy.
 
-Each model is loaded, asked for the summed log-probs of every pair and let go before the policy is loaded: no second
+Each model is loaded, computes the summed log-probs of every pair and is freed before the policy is loaded, so no second
 model is ever in memory. A resumed run reads the numbers from its directory.
 """
 
@@ -33,10 +33,10 @@ def columns(
     tokenizer: Any,
     measure: Measure,
 ) -> pair_columns.Columns:
-    """field of a PairBatch -> its value for each pair, for every policy of the recipe's `anchors`.
+    """Return columns for every policy of the recipe's `anchors`: field of a PairBatch -> its value for each pair.
 
-    given: columns of the data. Raises RecipeError where they hold what `anchors` names too, ModelError for a model
-    with another vocabulary.
+    given: columns of the data. Raises RecipeError if they contain what `anchors` names too, ModelError for a model with
+    another vocabulary.
     """
     named = recipe.anchors
     found: pair_columns.Columns = {}
@@ -67,7 +67,7 @@ def _of(
     tokenizer: Any,
     measure: Measure,
 ) -> Logps:
-    """Log-probs by the model at `path`, from the run directory where they are there already."""
+    """Return log-probs under the model at `path`, read from the run directory if they are stored there."""
     cache = directory.path / f"{key}.safetensors"
     stored = distributed.run_on_rank0(stored_logps.read, cache, tokens_of(pairs))
     if stored is not None:
@@ -81,5 +81,5 @@ def _of(
 
 
 def tokens_of(pairs: Sequence[Pair]) -> list[list[Sequence[int]]]:
-    """What the log-probs of pairs are of, for `stored_logps`."""
+    """Return the token ids of pairs, by which `stored_logps` recognises for which rows log-probs were stored."""
     return [[pair.prompt_ids, pair.chosen_ids, pair.rejected_ids] for pair in pairs]

@@ -1,5 +1,6 @@
-"""Stored rollouts in a step of rl (`replay`): they join it, are weighed by the policy that sampled them, and fresh ones
-are stored."""
+"""Stored rollouts in an RL step (`replay`): they join the step, weighted by the policy that sampled them, and fresh
+rollouts are stored.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from posttrain.train.update import UpdateStats, update_once
 def with_stored_logps(
     ctx: TrainContext, scored: RolloutBatch, sequences: Sequences, rollouts: Sequence[Rollout]
 ) -> RolloutBatch:
-    """The batch with `old_logp`: for replayed rows what they were stored with, so that the ratio is to the policy that
-    sampled them; for the others as measured now.
+    """Return the batch with `old_logp`: the stored log-probs for replayed rows, so that the ratio is to the policy that
+    sampled them, and freshly computed ones for other rows.
 
-    A loss that reads the sampler's log-probs (`rollout_logp`) beside `old_logp` keeps the two apart itself: there
+    A loss that reads the sampler's log-probs (`rollout_logp`) besides `old_logp` distinguishes the two itself: then
     `old_logp` is the policy at the start of the step for all rows.
     """
     if scored.replayed is None or compares_with_sampler(ctx.recipe):
@@ -48,8 +49,10 @@ def add_rows(
     scored: RolloutBatch,
     batch: RolloutBatch,
 ) -> tuple[list[Rollout], Sequences, RolloutBatch, RolloutBatch]:
-    """The rollouts of a step, their sequences and their batches (before and after advantages were assigned), with the
-    stored rows that come on top: these bring their advantages, and are measured as the others are."""
+    """Add stored rows to a step: return rollouts, sequences and batches (before and after advantages) of all rows.
+
+    The stored rows bring their advantages; their log-probs are computed like those of the other rows.
+    """
     assert ctx.replay is not None
     more = ctx.replay.draw(rollouts, [_mean(own) for own in _advantages(batch, rollouts)], state.step)
     return join_stored(ctx, state, more, rollouts, sequences, scored, batch)
@@ -64,49 +67,51 @@ def join_stored(
     scored: RolloutBatch,
     batch: RolloutBatch,
 ) -> tuple[list[Rollout], Sequences, RolloutBatch, RolloutBatch]:
-    """As `add_rows`, with stored rows that are known."""
+    """Like `add_rows`, for given stored rows `more`."""
     advantages = batch.advantages
     assert advantages is not None
     if not more:
         return rollouts, sequences, scored, batch
     if any(len(one.stored.advantages) > 1 for one in more if one.stored) and advantages.dim() == 1:
-        advantages = advantages[:, None].expand(batch.mask.shape)  # of a step whose rows were all dropped
+        advantages = advantages[:, None].expand(batch.mask.shape)  # [N] in a step whose rows were all dropped
         batch = batch.replace(advantages=advantages)
     needs = ctx.objective.needs_before_the_loss
     if not compares_with_sampler(ctx.recipe):
         needs = needs | {"old_logp"}
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), {"old_logp"})
         batch = batch.replace(old_logp=scored.old_logp)
-    joined, assigned = _measure_stored(ctx, state, more, needs, like=advantages)
+    joined, assigned = _stored_batches(ctx, state, more, needs, like=advantages)
     rollouts = [*rollouts, *more]
     return rollouts, sequences_of(rollouts), join_batches(scored, joined), join_batches(batch, assigned)
 
 
-def _measure_stored(
+def _stored_batches(
     ctx: TrainContext, state: State, rollouts: list[Rollout], needs: Collection[str], *, like: Tensor
 ) -> tuple[RolloutBatch, RolloutBatch]:
-    """The batch of stored rows, before and after they were given the advantages that they were stored with. like: the
-    step's advantages."""
+    """Build the batch of stored rows, before and after their stored advantages are assigned. like: the step's
+    advantages.
+    """
     sequences = sequences_of(rollouts)
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), needs)
     scored = with_stored_logps(ctx, scored, sequences, rollouts)
     advantages = _stored_advantages(rollouts, like=like, width=scored.mask.shape[1])
     cut = _is_cut(ctx, scored)
-    kept = torch.ones_like(cut)
-    return scored, scored.replace(advantages=advantages, mask=scored.mask & ~cut[:, None], keep=kept)
+    return scored, scored.replace(advantages=advantages, mask=scored.mask & ~cut[:, None], keep=torch.ones_like(cut))
 
 
 def _is_cut(ctx: TrainContext, batch: RolloutBatch) -> Tensor:
-    """Rows [N] that `loss.mask_truncated` takes out."""
+    """Return the rows [N] that `loss.mask_truncated` removes."""
     if ctx.objective.mask_truncated and batch.truncated is not None:
         return batch.truncated
     return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
 
 def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch: RolloutBatch) -> dict[str, Any]:
-    """One optimiser update on stored rows that the kind wants trained on by themselves, at the rate of the step's last
-    one; returns its metrics. rollouts, batch: the step's, with their advantages."""
+    """Make one optimiser update on stored rows that the replay kind trains on separately; return its metrics.
+
+    The learning rate is that of the step's last update. rollouts, batch: the step's, with their advantages.
+    """
     if ctx.replay is None or not ctx.replay.trains_apart:
         return {}
     assert batch.advantages is not None
@@ -117,7 +122,7 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
         return {"replay/apart_rows": 0, "replay/updates": 0}
     by_token = any(len(one.stored.advantages) > 1 for one in more if one.stored)
     like = batch.advantages.new_zeros((1, 1) if by_token else 1)
-    assigned = _measure_stored(ctx, state, more, ctx.objective.needs, like=like)[1]
+    assigned = _stored_batches(ctx, state, more, ctx.objective.needs, like=like)[1]
     sequences, rows = sequences_of(more), list(range(len(more)))
     rows_of = assign_rows(ctx, assigned, sequences.lengths, [rows])
     own = rows_of.select_batch(assigned)
@@ -134,7 +139,7 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
 
 
 def _stored_advantages(rollouts: Sequence[Rollout], *, like: Tensor, width: int) -> Tensor:
-    """The advantages that replayed rollouts were stored with, [N], or [N,width] where `like` has one a token."""
+    """Return the stored advantages of replayed rollouts: [N], or [N,width] if `like` has one per token."""
     found = torch.zeros((len(rollouts), width), dtype=like.dtype)
     for row, rollout in enumerate(rollouts):
         own = rollout.stored.advantages if rollout.stored is not None else ()
@@ -147,7 +152,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _advantages(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
-    """The advantages of each row: one, or one a token of its completion; none where a row is not trained on."""
+    """Return the advantages of each row: one, or one per token of its completion; () for rows that are not trained
+    on.
+    """
     assert batch.advantages is not None
     values, trained = batch.advantages.tolist(), batch.mask.any(-1).tolist()
     if batch.advantages.dim() == 1:
@@ -156,26 +163,26 @@ def _advantages(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> list[tuple[
 
 
 def as_sampled(batch: RolloutBatch, rollouts: Sequence[Rollout], sampled: Sequence[Rollout]) -> RolloutBatch:
-    """The batch for metrics of what the policy has sampled: rows that gave way to stored ones are back in their places.
+    """Return the batch for metrics of what the policy has sampled: rows replaced by stored ones are restored.
 
-    rollouts: those of the batch; sampled: those of the step before any was replaced.
+    rollouts: those of the batch. sampled: those of the step before any was replaced.
     """
-    gone = [n for n, rollout in enumerate(rollouts) if rollout.stored is not None]
-    if not gone:
+    replaced = [n for n, rollout in enumerate(rollouts) if rollout.stored is not None]
+    if not replaced:
         return batch
-    own = rollout_batch([sampled[n] for n in gone]).to(batch.mask.device)
-    assert batch.components is not None and batch.rewards is not None and own.rewards is not None
-    assert batch.correct is not None and own.correct is not None
-    assert batch.truncated is not None and own.truncated is not None
-    rows = torch.tensor(gone, device=batch.mask.device)
+    fresh = rollout_batch([sampled[n] for n in replaced]).to(batch.mask.device)
+    assert batch.components is not None and batch.rewards is not None and fresh.rewards is not None
+    assert batch.correct is not None and fresh.correct is not None
+    assert batch.truncated is not None and fresh.truncated is not None
+    rows = torch.tensor(replaced, device=batch.mask.device)
     components = {
-        name: column.index_copy(0, rows, own.components[name].to(column)) if name in own.components else column
+        name: column.index_copy(0, rows, fresh.components[name].to(column)) if name in fresh.components else column
         for name, column in batch.components.items()
     }
     return batch.replace(
-        rewards=batch.rewards.index_copy(0, rows, own.rewards.to(batch.rewards)),
-        correct=batch.correct.index_copy(0, rows, own.correct.to(batch.correct)),
-        truncated=batch.truncated.index_copy(0, rows, own.truncated),
+        rewards=batch.rewards.index_copy(0, rows, fresh.rewards.to(batch.rewards)),
+        correct=batch.correct.index_copy(0, rows, fresh.correct.to(batch.correct)),
+        truncated=batch.truncated.index_copy(0, rows, fresh.truncated),
         components=components,
     )
 
@@ -183,16 +190,18 @@ def as_sampled(batch: RolloutBatch, rollouts: Sequence[Rollout], sampled: Sequen
 def store(
     ctx: TrainContext, step: int, rollouts: Sequence[Rollout], scored: RolloutBatch, logps: Tensor, batch: RolloutBatch
 ) -> dict[str, float]:
-    """Store what the kind wants of a step that is done; returns what metrics say of replay. scored, batch: without and
-    with its advantages. logps [N,T]: of the policy at its start."""
+    """Store what the replay kind wants of a finished step; return replay metrics.
+
+    scored, batch: before and after advantages were assigned. logps [N,T]: of the policy at the start of the step.
+    """
     assert ctx.replay is not None
     fresh = [n for n, rollout in enumerate(rollouts) if rollout.stored is None]
     trained, cut = _advantages(batch, rollouts), _is_cut(ctx, scored).tolist()
     assigned = _advantages(batch.replace(mask=scored.mask), rollouts)
     left_out = [bool(assigned[n]) and not trained[n] and not cut[n] for n in range(len(rollouts))]
     advantages = [assigned[n] if left_out[n] else trained[n] for n in range(len(rollouts))]
-    with_what = [Stored(step, tuple(logps[n, : len(rollouts[n].ids)].tolist()), advantages[n]) for n in fresh]
-    ctx.replay.store([rollouts[n] for n in fresh], with_what, step, [left_out[n] for n in fresh])
+    stored = [Stored(step, tuple(logps[n, : len(rollouts[n].ids)].tolist()), advantages[n]) for n in fresh]
+    ctx.replay.store([rollouts[n] for n in fresh], stored, step, [left_out[n] for n in fresh])
     replayed = [rollout for rollout in rollouts if rollout.stored is not None]
     ages = [step - rollout.stored.step for rollout in replayed if rollout.stored is not None]
     rewards = [rollout.reward for rollout in replayed if rollout.reward is not None]

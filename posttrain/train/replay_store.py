@@ -1,5 +1,8 @@
-"""The stored rollouts of a run (`replay`): which of them a step trains on, and which are kept, as the recipe's kind
-says. They are in every checkpoint."""
+"""Store of a run's rollouts for replay: the recipe's replay kind decides which ones a step trains on and which are
+kept.
+
+Every checkpoint contains the store.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ FILE = "replay.json"
 
 
 class ReplayStore:
-    """Stored rollouts in the order in which they came, the same on all ranks. It changes in `store` and `load` only, so
-    that a checkpoint of the step before can be written while a step is under way."""
+    """Stored rollouts in the order in which they arrived, the same on all ranks.
+
+    Only `store` and `load` change it, so a checkpoint of the previous step can be written during a step.
+    """
 
     def __init__(
         self, kind: Replay, name: str, limit: int, prompts: Sequence[Prompt], *, steps: int = 1, seed: int = 0
@@ -35,8 +40,11 @@ class ReplayStore:
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> ReplayStore | None:
-        """The empty store of a recipe's `replay`; None without. A class of the user is looked for beside it. Raises
-        UserError for a name or an argument that does not exist, and for what is no kind of replay."""
+        """Return the empty store of a recipe's `replay`; None without `replay`. A user's class is looked up beside the
+        recipe.
+
+        Raises UserError for an unknown name or argument, and for a class that is not a replay kind.
+        """
         section = recipe.replay
         if section is None:
             return None
@@ -52,22 +60,22 @@ class ReplayStore:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether the kind ever has rows trained on in an update of their own; a class of the user's need not say."""
+        """Whether the kind trains on rows in a separate update; a user's class need not define `train_apart`."""
         return getattr(type(self.kind), "train_apart", Replay.train_apart) is not Replay.train_apart
 
     def inject(self, fresh: Sequence[Rollout], step: int) -> list[Rollout]:
-        """The rollouts of a step with stored ones in the places of those that give way, in their groups."""
+        """Return the rollouts of a step after stored ones replace some of them, within their groups."""
         rows = [row_of(one, step) for one in fresh]
         swaps = dict(self.kind.replace(rows, self._rows(), self._request(step, "replace")))
         swaps = distributed.broadcast_from_rank0(swaps)
         self._check(swaps.keys(), len(fresh), "fresh", step)
         self._check(swaps.values(), len(self.rollouts), "stored", step)
-        return [self._in_place_of(one, swaps.get(place)) for place, one in enumerate(fresh)]
+        return [self._replace(one, swaps.get(n)) for n, one in enumerate(fresh)]
 
-    def _in_place_of(self, fresh: Rollout, place: int | None) -> Rollout:
-        if place is None:
+    def _replace(self, fresh: Rollout, index: int | None) -> Rollout:
+        if index is None:
             return fresh
-        stored = self.rollouts[place]
+        stored = self.rollouts[index]
         if stored.prompt.uid != fresh.prompt.uid:
             raise RunError(
                 f"replay `{self.name}` puts a rollout of prompt {stored.prompt.uid} among those of {fresh.prompt.uid}",
@@ -76,29 +84,36 @@ class ReplayStore:
         return dataclasses.replace(stored, group=fresh.group, bin=fresh.bin)
 
     def draw(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:
-        """The stored rollouts that a step trains on beside its own, each a group by itself. rollouts: its own, with
-        the mean advantage of each."""
+        """Return the stored rollouts that a step trains on besides its own, each as a separate group.
+
+        rollouts: the step's own, with the mean advantage of each.
+        """
         fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
-        places = list(self.kind.add(fresh, self._rows(), self._request(step, "add")))
-        places = distributed.broadcast_from_rank0(places)
-        self._check(places, len(self.rollouts), "stored", step)
+        chosen = list(self.kind.add(fresh, self._rows(), self._request(step, "add")))
+        chosen = distributed.broadcast_from_rank0(chosen)
+        self._check(chosen, len(self.rollouts), "stored", step)
         first = 1 + max(one.group % APART for one in rollouts)
-        return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(places)]
+        return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(chosen)]
 
     def draw_apart(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:
-        """The stored rollouts that are trained on in an update of their own, each a group by itself. rollouts: the
-        step's fresh ones, with the mean advantage of each."""
+        """Return the stored rollouts that are trained on in a separate update, each as a separate group.
+
+        rollouts: the step's fresh ones, with the mean advantage of each.
+        """
         fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
-        places = list(self.kind.train_apart(fresh, self._rows(), self._request(step, "apart")))
-        places = distributed.broadcast_from_rank0(places)
-        self._check(places, len(self.rollouts), "stored", step)
-        return [dataclasses.replace(self.rollouts[n], group=k, bin=None) for k, n in enumerate(places)]
+        chosen = list(self.kind.train_apart(fresh, self._rows(), self._request(step, "apart")))
+        chosen = distributed.broadcast_from_rank0(chosen)
+        self._check(chosen, len(self.rollouts), "stored", step)
+        return [dataclasses.replace(self.rollouts[n], group=k, bin=None) for k, n in enumerate(chosen)]
 
     def store(
         self, rollouts: Sequence[Rollout], stored: Sequence[Stored], step: int, left_out: Sequence[bool] = ()
     ) -> None:
-        """Keep what the kind wants of a step. rollouts: its fresh ones. stored: what each would be stored with.
-        left_out: of which `select` has taken every token; () = of none."""
+        """Store what the kind keeps of a step.
+
+        rollouts: its fresh ones. stored: the data to store with each. left_out: rows whose tokens `select` has all
+        removed; () = none.
+        """
         fresh = [
             dataclasses.replace(row, advantage=0.0, left_out=row.advantage) if out else row
             for row, out in zip(
@@ -114,8 +129,8 @@ class ReplayStore:
         new = [dataclasses.replace(rollouts[n], stored=stored[n]) for n in join]
         self.rollouts = [*(self.rollouts[n] for n in stay), *new][-self.limit :]
 
-    def _check(self, places: Any, count: int, which: str, step: int) -> None:
-        wrong = next((n for n in places if type(n) is not int or not 0 <= n < count), None)
+    def _check(self, indices: Any, count: int, which: str, step: int) -> None:
+        wrong = next((n for n in indices if type(n) is not int or not 0 <= n < count), None)
         if wrong is not None:
             raise RunError(
                 f"replay `{self.name}` names {which} row {wrong} of {count}, from 0", where=f"step {step + 1}"
@@ -133,7 +148,7 @@ class ReplayStore:
         (folder / FILE).write_text(json.dumps(list(map(rollout_to_dict, self.rollouts))))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; a checkpoint of a run without replay has nothing."""
+        """Read what `save` wrote; empty for a checkpoint of a run without replay."""
         path = folder / FILE
         rows = json.loads(path.read_text()) if path.is_file() else []
         self.rollouts = [rollout_from_dict(row, self.prompts[row["prompt"]]) for row in rows]
@@ -144,6 +159,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def row_of(rollout: Rollout, step: int, advantage: float = 0.0) -> Row:
-    """What a kind sees of a rollout that was sampled for that step."""
+    """Return the view of a rollout that a replay kind gets. step: for which it was sampled."""
     correct = None if rollout.correct is None else float(rollout.correct)
     return Row(rollout.prompt.uid, step, rollout.group, rollout.reward, correct, len(rollout.ids), advantage)

@@ -193,7 +193,7 @@ def train(
                 if last or is_save_due(ctx, state):
                     with saved_on_error():
                         source.finish(ctx, state)
-                    record.settle(state)
+                    record.sync(state)
                     save_step(ctx, state, directory, source, wait=last)
                     values |= state.count_save(ctx.ranks.broadcast(ctx.watchdog.seconds["save"]))
             del result  # frees its GPU tensors before the next step

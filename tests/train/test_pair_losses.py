@@ -147,7 +147,7 @@ def test_kto_reads_conversations_as_trl_writes_them(dpo_recipe: Any, rows_of: An
 def test_what_is_told_of_single_answers_is_told_by_their_label() -> None:
     """Good rows -1 and -3, a bad one -8: means of each side's own rows, also over two micro-batches."""
     logps, good = torch.tensor([-1.0, -8.0, -3.0]), torch.tensor([True, False, True])
-    shown = preference.by_label({"logps/chosen": logps, "loss/kl": logps, "logps/rejected": logps[:0]}, good)
+    shown = preference.split_by_label({"logps/chosen": logps, "loss/kl": logps, "logps/rejected": logps[:0]}, good)
     assert {name: value.sum().item() for name, value in shown.items()} == {
         "logps/chosen": -4.0,
         "logps/rejected": -8.0,
