@@ -243,7 +243,7 @@ def build_context(
                 solutions=work.solutions,
                 replay=ReplayStore.from_recipe(recipe, work.prompts, work.steps),
                 values=build_prompt_values(work.sampler, loaded),
-                sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
+                sft_optimizer=unsolved.build_sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 proximal=build_proximal_policy(work.objective, loaded),
                 watchdog=watchdog,

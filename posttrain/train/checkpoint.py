@@ -278,7 +278,7 @@ def _load(
         moments = divided_checkpoint.load(folder, loaded, optimizer, moments, names)
     else:
         optim.load_masters(optimizer, loaded.model, load_weights(loaded, folder))
-        moments = sharding.spread(optimizer, moments)
+        moments = sharding.shard_optimizer_state(optimizer, moments)
     optimizer.load_state_dict(moments)
     load_more(folder, state)
     return state

@@ -72,7 +72,7 @@ def save(
         share = model_folder.assign_weights(loaded)
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
-        tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
+        tensors = {name: sharding.contiguous_shard(tensor) for name, tensor in {**tensors, **moments}.items()}
         parts = distributed.run_all_or_raise(_copy_to_host, tensors)
         _use_own_group()
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -228,11 +228,11 @@ def load(
     to another model or cannot be read.
     """
     wanted = distributed.run_all_or_raise(_plan, folder, loaded, optimizer, state, names)
-    read = {name: sharding.in_one_piece(tensor) for name, tensor in wanted.items()}
+    read = {name: sharding.contiguous_shard(tensor) for name, tensor in wanted.items()}
     distributed.run_all_or_raise(_read, folder, read)
     for name, tensor in wanted.items():
         if read[name] is not tensor:
-            sharding.copy_pieces(tensor, read[name])
+            sharding.copy_contiguous_shard(tensor, read[name])
     if isinstance(optimizer, MasterAdamW):
         optimizer.round_weights()
     return state

@@ -1,7 +1,7 @@
-"""Reward models: heads on a language model that score answers, from preference pairs or from labels.
+"""Reward models: heads on a language model that score answers, trained on preference pairs or labels.
 
-The trainer's steps and everything around them are those of sft and dpo (`hf_trainer`). After the last step the model is
-measured on rows that were held out, and saved with that report's means and deviations beside its weights.
+The training loop and its surroundings are those of sft and dpo (`hf_trainer`). After the last step the model is
+evaluated on held-out rows and saved with the report's means and standard deviations besides its weights.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ COLUMNS = ("loss", "accuracy", "margin", "grad_norm", "lr", "time/tokens_per_s")
 
 
 def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Train from the newest complete checkpoint (or the start), measure, save; return the summary.
+    """Train from the newest complete checkpoint (or the start), evaluate, save, and return the summary.
 
-    `report` in the summary is about the held-out rows, or the training rows where none is held out (`report_on`).
+    `report` in the summary is about the held-out rows, or the training rows if none are held out (`report_on`).
     """
     quiet()
     machine_checks.check(recipe)
@@ -68,14 +68,14 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     if settings.best_response is not None:
         notes.append(reward_rows.best_response_note(items.trained))
 
-    def measured_and_saved(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    def evaluate_and_save(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
         measured = report(recipe, loaded, items, trainer.head_assignment())
         return {
             **scorer.save(loaded, folder, card(recipe, items, measured, trainer.head_assignment())),
             "measured": measured,
         }
 
-    summary = hf_trainer.train(trainer, job, COLUMNS, notes, measured_and_saved)
+    summary = hf_trainer.train(trainer, job, COLUMNS, notes, evaluate_and_save)
     measured = summary["save"].pop("measured")
     found = measured["report"]
     if distributed.is_main():
@@ -113,7 +113,7 @@ def make_trainer(job: Job, items: Items) -> RewardTrainer:
 
 
 def collate_items(items: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
-    """First rows of all items (chosen ones), then second rows if there are any, padded; numbers beside them."""
+    """Pad the first rows of all items (chosen ones), then second rows if there are any; add the items' numbers."""
     sides = range(len(items[0]["rows"]))
     batch = scorer.pad_rows([item["rows"][side] for side in sides for item in items], pad)
     return {
@@ -125,24 +125,27 @@ def collate_items(items: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor
 
 
 class RewardTrainer(RunLoop, Trainer):
-    """A trainer in our loop. Every row counts once for each head that sees it; the loss is the mean over those."""
+    """Trainer in posttrain's loop. Every row counts once for each head that sees it; the loss is the mean over
+    these.
+    """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
-    weights: Tensor  # [rows, heads] how much each head learns from each row
+    weights: Tensor  # [rows, heads] weight of each row in the loss of each head
     items: Items
     heads_of_users: list[list[float]] | None = None  # mixture: [users][heads], set at the start of each round
 
     def begin(self, items: Items) -> None:
-        """Which head sees which row, from the seed alone."""
+        """Assign rows to heads, from the seed alone, and number users and prompts."""
         self.items, recipe = items, self.recipe
         settings = recipe.objective
         seen = [
-            reward_rows.seen_by(recipe.run.seed, item.uid, settings.count, settings.share) for item in items.trained
+            reward_rows.heads_of_row(recipe.run.seed, item.uid, settings.count, settings.share)
+            for item in items.trained
         ]
         self.weights = torch.tensor(seen)
         self.users = torch.tensor([items.users[item.user] for item in items.trained])
-        numbers = {asked: n for n, asked in enumerate(dict.fromkeys(item.asked for item in items.trained))}
-        self.prompts = torch.tensor([numbers[item.asked] for item in items.trained])
+        numbers = {key: n for n, key in enumerate(dict.fromkeys(item.prompt_key for item in items.trained))}
+        self.prompts = torch.tensor([numbers[item.prompt_key] for item in items.trained])
 
     @property
     def recipe(self) -> RewardModelRecipe:
@@ -151,22 +154,24 @@ class RewardTrainer(RunLoop, Trainer):
         return recipe
 
     def head_assignment(self) -> list[list[float]] | None:
-        """Of the newest round, also after a resume: how much of each user is each head's."""
+        """Return the weights [users][heads] of the newest round of a mixture, also after a resume; None without a
+        mixture.
+        """
         return self.job.state.memory.get("heads_of_users")
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As the loop's; at the start of a round of the mixture, users are assigned to heads first."""
-        if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_a_round() == 0:
+        """Like RunLoop; first assigns users to heads at the start of a round of a mixture."""
+        if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_per_round() == 0:
             self.job.state.memory["heads_of_users"] = distributed.run_on_rank0(self._assign)
         if self.recipe.objective.best_response is not None and self.job.state.step == 0:
-            self.job.state.memory["at_start"] = distributed.run_on_rank0(self._measure_start)
+            self.job.state.memory["at_start"] = distributed.run_on_rank0(self._score_start)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def _steps_a_round(self) -> int:
+    def _steps_per_round(self) -> int:
         return max(1, -(-self.job.plan.steps // self.recipe.objective.rounds))
 
     def _assign(self) -> list[list[float]]:
-        """The E-step over all training pairs: weights [users][heads]."""
+        """Run the E-step over all training pairs; return weights [users][heads]."""
         settings = self.recipe.objective
         scores = score_items(self.job.loaded, self.items.trained)
         margins = scores[0::2] - scores[1::2]
@@ -176,9 +181,12 @@ class RewardTrainer(RunLoop, Trainer):
         counts = torch.bincount(self.users, minlength=len(self.items.users))
         return list(nn.functional.one_hot(reseed_assignment(found, counts), settings.count).float().tolist())
 
-    def _measure_start(self) -> dict[str, list[list[float]]]:
-        """Of all training pairs, under the model that the policy has optimised: `scores`, the sums of both sides, and
-        `excess`, their losses by the prompt's other pairs; each [rows][heads]."""
+    def _score_start(self) -> dict[str, list[list[float]]]:
+        """Score all training pairs with the start model, the one that the policy has optimised.
+
+        Returns `scores`, the sums of both sides, and `excess`, their losses relative to the prompt's other pairs; each
+        [rows][heads].
+        """
         items = self.items.trained
         scores = score_items(self.job.loaded, items)
         margin = torch.tensor([item.margin for item in items]).to(scores)[:, None]
@@ -187,7 +195,7 @@ class RewardTrainer(RunLoop, Trainer):
         return {"scores": sums.tolist(), "excess": centre_by_prompt(losses, self.prompts.to(losses.device)).tolist()}
 
     def row_weights(self, batch: dict[str, Tensor]) -> Tensor:
-        """[rows of the batch, heads]; of labels, 0 where a row has none."""
+        """Return the weights [rows of the batch, heads]; for labels, 0 if a row lacks one."""
         numbers = batch["number"].cpu()
         weights = self.weights[numbers]
         assigned = self.head_assignment()
@@ -203,11 +211,11 @@ class RewardTrainer(RunLoop, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """This micro-batch's part of the mean loss of the step."""
+        """Compute this micro-batch's part of the mean loss of the step."""
         del return_outputs
-        seen = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
+        image_kwargs = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
         with self.job.loaded.autocast():
-            found = scorer.outputs(model, inputs, seen)
+            found = scorer.outputs(model, inputs, image_kwargs)
         weights = self.row_weights(inputs).to(found)
         losses = self._pairs(found, inputs, weights) if self.recipe.objective.pairs else self._labels(found, inputs)
         self.add("rows", len(inputs["number"]))
@@ -216,7 +224,7 @@ class RewardTrainer(RunLoop, Trainer):
         return (weights * losses).sum() / num_items_in_batch
 
     def _pairs(self, scores: Tensor, inputs: dict[str, Tensor], weights: Tensor) -> Tensor:
-        """Losses [P,heads]."""
+        """Compute the losses [P,heads] of pairs."""
         chosen, rejected = scores.chunk(2)
         result = bradley_terry(
             chosen, rejected, inputs["margin"].to(scores)[:, None], center_coef=self.recipe.objective.center_coef
@@ -235,7 +243,7 @@ class RewardTrainer(RunLoop, Trainer):
         return result.losses + response.losses
 
     def _labels(self, found: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Losses [N,heads]; anything where a label is missing, which has no weight."""
+        """Compute the losses [N,heads] of labelled answers; arbitrary if a label is missing, since its weight is 0."""
         labels = inputs["labels"].to(found).nan_to_num()
         self.add("score", found[:, : self.recipe.objective.count].mean(1).sum())
         if self.recipe.objective.use == "gaussian":
@@ -255,7 +263,7 @@ class RewardTrainer(RunLoop, Trainer):
 
 
 def score_items(loaded: LoadedModel, items: Sequence[Item]) -> Tensor:
-    """What the heads say of all rows of the items, [rows, outputs]."""
+    """Return the outputs [rows, outputs] of the heads for all rows of the items."""
     images = [item.images for item in items for _ in item.rows]
     return scorer.score_rows(loaded, [row for item in items for row in item.rows], images)
 
@@ -263,13 +271,15 @@ def score_items(loaded: LoadedModel, items: Sequence[Item]) -> Tensor:
 def report(
     recipe: RewardModelRecipe, loaded: LoadedModel, items: Items, assigned: list[list[float]] | None
 ) -> dict[str, Any]:
-    """`report`, `report_on` and, over the same answers, `center` and `scale` of each head."""
+    """Evaluate the model; return `report`, `report_on` and, over the same answers, `center` and `scale` of each
+    head.
+    """
     on, rows = ("held-out rows", items.held) if items.held else ("training rows", items.trained)
     scores = score_items(loaded, rows).double().numpy()
     if recipe.objective.use == "soft_label":
         scores = 1 / (1 + np.exp(-scores.clip(-500, 500)))
     heads = scores[:, : recipe.objective.count]
-    found = (_of_pairs if recipe.objective.pairs else _of_labels)(recipe, rows, heads, items, assigned)
+    found = (_report_pairs if recipe.objective.pairs else _report_labels)(recipe, rows, heads, items, assigned)
     spread = heads.std(0)
     return {
         "report": found,
@@ -279,15 +289,15 @@ def report(
     }
 
 
-def _of_pairs(
+def _report_pairs(
     recipe: RewardModelRecipe, rows: list[Item], scores: np.ndarray, items: Items, assigned: list[list[float]] | None
 ) -> dict[str, Any]:
-    """By the mean over heads; of a mixture, by the head of the pair's user."""
+    """Report on pairs by the mean over heads; for a mixture, by the head of the pair's user."""
     heads = scores.mean(1)
     if assigned is not None:
         best = np.argmax(np.array(assigned), axis=1)
-        own = np.repeat([best[items.users[item.user]] for item in rows], 2)
-        heads = scores[np.arange(len(scores)), own]
+        head_of_row = np.repeat([best[items.users[item.user]] for item in rows], 2)
+        heads = scores[np.arange(len(scores)), head_of_row]
     lengths = [[item.lengths[side] for item in rows] for side in (0, 1)]
     found = pair_report(heads[0::2].tolist(), heads[1::2].tolist(), *lengths, seed=recipe.run.seed)
     if scores.shape[1] > 1:
@@ -297,7 +307,7 @@ def _of_pairs(
     return found
 
 
-def _of_labels(
+def _report_labels(
     recipe: RewardModelRecipe, rows: list[Item], scores: np.ndarray, items: Items, assigned: Any
 ) -> dict[str, Any]:
     del items, assigned

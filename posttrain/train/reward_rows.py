@@ -1,4 +1,4 @@
-"""What a reward model learns from: one or two token rows an item, with numbers beside them, and what is held out."""
+"""Training items of a reward model: one or two token rows each, with numbers, and the rows that are held out."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """A pair (chosen, rejected) or a labelled answer, as the model reads it, and the tokens of each answer alone."""
+    """A pair (chosen, rejected) or a labelled answer, as the model reads it, with the tokens of each answer alone."""
 
     uid: str
     rows: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
     margin: float = 0.0
-    labels: tuple[float, ...] = ()  # NaN: not labelled
+    labels: tuple[float, ...] = ()  # NaN: missing
     user: str = ""
     prompt: tuple[int, ...] = ()  # of a pair
-    images: tuple[Image, ...] = ()  # that stand in each of the rows
+    images: tuple[Image, ...] = ()  # in each of the rows
 
     @property
     def longest(self) -> int:
         return max(len(row) for row in self.rows)
 
     @property
-    def asked(self) -> tuple[Any, ...]:
-        """What both sides answer: images of one size have the same tokens."""
+    def prompt_key(self) -> tuple[Any, ...]:
+        """Key of the prompt that both sides answer. It includes the images: images of one size have the same tokens."""
         return self.prompt, self.images
 
 
 @dataclass(frozen=True)
 class Items:
-    """`trained` and `held`: the report is about `held`. users: everyone's number, in order of first appearance."""
+    """Training items `trained` and held-out items `held`, which the report is about.
+
+    users: number of each user, in order of first appearance.
+    """
 
     trained: list[Item]
     held: list[Item]
@@ -55,8 +58,10 @@ class Items:
 
 
 def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> Items:
-    """All rows as items. reader: of a model that sees. Raises DataError for a missing or wrong number, or where none is
-    left to train on."""
+    """Read all rows as items. reader: image reader of a vision model.
+
+    Raises DataError for a missing or wrong number, or if no row is left to train on.
+    """
     settings = recipe.objective
     if settings.pairs:
         prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, reader=reader)
@@ -66,14 +71,16 @@ def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> It
     rank_consistency.check_rows([item.uid for item in prepared.items])
     sources = {str(row["uid"]): row for row in prepared.rows}
     items = [(_pair if settings.pairs else _answer)(item, sources[item.uid], recipe) for item in prepared.items]
-    apart = held_out([item.uid for item in items], settings.holdout, recipe.run.seed)
-    held, trained = ([item for item in items if (item.uid in apart) == out] for out in (True, False))
+    held_uids = held_out([item.uid for item in items], settings.holdout, recipe.run.seed)
+    held, trained = ([item for item in items if (item.uid in held_uids) == out] for out in (True, False))
     if not trained:
         what = f"no row is left to train on: {count_noun(len(items), 'row')} held out"
         raise DataError(what, hint="lower objective.holdout, or give more rows")
     if settings.best_response is not None and 2 * (alone := count_lone_pairs(trained)) >= len(trained):
         which = (
-            "each prompt has one" if alone == len(trained) else f"{alone} of {len(trained)} are their prompt's only one"
+            "each prompt has one"
+            if alone == len(trained)
+            else f"{alone} of {len(trained)} are their prompt's only pair"
         )
         what = f"objective.best_response compares the pairs of a prompt, and {which}"
         raise DataError(what, hint="make several of each, e.g. with `max_pairs` of the stage pairs")
@@ -82,13 +89,15 @@ def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> It
 
 
 def held_out(uids: Sequence[str], share: float, seed: int) -> set[str]:
-    """The share of the rows that the report is about, at least one where it is not 0; a function of the uids."""
+    """Choose the uids of the share of rows that the report is about, at least one if it is not 0; depends on uids and
+    seed.
+    """
     count = max(round(share * len(uids)), 1) if share else 0
     return set(sorted(uids, key=lambda uid: chance(seed, "holdout", uid))[:count])
 
 
 def chance(seed: int, *names: str | int) -> float:
-    """A number from 0 to 1 for a purpose, the same in every run of this seed."""
+    """Return a pseudo-random number in [0, 1) for a purpose, the same in every run with this seed."""
     return derive(seed, *names) / 2**63
 
 
@@ -116,26 +125,28 @@ def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels, images=example.images)
 
 
-def seen_by(seed: int, uid: str, heads: int, share: float) -> list[float]:
-    """1 for each head that sees the row, else 0; a row that none would see is seen by all."""
+def heads_of_row(seed: int, uid: str, heads: int, share: float) -> list[float]:
+    """Return 1 for each head that sees the row, else 0; a row that no head would see is seen by all."""
     seen = [float(chance(seed, "head", head, uid) < share) for head in range(heads)]
     return seen if any(seen) else [1.0] * heads
 
 
 def count_lone_pairs(items: Sequence[Item]) -> int:
-    """How many pairs are compared with no other pair of their prompt. The same pair again is no other one."""
-    different = Counter(asked for asked, _ in {(item.asked, item.rows) for item in items})
-    return sum(different[item.asked] == 1 for item in items)
+    """Count the pairs that are compared with no other pair of their prompt. A repeated pair does not count as another
+    one.
+    """
+    different = Counter(key for key, _ in {(item.prompt_key, item.rows) for item in items})
+    return sum(different[item.prompt_key] == 1 for item in items)
 
 
 def best_response_note(items: Sequence[Item]) -> str:
-    """How many pairs `best_response` leaves as they are, in one line; empty if all are compared."""
+    """Return one line with the number of pairs that `best_response` does not affect; empty if all are compared."""
     alone = count_lone_pairs(items)
     why = "there is no other pair of their prompt to compare them with"
     return f"objective.best_response has no part in {alone} of {count_noun(len(items), 'pair')}: {why}" if alone else ""
 
 
 def lengths_note(items: Sequence[Item]) -> str:
-    """How far length alone tells the sides of pairs apart, in one line."""
+    """Return one line that says how far length alone separates the sides of pairs."""
     longer = sum(item.lengths[0] > item.lengths[1] for item in items) / len(items)
     return f"the chosen side is longer in {longer:.0%} of the training pairs"

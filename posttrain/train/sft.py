@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: TRL's SFTTrainer on rows that our own renderer tokenised and masked.
+"""Supervised fine-tuning: TRL's SFTTrainer on rows that posttrain tokenised and masked.
 
-loss = - sum of weight * log-prob of trained tokens / trained tokens of the whole optimiser step, weight 1 unless the
-recipe names another objective.
+loss = - sum of weight * log-prob over trained tokens / trained tokens of the whole optimiser step, with weight 1 unless
+the recipe names another objective.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.eval is not None:
         section = held_out_data(recipe.data, recipe.eval.data)
         unseen = prepare_examples(section, tokenizer, recipe.base_dir, reader=reader)
-    written = None
-    if recipe.objective.behavior_model is not None:  # its author is gone before the policy is loaded
-        written = behavior_logps(recipe, prepared.items, tokenizer, directory.path)
+    behavior = None
+    if recipe.objective.behavior_model is not None:  # that model is freed before the policy is loaded
+        behavior = behavior_logps(recipe, prepared.items, tokenizer, directory.path)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
@@ -88,12 +88,12 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     elif loaded.images is not None:
         collate = with_images(collate, loaded.images)
     losses = [validation_loss(loaded, unseen.items, collate, recipe)] if unseen else []
-    if written is not None:
+    if behavior is not None:
         collate = with_behavior(collate)
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
-    deal = load_balancing.balance_micro_batches if recipe.batch.packing else load_balancing.sort_by_length
-    job.order = functools.partial(deal, [len(example.ids) for example in prepared.items])
-    trainer = make_trainer(job, prepared.items, collate, written)
+    order = load_balancing.balance_micro_batches if recipe.batch.packing else load_balancing.sort_by_length
+    job.order = functools.partial(order, [len(example.ids) for example in prepared.items])
+    trainer = make_trainer(job, prepared.items, collate, behavior)
     trainer.weighing = weighing
     if trainer.weighing is not None:
         verify_head(loaded, Sequences((longest.ids,), (1,)))
@@ -106,7 +106,10 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: Collator, recipe: SftRecipe) -> Measure:
-    """The mean negative log-prob of the trained tokens of held-out rows, whatever the objective weighs them by."""
+    """Return a function that computes the mean negative log-prob of held-out rows' trained tokens.
+
+    Independent of how the objective weights tokens.
+    """
     longest = max(examples, key=lambda example: len(example.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     rows = dataset(examples)
@@ -122,12 +125,12 @@ def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: C
 
 
 def make_trainer(
-    job: Job, examples: Sequence[Example], collate: Collator, written: Sequence[Sequence[float]] | None = None
+    job: Job, examples: Sequence[Example], collate: Collator, behavior: Sequence[Sequence[float]] | None = None
 ) -> Sft:
     rows = dataset(examples)
     options: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     assert isinstance(job.recipe, SftRecipe)
-    if not trl_model.balances(causal_of(job.loaded.model)):
+    if not trl_model.can_balance_router(causal_of(job.loaded.model)):
         options["router_aux_loss_coef"] = 0.0
     elif job.recipe.objective.router_aux_loss is not None:
         options["router_aux_loss_coef"] = job.recipe.objective.router_aux_loss
@@ -136,30 +139,32 @@ def make_trainer(
         SFTConfig,
         job,
         options,
-        train_dataset=rows if written is None else rows.add_column("behavior_logp", list(written)),
+        train_dataset=rows if behavior is None else rows.add_column("behavior_logp", list(behavior)),
         data_collator=collate,
     )
 
 
 def dataset(examples: Sequence[Example]) -> Dataset:
-    """Columns input_ids and labels, and images where rows have any; labels repeat the ids of tokens that are trained on
-    and are -100 elsewhere."""
+    """Return a dataset with columns input_ids, labels, and images if rows have any.
+
+    labels equal the ids of tokens that are trained on and are -100 elsewhere.
+    """
     labels = [[i if on else IGNORED for i, on in zip(e.ids, e.trained, strict=True)] for e in examples]
     images = image_column([e.images for e in examples])
     return Dataset.from_dict({"input_ids": [list(e.ids) for e in examples], "labels": labels, **images})
 
 
 def make_padding_collator(pad_id: int) -> Collator:
-    """Rows of a forward pass beside each other, padded on the right to the longest."""
+    """Return a collator that pads the rows of a forward pass on the right to the longest."""
     return DataCollatorForLanguageModeling(pad_token_id=pad_id)
 
 
 def make_packing_collator(loaded: LoadedModel) -> Collator:
-    """Rows of a forward pass one after another in one line. An optimiser step has the same rows as without packing.
+    """Return a collator that lays the rows of a forward pass one after another in one line.
 
-    Positions start at 0 in each row, and its first token is no target. Attention stays within a row: through its
-    borders where the architecture takes our attention (the model is switched to it here), otherwise through the mask
-    that transformers derives from the positions.
+    An optimiser step has the same rows as without packing. Positions start at 0 in each row, and a row's first token is
+    not a target. Attention stays within a row: by its borders if the architecture supports packed attention (the model
+    is switched to it here), otherwise by the mask that transformers derives from the positions.
     """
     with_borders = use_packed_attention(loaded.model)
 
@@ -175,9 +180,9 @@ def make_packing_collator(loaded: LoadedModel) -> Collator:
 
 
 class Sft(RunLoop, SFTTrainer):
-    """SFTTrainer in our loop; its metrics become means over the trained tokens of the whole step."""
+    """SFTTrainer in posttrain's loop; its metrics become means over the trained tokens of the whole step."""
 
-    weighing: Weighing | None = None  # how trained tokens are weighted; None: all alike
+    weighing: Weighing | None = None  # weights of trained tokens; None: all 1
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
         if self.weighing is not None and self.weighing.by_weights:
@@ -199,12 +204,12 @@ class Sft(RunLoop, SFTTrainer):
         return loss
 
     def _weighted_loss(self, weighing: Weighing, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """-sum(weight * logp) over the trained tokens of a micro-batch."""
-        given = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
-        kept = trained_targets(inputs)
+        """Compute -sum(weight * logp) over the trained tokens of a micro-batch."""
+        model_inputs = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
+        mask = trained_targets(inputs)
         with self.job.loaded.autocast():
-            given = image_inputs(model, given)
-            found = label_scores(model, given, kept, inputs["labels"][:, 1:][kept])
+            model_inputs = image_inputs(model, model_inputs)
+            found = label_scores(model, model_inputs, mask, inputs["labels"][:, 1:][mask])
         logp = found["logp"]
         weights = weighing.weights(inputs, logp).detach()
         self.add("entropy", found["entropy"].sum())
@@ -219,41 +224,41 @@ class Sft(RunLoop, SFTTrainer):
 
 
 def trained_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Targets in a micro-batch. The first position of a row has no predecessor to predict it from."""
+    """Count the targets in a micro-batch. The first position of a row has no predecessor to predict it from."""
     return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
 def tokens(batch: Mapping[str, Tensor]) -> int:
-    """Tokens in a micro-batch without padding."""
+    """Count the tokens in a micro-batch, without padding."""
     mask = batch.get("attention_mask")
     return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
 def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Example]) -> None:
-    """Raises ModelError unless a packed row computes what it computes alone, whatever stands before it."""
+    """Raise ModelError unless a packed row gets the logits it gets alone, whatever precedes it in the line."""
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     before, row = (_row(e.ids[:PROBE]) for e in (examples[0], max(examples, key=lambda e: len(e.ids))))
-    seen: frozenset[int] = frozenset()
-    if shown := next((example for example in examples if example.images), None):
+    image_tokens: frozenset[int] = frozenset()
+    if with_image := next((example for example in examples if example.images), None):
         assert loaded.images is not None
-        before, seen = dict(dataset([shown])[0]), loaded.images.token_ids
+        before, image_tokens = dict(dataset([with_image])[0]), loaded.images.token_ids
         row = before
-    elif len(before["input_ids"]) % WINDOW == 0:  # after whole chunks, chunks of the line would be the row's own
+    elif len(before["input_ids"]) % WINDOW == 0:  # else chunks of the line would coincide with chunks of the row
         before = _row(before["input_ids"][:-1])
     following = {i: (i + 1) % vocabulary for i in before["input_ids"]}
-    moved = [i if i in seen or following[i] in seen else following[i] for i in before["input_ids"]]
-    changed = {**before, "input_ids": moved}
+    replaced = [i if i in image_tokens or following[i] in image_tokens else following[i] for i in before["input_ids"]]
+    changed = {**before, "input_ids": replaced}
     with torch.no_grad(), short_windows(causal_of(loaded.model)):
         training = loaded.model.training
         loaded.model.eval()
-        behind, other = (_last_logits(loaded, collate, rows) for rows in ([before, row], [changed, row]))
+        packed, other = (_last_logits(loaded, collate, rows) for rows in ([before, row], [changed, row]))
         plain = collate
-        if loaded.images is not None and shown:  # image tokens of a line may attend in one direction only
+        if loaded.images is not None and with_image:  # image tokens of a line may attend in one direction only
             plain = with_images(make_padding_collator(loaded.pad_id), loaded.images)
         alone = _last_logits(loaded, plain, [row])
         loaded.model.train(training)
     scale = float(alone.abs().max())
-    leak, shift = float((behind - other).abs().max()) / scale, float((behind - alone).abs().max()) / scale
+    leak, shift = float((packed - other).abs().max()) / scale, float((packed - alone).abs().max()) / scale
     half = loaded.half is not None or loaded.model.dtype != torch.float32
     if leak > 1e-4 or shift > (3e-2 if half else 1e-3):
         raise ModelError(
@@ -268,22 +273,25 @@ def _row(ids: Sequence[int]) -> dict[str, Any]:
 
 
 def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Logits [T,V] of the last of the packed rows."""
+    """Return the logits [T,V] of the last of the packed rows."""
     batch = collate(rows)
     inputs = {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
     with loaded.autocast():
-        given = image_inputs(loaded.model, inputs)
-        return loaded.model(**given, use_cache=False).logits[0, -len(rows[-1]["input_ids"]) :].float()
+        model_inputs = image_inputs(loaded.model, inputs)
+        return loaded.model(**model_inputs, use_cache=False).logits[0, -len(rows[-1]["input_ids"]) :].float()
 
 
-def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """`logp`, `entropy` and `right` [K] of K labels, each predicted at a cell of rows [B,T] where `kept` [B,T-1] is
-    True; right: no token is likelier. inputs: what the model is given, without its labels."""
+def label_scores(model: Any, inputs: Mapping[str, Any], mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Compute `logp`, `entropy` and `right` (no token is likelier) [K] of K labels.
+
+    Label k is predicted at the k-th position where `mask` [B,T-1] of the rows [B,T] is True. inputs: of the model,
+    without labels.
+    """
     causal = causal_of(model)
 
     def compute_scores() -> dict[str, Tensor]:
         states = backbone(causal)(**inputs, use_cache=False).last_hidden_state
-        return token_scores(Head(causal), states[:, :-1][kept], labels, top_k=1)
+        return token_scores(Head(causal), states[:, :-1][mask], labels, top_k=1)
 
     found = as_forward(causal, compute_scores)
     return {"logp": found["logp"], "entropy": found["entropy"], "right": found["topk_chosen"][:, 0]}

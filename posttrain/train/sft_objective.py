@@ -1,6 +1,7 @@
-"""SFT's objectives on the trainer's micro-batches: weights of trained tokens, and log-probs of the data's author.
+"""SFT objectives on the trainer's micro-batches: weights of trained tokens, and log-probs of the model that wrote the
+data.
 
-Only trained tokens are looked at, row by row, so packed and padded rows get the same weights.
+Only trained tokens are read, row by row, so packed and padded rows get the same weights.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from posttrain.train.pass_checks import verify_head
 
 IGNORED = -100  # the label of a token that is not trained on
 BEHAVIOR = "behavior.safetensors"
-MICRO_TOKENS = 16384  # of a forward pass of the data's author
+MICRO_TOKENS = 16384  # tokens of a forward pass of the behavior model
 
 Batch = Mapping[str, Any]
 
 
 @dataclass
 class Weighing:
-    """A recipe's objective, ready for micro-batches."""
+    """Token weights of a recipe's objective, applied to micro-batches."""
 
     function: Callable[..., Tensor]
     params: dict[str, Any]
@@ -47,7 +48,9 @@ class Weighing:
 
     @classmethod
     def of(cls, recipe: SftRecipe, tokenizer: Any) -> Weighing | None:
-        """None for plain cross-entropy, which the trainer computes itself."""
+        """Return the weights of the recipe's objective; None for plain cross-entropy, which the trainer computes
+        itself.
+        """
         section = recipe.objective
         if section.use == "ce":
             return None
@@ -56,16 +59,18 @@ class Weighing:
         return cls(component.function, section.params, frozenset(component.needs), by_weights, tokenizer)
 
     def weights(self, batch: Batch, logp: Tensor | None = None) -> Tensor:
-        """Weights [K] of the K trained tokens of a micro-batch, in the order of `trained_targets`; logp [K]: theirs."""
-        kept = trained_targets(batch)
-        targets = batch["labels"][:, 1:][kept]
+        """Compute the weights [K] of a micro-batch's trained tokens, in the order of `trained_targets`. logp [K]: of
+        these tokens.
+        """
+        is_target = trained_targets(batch)
+        targets = batch["labels"][:, 1:][is_target]
         logp = torch.zeros(len(targets), device=targets.device) if logp is None else logp.detach()
-        rows = row_numbers(batch, kept)
+        rows = row_numbers(batch, is_target)
         behavior = batch.get("behavior_logp")
         texts = self._texts_of(targets, rows) if "texts" in self.needs else None
-        mask, (padded, written) = stack_rows(rows, logp, None if behavior is None else behavior[:, 1:][kept])
+        mask, (padded, behavior) = stack_rows(rows, logp, None if behavior is None else behavior[:, 1:][is_target])
         assert padded is not None
-        return self.function(TokenRows(padded, mask, written, texts), **self.params)[mask]
+        return self.function(TokenRows(padded, mask, behavior, texts), **self.params)[mask]
 
     def _texts_of(self, targets: Tensor, rows: Tensor) -> list[list[str]]:
         found: list[list[str]] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
@@ -79,45 +84,47 @@ class Weighing:
 def example_weights(
     recipe: SftRecipe, tokenizer: Any, *, with_model: bool = False
 ) -> Callable[[Example], list[float]] | None:
-    """What each token of an example counts, 0 where nothing is trained on; None where all count alike.
+    """Return a function that computes the weight of each token of an example (0 if not trained on); None if all are 1.
 
-    Weights that follow the model are those of its start; they are None too unless it may be loaded (`with_model`).
+    Weights that depend on the model are computed with the start model; None unless it may be loaded (`with_model`).
     """
     weighing = Weighing.of(recipe, tokenizer)
-    follows = weighing is not None and "logp" in weighing.needs
-    if weighing is None or (follows and not with_model):
+    needs_model = weighing is not None and "logp" in weighing.needs
+    if weighing is None or (needs_model and not with_model):
         return None
-    start = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed) if follows else None
-    author = None if recipe.objective.behavior_model is None or start is None else _author(recipe, tokenizer)
+    start = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed) if needs_model else None
+    behavior = None if recipe.objective.behavior_model is None or start is None else _behavior_model(recipe, tokenizer)
 
     def weigh(example: Example) -> list[float]:
         labels = [i if on else IGNORED for i, on in zip(example.ids, example.trained, strict=True)]
         batch: dict[str, Any] = {"labels": torch.tensor([labels])}
-        if author is not None:
-            batch["behavior_logp"] = score_examples(author, [example])[0][None]
-        kept = trained_targets(batch)[0]
-        logp = None if start is None else score_examples(start, [example])[0][1:][kept]
+        if behavior is not None:
+            batch["behavior_logp"] = score_examples(behavior, [example])[0][None]
+        is_target = trained_targets(batch)[0]
+        logp = None if start is None else score_examples(start, [example])[0][1:][is_target]
         found = torch.zeros(len(labels))
-        found[1:][kept] = weighing.weights(batch, logp)
+        found[1:][is_target] = weighing.weights(batch, logp)
         return found.tolist()
 
     return weigh
 
 
 def trained_targets(batch: Batch) -> Tensor:
-    """Which targets [B, T - 1] are trained on. The first position of a row has no predecessor to predict it from."""
+    """Return the mask [B, T - 1] of trained targets. A row's first position has no predecessor to predict it from."""
     return batch["labels"][:, 1:] != IGNORED
 
 
-def row_numbers(batch: Batch, kept: Tensor) -> Tensor:
-    """The row [K] that each trained token belongs to: a line of the batch, or a packed part of its one line."""
+def row_numbers(batch: Batch, is_target: Tensor) -> Tensor:
+    """Return the row [K] that each trained token belongs to: a row of the batch, or a packed row of its one line."""
     if "position_ids" in batch:
-        return ((batch["position_ids"] == 0).cumsum(1) - 1)[:, 1:][kept]
-    return torch.arange(kept.shape[0], device=kept.device)[:, None].expand_as(kept)[kept]
+        return ((batch["position_ids"] == 0).cumsum(1) - 1)[:, 1:][is_target]
+    return torch.arange(is_target.shape[0], device=is_target.device)[:, None].expand_as(is_target)[is_target]
 
 
 def stack_rows(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """Values [K] as [N, L], the tokens of each row one after the other, with the mask of what is there."""
+    """Stack values [K] into [N, L], the tokens of each row one after the other; return the mask of filled cells
+    first.
+    """
     counts = torch.bincount(rows)
     longest = int(counts.max()) if len(counts) else 0
     mask = torch.arange(longest, device=rows.device)[None] < counts[:, None]
@@ -128,7 +135,7 @@ def stack_rows(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tenso
 
 
 def with_behavior(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """A collator that also carries the column `behavior_logp`, in the shape of the labels."""
+    """Return a collator that also collates the column `behavior_logp`, in the shape of the labels."""
 
     def both(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = collate([{key: row[key] for key in ("input_ids", "labels")} for row in rows])
@@ -144,53 +151,55 @@ def with_behavior(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 def behavior_logps(recipe: SftRecipe, examples: Sequence[Example], tokenizer: Any, folder: Path) -> list[list[float]]:
-    """Log-prob of each token under objective.behavior_model, NaN where nothing is trained on.
+    """Compute the log-prob of each token under objective.behavior_model, NaN where nothing is trained on.
 
-    Computed once, by all ranks together, and kept in `folder`, so that a resumed run reads it. Raises ModelError if
+    Computed once, by all ranks together, and stored in `folder`, so that a resumed run reads it. Raises ModelError if
     that model has another vocabulary.
     """
     path, rows = folder / BEHAVIOR, [example.ids for example in examples]
     stored = distributed.run_on_rank0(stored_logps.read, path, rows)
     if stored is None:
-        author = _author(recipe, tokenizer)
-        stored = {"logp": torch.cat(score_examples(author, examples))}
+        model = _behavior_model(recipe, tokenizer)
+        stored = {"logp": torch.cat(score_examples(model, examples))}
         distributed.run_on_rank0(stored_logps.write, path, rows, stored)
-        del author
+        del model
         gc.collect()
     return [part.tolist() for part in stored["logp"].split([len(row) for row in rows])]
 
 
-def _author(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
-    """The model that wrote the data. Raises ModelError if it has another vocabulary."""
+def _behavior_model(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
+    """Load the model that wrote the data. Raises ModelError if it has another vocabulary."""
     path, key = recipe.objective.behavior_model, "objective.behavior_model"
     assert path is not None
     return models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
 
 
 @torch.no_grad()
-def score_examples(author: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
-    """Log-probs of each row's tokens [T] under a model, NaN where nothing is trained on. Ranks divide the rows."""
-    packed = author.device.type == "cuda" and use_packed_attention(author.model)
+def score_examples(loaded: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
+    """Compute the log-probs [T] of each row's tokens under a model, NaN where nothing is trained on. Ranks divide the
+    rows.
+    """
+    packed = loaded.device.type == "cuda" and use_packed_attention(loaded.model)
     sequences = Sequences(tuple(example.ids for example in examples), (1,) * len(examples))
-    verify_head(author, sequences)
+    verify_head(loaded, sequences)
     lengths = sequences.lengths
     out = [torch.zeros(length) for length in lengths]
     mine = distributed.my_rows(lengths)
     for micro in micro_batches([lengths[n] for n in mine], MICRO_TOKENS, packed=packed):
         rows = [mine[n] for n in micro]
-        width = max(lengths[row] for row in rows) - 1  # the first token has none before it
-        with author.autocast():
-            found = completion_logprobs(author.model, sequences.select(rows), width, packed=packed)[0].cpu()
+        width = max(lengths[row] for row in rows) - 1  # the first token has no predecessor
+        with loaded.autocast():
+            found = completion_logprobs(loaded.model, sequences.select(rows), width, packed=packed)[0].cpu()
         for row, values in zip(rows, found, strict=True):
             out[row][1:] = values[: lengths[row] - 1]
     whole = distributed.sum_of_passes(torch.cat(out)).split(lengths)
-    on = [torch.tensor([False, *example.trained[1:]]) for example in examples]
-    return [torch.where(kept, values, torch.nan) for kept, values in zip(on, whole, strict=True)]
+    masks = [torch.tensor([False, *example.trained[1:]]) for example in examples]
+    return [torch.where(mask, values, torch.nan) for mask, values in zip(masks, whole, strict=True)]
 
 
 @contextlib.contextmanager
 def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[None]:
-    """NEFTune's noise on the input embeddings while the model is in training mode; nothing with alpha 0."""
+    """Context manager that adds NEFTune's noise to the input embeddings in training mode; no-op for alpha 0."""
     if alpha == 0:
         yield
         return

@@ -1,15 +1,15 @@
-"""A model whose weights, gradients and optimiser moments are sharded over the ranks (FSDP2, torch's `fully_shard`).
+"""Sharding of a model's weights, gradients and optimiser moments over the ranks (FSDP2, torch's `fully_shard`).
 
 Each rank keeps an even shard of every weight, in float32. A layer's weights are all-gathered only while it runs,
-forward and backward, in the half precision that its products are computed in anyway; what is outside of the layers
-(embeddings, last norm, head) is gathered in float32, and residuals are float32 too. Gradients are reduce-scattered in
-float32 and summed, not averaged, since losses are divided by denominators of the whole step. Under LoRA the frozen base
-is sharded, in the type that it was loaded in; the adapter is replicated, and its gradients are all-reduced as without
-sharding. All ranks must run the same number of passes: one with fewer micro-batches runs idle ones, see `idle`.
+forward and backward, in the half precision of its matrix products; weights outside the layers (embeddings, last norm,
+head) are gathered in float32, and residuals are float32 too. Gradients are reduce-scattered in float32 and summed, not
+averaged, since losses are divided by denominators of the whole step. With LoRA the frozen base is sharded, in the dtype
+in which it was loaded; the adapter is replicated, and its gradients are all-reduced as without sharding. All ranks must
+run the same number of passes: a rank with fewer micro-batches runs idle ones, see `idle`.
 
 In full training each rank writes its shards of a checkpoint and some of the files of the final model
-(`divided_checkpoint`, `model_folder`); a run may go on with another number of ranks. An adapter is saved by rank 0, and
-by all ranks where it is merged into the base.
+(`divided_checkpoint`, `model_folder`); a run may resume with another number of ranks. An adapter is saved by rank 0,
+and by all ranks if it is merged into the base.
 """
 
 from __future__ import annotations
@@ -44,17 +44,20 @@ from posttrain.train.mesh import check_mesh, context_group, expert_mesh, shard_m
 from posttrain.train.tensor_split import Divider, Part
 
 T = TypeVar("T")
-PASS = "run_as_forward"  # the method of a sharded model that runs a function with its own weights whole
+PASS = "run_as_forward"  # method of a sharded model that runs a function with the model's root weights gathered
 
 
 def check(section: Model) -> None:
-    """Raises RecipeError where the ranks of this run cannot divide the model as the recipe says."""
+    """Raise RecipeError if the ranks of this run cannot divide the model as the recipe says."""
     check_mesh(section, distributed.world())
 
 
 def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
-    """The model to train: whole, or divided. Of a directory of safetensors each rank then reads its own parts; others
-    come whole to the host, and are divided layer by layer on their way to the GPU."""
+    """Load the model to train, whole or divided.
+
+    From a directory of safetensors each rank reads only its own shards; other models are loaded whole on the host and
+    divided layer by layer on their way to the GPU.
+    """
     parallel = section.divided
     distributed.set_model_parallel_size(*((parallel.context, parallel.tensor) if parallel else (1,)))
     device = pretrained.device_of(section)
@@ -77,8 +80,9 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
 
 
 def check_plan(section: Model, base_dir: Path, parallel: Parallel) -> None:
-    """Raises ModelError where the model cannot be divided as transformers plans it; before its weights are read, unless
-    only they say what it is."""
+    """Raise ModelError if transformers' plan cannot divide the model; before weights are read, if the architecture is
+    known.
+    """
     bare = models.skeleton(section.model_copy(update={"lora": None}), base_dir)
     if bare is not None:
         _check_plan_of(bare.model, parallel)
@@ -92,9 +96,12 @@ def _check_plan_of(causal: Any, parallel: Parallel) -> None:
 
 
 def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
-    """Raises ModelError where ranks that run the same tokens get different gradients of a weight that each has whole:
-    transformers' plan leaves it out then, though each uses it for its own columns (an activation that is trained). It
-    is tried on a few tokens; all ranks of the run call this."""
+    """Raise ModelError if ranks that run the same tokens get different gradients of a weight that each rank holds
+    whole.
+
+    This happens if transformers' plan leaves out a weight that each rank applies to its own columns (a trained
+    activation). Checked with a pass over a few tokens; all ranks of the run must call this.
+    """
     if parallel.tensor == 1 or loaded.is_lora:
         return
     causal, training = causal_of(loaded.model), loaded.model.training
@@ -104,7 +111,7 @@ def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
         states = as_forward(causal, lambda: backbone(causal)(input_ids=ids, use_cache=False).last_hidden_state)
     (states.float() * torch.linspace(-1, 1, states.numel(), device=loaded.device).view(states.shape)).sum().backward()
     loaded.model.train(training)
-    wrong = [name for found in distributed.gather(tensor_split.find_unlike_gradients(causal)) for name in found]
+    wrong = [name for found in distributed.gather(tensor_split.find_differing_gradients(causal)) for name in found]
     causal.zero_grad(set_to_none=True)
     if wrong:
         raise ModelError(
@@ -115,7 +122,7 @@ def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
 
 
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
-    """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
+    """Divide the model in place; the result keeps a skeleton, from which `whole` builds an ordinary model."""
     skeleton = without_storage(loaded.model)
     mesh, experts = (make(parallel, distributed.world(), device.type) for make in (weight_mesh, expert_mesh))
     assert mesh is not None
@@ -133,7 +140,7 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
 
 
 def without_storage(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device; buffers are copied, for some are in no checkpoint."""
+    """Return a copy with parameters on the meta device; buffers are copied, since some are in no checkpoint."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
@@ -142,16 +149,18 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh,
     half: torch.dtype | None,
-    kept: set[nn.Parameter],
+    ignored: set[nn.Parameter],
     of_experts: DeviceMesh | None = None,
 ) -> None:
-    """Divide the parameters of `model` in place, but for those that are `kept` whole, and bring this rank's part to its
-    device. mesh, of_experts: as `weight_mesh` and `expert_mesh` give them; half: see above; or None."""
+    """Divide the parameters of `model` in place, except `ignored` ones, and move this rank's shards to its device.
+
+    mesh, of_experts: from `weight_mesh` and `expert_mesh`. half: dtype in which layers are gathered (None: float32).
+    """
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     dense = shard_mesh(mesh)
     tensor = Divider(model, mesh["tensor"]) if "tensor" in (mesh.mesh_dim_names or ()) else None
     experts = set[Any]() if of_experts is None else set(expert_split.experts_of(model).values())
-    divide = partial(fully_shard, reshard_after_forward=True, ignored_params=kept, shard_placement_fn=_sharded_dim)
+    divide = partial(fully_shard, reshard_after_forward=True, ignored_params=ignored, shard_placement_fn=_sharded_dim)
     for layer in layers_of(model):
         if tensor is not None:
             tensor.divide(layer)
@@ -168,43 +177,50 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows sums only
-    # what stands around the layers, whose weights come in `half`, computes in it as well, under autocast or not
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
+    # Modules around the layers compute in `half` as well, inside or outside of autocast.
     setattr(model, PASS, partial(run_in_dtype, mesh.device_type, half))
     register_fsdp_forward_method(model, PASS)
 
 
 def _sharded_dim(parameter: nn.Parameter) -> Shard | None:
-    """The dimension that FSDP divides: the first, unless tensor parallelism takes a part of each of several pieces of
-    it, whose parts have no order then."""
+    """Return the dimension that FSDP shards: the first, unless tensor parallelism shards that one in several blocks.
+
+    The blocks of a rank's part are then not contiguous in the whole weight, which FSDP cannot shard further.
+    """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return Shard(1) if any(not p.is_shard() and getattr(p, "dim", None) == 0 for p in placements) else None
 
 
 def run_in_dtype(device: str, half: torch.dtype | None, function: Callable[[], T]) -> T:
-    """What `function` returns with its products in `half`; as it is without one."""
+    """Call `function` under autocast to `half`; without autocast if `half` is None."""
     if half is None:
         return function()
-    with torch.autocast(device, dtype=half, cache_enabled=False):  # weights of layers are there for one use
+    with torch.autocast(device, dtype=half, cache_enabled=False):  # gathered weights are freed after one use
         return function()
 
 
 def as_forward(model: Any, function: Callable[[], T]) -> T:
-    """What `function` returns, run as a forward pass of `model`: it may use embeddings and head by themselves."""
+    """Call `function` as a forward pass of `model`, so that it may use embeddings and head directly."""
     return getattr(model, PASS)(function) if isinstance(model, FSDPModule) else function()
 
 
 def sum_over_copies(model: Any, now: bool) -> None:
-    """Whether the next backward pass adds up the gradients of copies of a divided model (`parallel.replicate`): only
-    the last of an update needs to. Within a copy each pass does, for no rank has room for gradients of whole layers."""
+    """Set whether the next backward pass all-reduces gradients over copies of a divided model (`parallel.replicate`).
+
+    Only the last pass of an update needs to. Within a copy each pass reduces, since no rank has room for gradients of
+    whole layers.
+    """
     divided = causal_of(model)
     if isinstance(divided, FSDPModule):
         divided.set_requires_all_reduce(now)
 
 
 def drop_unseen_gradients(model: Any) -> None:
-    """Take the gradient, which is 0, from the tower of a divided model if no rank has had an image since the last
-    update: without one, as on one rank, the optimiser leaves it as it is. All ranks must ask."""
+    """Remove the (zero) gradient of a divided model's vision tower if no rank has had an image since the last update.
+
+    Then the optimiser leaves the tower as it is, as on one rank. All ranks must call this.
+    """
     causal = causal_of(model)
     if not isinstance(causal, FSDPModule) or not tower.runs_in_every_pass(backbone(causal)):
         return
@@ -216,9 +232,12 @@ def drop_unseen_gradients(model: Any) -> None:
 
 @contextlib.contextmanager
 def keep_without_gradient(model: Any) -> Iterator[None]:
-    """Around an idle pass, whose gradient is 0: whole weights that had no gradient have none afterwards (an adapter
-    that no row of the update is of), and its images do not count for `drop_unseen_gradients`. With a gradient of 0 the
-    optimiser would decay them, and move their moments. Divided weights get the gradient of the other ranks' passes."""
+    """Context manager around an idle pass, whose gradient is 0: whole weights without a gradient have none afterwards.
+
+    Such weights are, for example, of an adapter that no row of the update uses; with a zero gradient the optimiser
+    would decay them and change their moments. Images of the idle pass do not count for `drop_unseen_gradients`. Divided
+    weights get the gradient of the other ranks' passes.
+    """
     weights = [w for w in model.parameters() if w.grad is None and not isinstance(w, DTensor)]
     with tower.without_counting_images(backbone(causal_of(model))):
         yield
@@ -227,14 +246,19 @@ def keep_without_gradient(model: Any) -> Iterator[None]:
 
 
 def idle(passes: int, loaded: LoadedModel) -> int:
-    """How many passes this rank must add to its own, so that all make as many. A collective: call it before the first
-    pass of any rank."""
+    """Return how many passes this rank must add so that all ranks run equally many.
+
+    A collective: call it before the first pass of any rank.
+    """
     return max(distributed.gather(passes)) - passes if loaded.is_sharded else 0
 
 
 def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
-    """`distributed.capture` for forward and backward passes. If the model is divided, an error is raised at once: the
-    others wait for this rank within a pass, where only `distributed.propagate_failures` reaches them."""
+    """`distributed.capture` for forward and backward passes.
+
+    With a divided model an error is raised immediately: other ranks wait for this one within a pass, where only
+    `distributed.propagate_failures` reaches them.
+    """
     return distributed.Captured(passes(*args)) if loaded.is_sharded else distributed.capture(passes, *args)
 
 
@@ -242,40 +266,43 @@ def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) ->
 
 
 def plain(tensor: Any) -> Any:
-    """A DTensor all-gathered, on every rank; all ranks must call this. Other values are returned as they are."""
+    """All-gather a DTensor on every rank; other values are returned as they are. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def in_one_piece(tensor: Tensor) -> Tensor:
-    """A packed weight, of which each rank has a part of every block (`tensor_split.Part`), redistributed so that each
-    rank has one contiguous part: DCP stores no others. A collective. Other tensors are returned as they are."""
-    pieces = _in_pieces(tensor)
-    if not pieces:
+def contiguous_shard(tensor: Tensor) -> Tensor:
+    """Redistribute a packed weight, of which each rank has a part of every block, so that each rank has one contiguous
+    part.
+
+    DCP cannot store block-wise parts (`tensor_split.Part`). A collective. Other tensors are returned as they are.
+    """
+    parts = _block_parts(tensor)
+    if not parts:
         return tensor
     assert isinstance(tensor, DTensor)
-    even = [Shard(pieces[n].dim) if n in pieces else p for n, p in enumerate(tensor.placements)]
-    return _gather_along(tensor, pieces).redistribute(placements=even)
+    even = [Shard(parts[n].dim) if n in parts else p for n, p in enumerate(tensor.placements)]
+    return _gather_along(tensor, parts).redistribute(placements=even)
 
 
 @torch.no_grad()
-def copy_pieces(tensor: Tensor, value: Tensor) -> None:
-    """Copy into a packed weight what was loaded into its `in_one_piece`; a collective."""
+def copy_contiguous_shard(tensor: Tensor, value: Tensor) -> None:
+    """Copy into a packed weight the value that was loaded into its `contiguous_shard`; a collective."""
     assert isinstance(tensor, DTensor) and isinstance(value, DTensor)
-    pieces, mesh = _in_pieces(tensor), tensor.device_mesh
-    found = _gather_along(value, pieces).to_local()
-    for n, part in pieces.items():
-        found = part.of(found, mesh.get_local_rank(n), mesh.size(n))
-    tensor.to_local().copy_(found)
+    parts, mesh = _block_parts(tensor), tensor.device_mesh
+    own = _gather_along(value, parts).to_local()
+    for n, part in parts.items():
+        own = part.of(own, mesh.get_local_rank(n), mesh.size(n))
+    tensor.to_local().copy_(own)
 
 
 def _gather_along(tensor: DTensor, dimensions: Collection[int]) -> DTensor:
-    """The tensor replicated along these dimensions of the mesh: an all-gather."""
+    """All-gather the tensor along these dimensions of the mesh."""
     placements = [Replicate() if n in dimensions else p for n, p in enumerate(tensor.placements)]
     return tensor.redistribute(placements=placements)
 
 
-def _in_pieces(tensor: Tensor) -> dict[int, Part]:
-    """The dimensions of the mesh along which a packed weight is sharded block by block, each with its `Part`."""
+def _block_parts(tensor: Tensor) -> dict[int, Part]:
+    """Return the mesh dimensions along which a packed weight is sharded block by block, each with its `Part`."""
     if not isinstance(tensor, DTensor):
         return {}
     names, placements = tensor.device_mesh.mesh_dim_names or (), tuple[Any, ...](tensor.placements)
@@ -284,13 +311,13 @@ def _in_pieces(tensor: Tensor) -> dict[int, Part]:
 
 
 def part_of(full: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a tensor that every rank has, divided as `like` is."""
+    """Shard a tensor that every rank has, as `like` is sharded."""
     full = full.to(like.device)
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def distinct_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's `state_dict`, divided tensors as they are, each tied one once, by its first name."""
+    """Return the model's `state_dict` with tied tensors once, under their first name; divided tensors stay divided."""
     distinct: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         distinct.setdefault(id(tensor), (name, tensor.detach()))
@@ -298,8 +325,8 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(loaded: LoadedModel) -> LoadedModel:
-    """An ordinary model with all the weights of a sharded one, on rank 0's host; a collective. Other ranks get their
-    sharded model back.
+    """Gather a sharded model into an ordinary one on rank 0's host; a collective. Other ranks get their sharded model
+    back.
 
     Weights are all-gathered one at a time. A model that is not sharded is returned as it is.
     """
@@ -321,7 +348,7 @@ def whole(loaded: LoadedModel) -> LoadedModel:
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
-    """Copy whole weights into a divided model; returns the names that it has and `weights` has not."""
+    """Copy whole weights into a divided model; return the names of its weights that `weights` lacks."""
     missing = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in weights:
@@ -337,8 +364,8 @@ def copy_whole(tensor: Tensor, value: Tensor) -> None:
     local(tensor).copy_(local(part_of(value, tensor)) if isinstance(tensor, DTensor) else value)
 
 
-def spread(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A `state_dict` with whole tensors as one that fits `optimizer`: divided where its parameters are."""
+def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Shard the whole tensors of a `state_dict` so that it fits `optimizer`, whose parameters may be divided."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -1,5 +1,6 @@
-"""What `posttrain data inspect` shows of an rl recipe besides its prompts: variants of them, prompts of
-a workflow's roles, and given solutions."""
+"""What `posttrain data inspect` adds to the report of an rl recipe besides its prompts: variants, workflow prompts,
+given solutions.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import rehearse_shape
 from posttrain.train.assemble import build_shape
 from posttrain.train.offline import solution_completions
-from posttrain.train.variants import PromptVariants, if_nobody_is_right
+from posttrain.train.variants import PromptVariants, variants_if_unsolved
 from posttrain.train.workflow import workflow_of
 
 
 def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
-    """Add to the checks of a report what the recipe stores for later steps."""
+    """Add to the report's checks what the recipe stores for later steps."""
     if recipe.replay is not None:
         limit = count_noun(recipe.replay.limit, "rollout")
         text = f"{recipe.replay.use}: at most {limit} of earlier steps are stored; before step 1 there is none"
@@ -27,8 +28,7 @@ def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
 
 
 def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
-    """Add to the checks of a report which rows a rollout becomes: one whose requests fill their limits, without a
-    model."""
+    """Add to the report's checks the rows of a rollout whose requests fill their limits, without running a model."""
     if recipe.rollout.several_rows is None:
         return
     reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
@@ -45,16 +45,18 @@ def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
 
 
 def add_answers(report: dict[str, Any], recipe: RlRecipe) -> None:
-    """Add to the checks of a report which answers are measured between the turns of a rollout."""
+    """Add to the report's checks which answers are scored between the turns of a rollout."""
     if "answer_logp" in recipe.advantage.needs:
-        asked = recipe.advantage.params
-        text = f"{recipe.advantage.use}: column `{asked['answer']}`, after {asked['closing']!r}, before each turn"
+        params = recipe.advantage.params
+        text = f"{recipe.advantage.use}: column `{params['answer']}`, after {params['closing']!r}, before each turn"
         report["checks"].append({"name": "measured answers", "ok": True, "text": text})
 
 
 def add_workflow(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
-    """Add to the samples of a report the first prompt of each role that is trained, of a rollout in which nobody writes
-    anything but end tokens; and the roles that such a rollout calls to the checks."""
+    """Add to the report's samples the first prompt of each trained role, and to its checks the roles that are called.
+
+    The prompts are those of a rollout in which every role writes only an end token.
+    """
     workflow = recipe.rollout.workflow
     if workflow is None:
         return
@@ -74,8 +76,10 @@ def add_workflow(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
 
 
 def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
-    """Add to the samples of a report the variants that a prompt has while nobody solves it, and its given solution; and
-    how many rows have a solution to the checks."""
+    """Add to the report's samples the variants of a prompt while no rollout solves it, and its given solution.
+
+    Also adds to the checks how many rows have a solution.
+    """
     if recipe.prompt_variants is None and recipe.solutions is None:
         return
     reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
@@ -87,15 +91,15 @@ def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
     shown = {sample["uid"] for sample in report["samples"]}
     by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in shown}
 
-    def part(prompt: str, behind: str = "", fate: str = TRAINED) -> dict[str, Any]:
-        runs = [{"text": prompt, "fate": PROMPT}, *([{"text": behind, "fate": fate}] if behind else [])]
+    def part(prompt: str, completion: str = "", fate: str = TRAINED) -> dict[str, Any]:
+        runs = [{"text": prompt, "fate": PROMPT}, *([{"text": completion, "fate": fate}] if completion else [])]
         tokens = [{"id": i, "text": tokenizer.decode([i]), "fate": run["fate"]} for run in runs
                   for i in tokenizer(run["text"], add_special_tokens=False)["input_ids"]]  # fmt: skip
         return {"tokens": tokens, "runs": runs}
 
     for sample in report["samples"]:
         prompt = by_uid[sample["uid"]]
-        for one in if_nobody_is_right(variants, prompt) if variants else ():
+        for one in variants_if_unsolved(variants, prompt) if variants else ():
             trained = one.begin_is == "trained"
             begun = variants.decode(one.begin) if trained and variants else ""
             asked = variants.apply(prompt, one).text if variants else prompt.text

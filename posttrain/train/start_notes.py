@@ -1,4 +1,6 @@
-"""What a run says before its first step: trained weights, learning rate, too few rows, evaluation rows among them."""
+"""Notes before a run's first step: trained weights, learning rate, too few rows, evaluation rows among training
+rows.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from posttrain.recipe.training_sections import Optim
 from posttrain.train.optim import lr_factor
 from posttrain.train.update_check import count_weights
 
-LARGE = 1e9  # weights of a model to which the usual rates below belong
+LARGE = 1e9  # number of weights of a model for which the rates below are usual
 
 
 @dataclass(frozen=True)
 class UsualRates:
-    """Learning rates of a stage, for models of a billion weights and more: the least with LoRA, the largest without."""
+    """Usual learning rates of a stage for models of a billion weights or more: lowest with LoRA, highest without."""
 
     adapter: float
     full: float
@@ -38,7 +40,7 @@ USUAL = {
 def start_notes(
     recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe, model: nn.Module, updates: int
 ) -> list[str]:
-    """Lines for people: trained weights with their learning rate, and a warm-up that the run does not finish.
+    """Return notes on the number of trained weights with their learning rate, and on a warm-up longer than the run.
 
     updates: optimiser updates of the whole run.
     """
@@ -51,10 +53,10 @@ def start_notes(
 
 
 def rate_note(trained: int, weights: int, lr: float, usual: UsualRates, *, adapter: bool) -> str:
-    """How many weights are trained at which learning rate, and whether that rate is usual for so many.
+    """Return a note on how many weights are trained at which learning rate, and whether that rate is usual.
 
-    Small models take larger rates: the largest usual one grows by (1e9 / weights)^0.75, which is a rule of thumb that
-    puts 1e-4 for a billion weights beside 5e-4 for SmolLM2-135M and 1e-2 for models of a few million.
+    Small models take larger rates: the highest usual rate grows by (1e9 / weights)^0.75, a rule of thumb that gives
+    1e-4 for a billion weights, 5e-4 for SmolLM2-135M and 1e-2 for models of a few million.
     """
     if adapter:
         line = f"{trained:,} of {weights:,} weights are trained (LoRA), learning rate {lr:.3g}"
@@ -62,14 +64,14 @@ def rate_note(trained: int, weights: int, lr: float, usual: UsualRates, *, adapt
         return f"{line}: low for LoRA (usual is {usual.adapter:.0e} or more), as for all weights" if small else line
     line = f"all {trained:,} weights are trained" if trained == weights else f"{trained:,} of {weights:,} are trained"
     line += f", learning rate {lr:.3g}"
-    most = usual.full * max(1.0, LARGE / weights) ** 0.75
-    if lr >= most:
-        return f"{line}: high for all weights of a model of this size (usual is below {most:.0e}; LoRA takes more)"
+    highest = usual.full * max(1.0, LARGE / weights) ** 0.75
+    if lr >= highest:
+        return f"{line}: high for all weights of a model of this size (usual is below {highest:.0e}; LoRA takes more)"
     return f"{line} (larger models take such a rate only with LoRA)" if lr >= usual.full else line
 
 
 def warmup_note(section: Optim, updates: int) -> str | None:
-    """A sentence where the warm-up is longer than the run, whose learning rate then stays below `optim.lr`."""
+    """Return a note if the warm-up is longer than the run, so that the rate stays below `optim.lr`; else None."""
     if section.warmup_steps < max(updates, 1):
         return None
     reached = section.lr * lr_factor(updates - 1, section, updates)
@@ -80,9 +82,9 @@ def warmup_note(section: Optim, updates: int) -> str | None:
 
 
 def few_rows_note(rows: int, wanted: int, what: str, key: str, planned: int | None = None) -> str | None:
-    """A sentence where the data has fewer rows than a step takes, so that a step repeats some or is smaller.
+    """Return a note if the data has fewer rows than a step takes, so that a step repeats some or is smaller; else None.
 
-    planned: rows of all steps of the run together, a multiple of `rows` where it is less than `wanted`.
+    planned: rows of all steps of the run together, a multiple of `rows` if it is less than `wanted`.
     """
     taken = wanted if planned is None else min(wanted, planned)
     if rows >= taken:
@@ -94,7 +96,7 @@ def few_rows_note(rows: int, wanted: int, what: str, key: str, planned: int | No
 
 
 def shared_rows_note(trained: Sequence[Mapping[str, Any]], held_out: Prepared[Any] | None) -> str:
-    """A sentence where rows of the evaluation ask, in the same words, what rows ask that are trained on; else ""."""
+    """Return a note if evaluation rows ask the same question, word for word, as training rows; else ""."""
     if held_out is None:
         return ""
     asked = [text for row in held_out.rows if (text := duplicates.question(row)).strip()]

@@ -1,8 +1,8 @@
-"""How long a step takes on a cluster, from stated rates: computation, network, generation. No torch, no recipe.
+"""Predicted duration of a step on a cluster, from stated rates: computation, network, generation. No torch, no recipe.
 
-Bytes, FLOP and seconds everywhere; `Rates` are the assumptions, all of which `posttrain plan` prints. They are held to
-the measured runs in benchmarks/results by tests/train/test_step_time.py: most updates and rollouts within a fifth,
-those of slow hosts not. Nothing beyond two GPUs has been measured.
+Units are bytes, FLOP and seconds. `Rates` are the assumptions, all of which `posttrain plan` prints. They are compared
+with the measured runs in benchmarks/results by tests/train/test_step_time.py: most updates and rollouts are within a
+fifth, those on slow hosts are not. Nothing beyond two GPUs has been measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from posttrain.train.memory import Shape
 
-CARDS = {  # name -> dense bf16 FLOP/s, bytes/s of its memory, bytes/s to cards of the same machine, GiB
+CARDS = {  # name -> dense bf16 FLOP/s, bytes/s of its memory, bytes/s to GPUs of the same machine, GiB
     "a100": (312e12, 2.0e12, 300e9, 80),
     "h100": (989e12, 3.35e12, 450e9, 80),
     "h200": (989e12, 4.8e12, 450e9, 141),
@@ -22,63 +22,65 @@ CARDS = {  # name -> dense bf16 FLOP/s, bytes/s of its memory, bytes/s to cards 
 
 @dataclass(frozen=True)
 class Rates:
-    """What is assumed of the machines and of the model's completions."""
+    """Assumed rates of the machines, and of the model's completions."""
 
-    flops: float = 989e12  # a second of a card, bf16 dense
-    used: float = 0.5  # share of it that an update reaches
-    memory: float = 3.35e12  # bytes a second of the card's memory
-    nvlink: float = 450e9  # bytes a second to cards of the same machine
-    link: float = 50e9  # bytes a second of each card to other machines
-    link_used: float = 0.7  # share of both that collectives reach
+    flops: float = 989e12  # FLOP per second of a GPU, bf16 dense
+    used: float = 0.5  # share of `flops` that an update reaches
+    memory: float = 3.35e12  # bytes per second of GPU memory
+    nvlink: float = 450e9  # bytes per second to GPUs of the same machine
+    link: float = 50e9  # bytes per second of each GPU to other machines
+    link_used: float = 0.7  # share of `nvlink` and `link` that collectives reach
     gpus_a_node: int = 8
-    launch: float = 1.5e-3  # seconds a layer and micro-batch that the host takes; model.compile off: 5e-3
-    decode: float = 3.5e-3  # seconds a decoding step that the engine's host takes
-    decode_row: float = 7e-6  # and for each row of it
+    launch: float = 1.5e-3  # seconds of the host per layer and micro-batch; model.compile off: 5e-3
+    decode: float = 3.5e-3  # seconds of the engine's host per decoding step
+    decode_row: float = 7e-6  # seconds of the engine's host per decoding step and row
     length: float = 0.5  # mean completion, as a share of the longest
-    prompt: int = 512  # tokens of a prompt, where neither tokenizer nor data can be read
-    gather: float = 4e-7  # seconds a token of the step, to bring rollouts to all ranks
-    reward: float = 0.0  # seconds a step that scoring takes after the last rollout
-    engine_tokens: float = 0.0  # tokens a second of one engine; 0: what follows from the rates above
+    prompt: int = 512  # tokens of a prompt, if neither tokenizer nor data can be read
+    gather: float = 4e-7  # seconds per token of the step to send rollouts to all ranks
+    reward: float = 0.0  # seconds of scoring per step after the last rollout
+    engine_tokens: float = 0.0  # tokens per second of one engine; 0: computed from the rates above
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run, as far as its time depends on it."""
+    """Properties of a run's step that determine its duration."""
 
     rows: int
     longest: int  # tokens of a completion at most
     prompt: int  # tokens of a prompt
-    ranks: int = 1  # that train
-    shards: int = 1  # ranks that each weight is divided among; the others hold copies
-    context: int = 1  # neighbours that run a part each of the same rows
-    tensor: int = 1  # neighbours that run the same tokens with parts of each layer
-    expert: int = 1  # neighbours that have some of the experts each
-    micro_tokens: int = 16384  # of such neighbours together
-    updates: int = 1  # a step
+    ranks: int = 1  # training ranks
+    shards: int = 1  # ranks among which each weight is divided; further ranks hold copies
+    context: int = 1  # ranks that run a part each of the same rows
+    tensor: int = 1  # ranks that run the same tokens with parts of each layer
+    expert: int = 1  # ranks that hold some of the experts each
+    micro_tokens: int = 16384  # tokens of a micro-batch, over such a group of ranks together
+    updates: int = 1  # per step
     epochs: int = 1
-    passes: float = 0.0  # without gradient, over all rows
+    passes: float = 0.0  # passes over all rows without gradient
     checkpointing: bool = False
     generates: bool = True
     engines: int = 1
-    engine_gpus: int = 1  # of each
-    engine_room: float = 0.0  # bytes on each of its GPUs for weights and keys
-    apart: bool = False  # engines have GPUs of their own
-    ahead: bool = False  # they sample the next step's rollouts meanwhile
+    engine_gpus: int = 1  # of each engine
+    engine_room: float = 0.0  # bytes on each engine GPU for weights and keys
+    apart: bool = False  # engines have separate GPUs
+    ahead: bool = False  # engines sample the next step's rollouts during the update
 
     def row_tokens(self, rates: Rates) -> float:
-        """Tokens of a row on average."""
+        """Return the mean tokens of a row."""
         return self.prompt + self.longest * (rates.length if self.generates else 1.0)
 
 
 def forward_flops(shape: Shape, context: float) -> float:
-    """FLOP of one token's forward pass: 2 a weight that computes it, and causal attention over half of its row."""
+    """Return the FLOP of one token's forward pass: 2 per active weight, and causal attention over half of its row."""
     return 2 * shape.active + 2 * shape.layers * shape.heads * context
 
 
 def update_seconds(shape: Shape, s: Step, rates: Rates) -> float:
-    """Computation of a step's updates on one rank: forward, backward (twice a forward; under an adapter, whose base has
-    no gradients, once, and half as much for its narrow products), once more forward with checkpointing; passes without
-    gradient; what the host launches."""
+    """Return the computation time of a step's updates on one rank.
+
+    Forward; backward (twice a forward; with an adapter, whose base has no gradients, once, and half as much for its
+    narrow products); another forward with checkpointing; passes without gradient; kernel launches by the host.
+    """
     tokens = s.rows * s.row_tokens(rates) / s.ranks
     times = (2.5 if shape.adapter else 3) + s.checkpointing
     flop = tokens * forward_flops(shape, s.row_tokens(rates)) * (times * s.epochs + s.passes)
@@ -88,20 +90,20 @@ def update_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 
 def micro_batches(s: Step, rates: Rates) -> int:
-    """Of a step's updates on one rank. A row is never divided."""
+    """Return the number of micro-batches of a step's updates on one rank. A row is never divided."""
     rows = s.rows * s.epochs / s.updates / s.ranks * s.context * s.tensor
     size = max(1.0, s.micro_tokens // s.row_tokens(rates))
     return s.updates * math.ceil(max(rows, 1.0) / size)
 
 
 def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
-    """What a rank receives over the network for a step's updates: from ranks that hold parts of its weights, and from
-    those that hold copies.
+    """Return the bytes that a rank receives for a step's updates: from ranks with parts of its weights, and from
+    copies.
 
-    Divided weights come twice a micro-batch (forward, backward), layers in two bytes and what is outside of them in
-    four, and gradients go in four bytes after each; without division, and between copies, a ring adds up the gradients
-    once an update. Under an adapter gradients are the adapter's. Neighbours of a row have keys and values of all of it,
-    and the last states.
+    Divided weights are gathered twice per micro-batch (forward, backward), layers in two bytes per number and other
+    weights in four, and gradients are sent in four bytes after each; without division, and between copies, a ring sums
+    the gradients once per update. With an adapter, gradients are the adapter's. Ranks that divide a row exchange keys
+    and values of all of it, and the last states.
     """
     if s.ranks == 1:
         return 0.0, 0.0
@@ -121,10 +123,10 @@ def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
 
 
 def exchange_bytes(shape: Shape, s: Step, rates: Rates) -> float:
-    """What a rank receives for activations that computation waits for, in two bytes a number.
+    """Return the bytes that a rank receives for activations that computation waits for, in two bytes per number.
 
-    Tensor parallelism: two sums of all states a layer and direction, each by a ring. Experts: each token's states to
-    those that it is sent to, and back.
+    Tensor parallelism: two sums of all states per layer and direction, each by a ring. Experts: each token's states to
+    the ranks of its experts, and back.
     """
     tokens = s.rows * s.row_tokens(rates) * s.epochs / s.ranks
     runs = 2 + s.checkpointing + s.passes / s.epochs  # forward, backward, and forward once more or alone
@@ -134,17 +136,20 @@ def exchange_bytes(shape: Shape, s: Step, rates: Rates) -> float:
 
 
 def network_rate(group: int, rates: Rates) -> float:
-    """Bytes a second that each of `group` cards gets from a collective. Beyond one machine a ring enters and leaves
-    each machine once, over all of its cards' links."""
+    """Return the bytes per second that each of `group` GPUs gets from a collective.
+
+    Beyond one machine a ring enters and leaves each machine once, over the links of all its GPUs.
+    """
     inside = rates.nvlink * rates.link_used
     return inside if group <= rates.gpus_a_node else min(inside, rates.gpus_a_node * rates.link * rates.link_used)
 
 
 def decode_seconds(shape: Shape, s: Step, rates: Rates) -> float:
-    """Until an engine's last rollout is there: decoding steps, each as long as the host or the GPU takes for it.
+    """Return the time until an engine's last rollout is complete: decoding steps, each as long as the host or the GPU
+    takes.
 
-    The GPU reads its part of the weights (of a mixture, the experts that some row is sent to) and the keys of all rows;
-    as many rows run as the room holds.
+    The GPU reads its part of the weights (for a mixture of experts, of the experts to which some row is routed) and the
+    keys of all rows; as many rows run together as fit into memory.
     """
     rows = s.rows / s.engines
     mean = s.longest * rates.length
@@ -163,16 +168,20 @@ def decode_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 
 def sync_seconds(shape: Shape, s: Step, rates: Rates) -> float:
-    """Weights (or the adapter) to the engines; divided ones come together first. From one rank to each engine."""
+    """Return the time to send weights (or the adapter) from one rank to each engine; divided weights are gathered
+    first.
+    """
     size = 4 * shape.adapter or 2 * shape.parameters
     together = size / network_rate(s.shards, rates) if s.shards > 1 and not shape.adapter else 0.0
     return 0.15 + size / min(20e9, rates.link * rates.link_used if s.apart else 20e9) + together
 
 
 def step_seconds(shape: Shape, s: Step, rates: Rates) -> dict[str, float]:
-    """Seconds of a step by part, and of the whole as `step`. Weights travel while others compute, so an update takes
-    the longer of both, and `exchange` besides, for activations that layers wait for; engines on GPUs of their own
-    generate while the trainer trains, if they may be a step ahead."""
+    """Return the seconds of a step by part, and of the whole step as `step`.
+
+    Weights are sent while other layers compute, so an update takes the longer of both, plus `exchange` for activations
+    that layers wait for. Engines on separate GPUs generate while the trainer trains, if they may be a step ahead.
+    """
     compute = update_seconds(shape, s, rates)
     parts, copies = update_bytes(shape, s, rates)
     network = parts / network_rate(s.shards, rates) + copies / network_rate(s.ranks, rates)
@@ -192,5 +201,5 @@ def step_seconds(shape: Shape, s: Step, rates: Rates) -> dict[str, float]:
 
 
 def slowest(found: dict[str, float]) -> str:
-    """The part of a step that takes longest."""
+    """Return the part of a step that takes longest."""
     return max((name for name in found if name != "step"), key=found.__getitem__)

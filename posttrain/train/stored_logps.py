@@ -1,4 +1,4 @@
-"""Log-probs of rows that are measured once, before the first step, and read again by a run that goes on."""
+"""Log-probs of rows stored on disk: computed once, before the first step, and read again by a resumed run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from posttrain.run.atomic_io import explain_write_errors, sync_file
 
-ROWS = "rows"  # beside the log-probs: which rows they are of
+ROWS = "rows"  # key of the fingerprint of the rows
 
 
 def read(path: Path, rows: Sequence[Any]) -> dict[str, Tensor] | None:
-    """What `write` wrote for these very rows; None where there is nothing, or it is of others. rows: token ids, in
-    lists of any depth."""
+    """Return the log-probs that `write` stored for exactly these rows; None if there are none.
+
+    rows: token ids, in lists of any depth.
+    """
     if not path.exists():
         return None
     stored = load_file(path)
@@ -27,7 +29,7 @@ def read(path: Path, rows: Sequence[Any]) -> dict[str, Tensor] | None:
 
 
 def write(path: Path, rows: Sequence[Any], logps: Mapping[str, Tensor]) -> None:
-    """Write in one step: a kill leaves no half-written file under this name."""
+    """Write the log-probs atomically: a killed process leaves no partial file under this name."""
     partial = path.with_suffix(".partial")
     with explain_write_errors(path):
         save_file({**{name: value.contiguous() for name, value in logps.items()}, ROWS: fingerprint(rows)}, partial)
@@ -36,5 +38,5 @@ def write(path: Path, rows: Sequence[Any], logps: Mapping[str, Tensor]) -> None:
 
 
 def fingerprint(rows: Sequence[Any]) -> Tensor:
-    """A hash of all token ids in order, [32] uint8."""
+    """Return a hash of all token ids in order, [32] uint8."""
     return torch.tensor(list(hashlib.sha256(json.dumps(rows).encode()).digest()), dtype=torch.uint8)

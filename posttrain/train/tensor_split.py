@@ -7,7 +7,8 @@ their shards as plain tensors, so that adapters, activation checkpointing and FS
 work as they do on whole weights.
 
 An adapter is replicated. In a sharded layer it multiplies with the slice that fits the layer's shard, so its gradient
-is 0 outside of the slice, and the sum over the ranks (`distributed.sum_gradients`) is the gradient of the whole.
+is 0 outside of the slice, and the sum over the ranks (`distributed.sum_gradients`) is the gradient of the whole
+adapter.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ EXPERTS, EMBEDDING = "moe_tp_experts", "embedding_rowwise"
 # between: the gradient of that part is all-reduced here.
 MLA_DOWN = "mla_kv_a_proj"
 STYLES = (*COLUMNS, *ROWS, REPLICATED, EXPERTS, EMBEDDING, MLA_DOWN)
-TENSOR = "tensor"  # the dimension of the mesh
-IS_PART = "posttrain_is_part"  # an attribute of adapters' weights: ranks have different, partial gradients of them
-VOCABULARY_SHARD = "posttrain_vocabulary_shard"  # an attribute of sharded output heads
+TENSOR = "tensor"  # name of the mesh dimension
+IS_PART = "posttrain_is_part"  # attribute of adapters' weights: ranks have different, partial gradients of them
+VOCABULARY_SHARD = "posttrain_vocabulary_shard"  # attribute of sharded output heads
 SHARD_INSTEAD = "write `shard` in place of `tensor`"
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -56,27 +57,30 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Part:
-    """How a weight is sharded: along dimension `dim`; packed weights (`groups` equal blocks one after another, such as
-    the gate and the up projection) along each block."""
+    """How a weight is sharded: along dimension `dim`; packed weights along `dim` of each block.
+
+    A packed weight consists of `groups` equal blocks one after another, such as the gate and the up projection.
+    """
 
     dim: int
     groups: int = 1
 
     def of(self, whole: Tensor, rank: int, count: int) -> Tensor:
-        """The part of one of `count` ranks."""
+        """Return the shard of rank `rank` of `count` ranks."""
         pieces = [piece.chunk(count, self.dim)[rank] for piece in whole.chunk(self.groups, self.dim)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     @property
     def placement(self) -> Any:
-        """As DTensor says it."""
+        """The DTensor placement of this sharding."""
         return Shard(self.dim) if self.groups == 1 else _StridedShard(self.dim, split_factor=self.groups)
 
 
 def plan_of(causal: Any, count: int) -> dict[str, str]:
-    """The styles of modules and weights of a model by name, for `count` ranks; numbers of layers are `*`.
+    """Return the tensor-parallel style of each module and weight of a model, by name, for `count` ranks; layer indices
+    are `*`.
 
-    A head whose tokens cannot be divided evenly stays whole; embeddings that are tied to one are divided with it.
+    A head whose vocabulary cannot be divided evenly stays whole; embeddings tied to a divided head are divided with it.
     Raises ModelError for an architecture without a plan, and for a plan that posttrain cannot follow.
     """
     kind, present = causal.config.model_type, {wild_name(name) for name in _names(causal)}
@@ -99,7 +103,7 @@ def plan_of(causal: Any, count: int) -> dict[str, str]:
 
 
 def check(causal: Any, count: int) -> None:
-    """Raises ModelError where `count` ranks cannot divide a model as planned. Its weights may be on the meta device."""
+    """Raise ModelError if `count` ranks cannot divide a model as planned. Its weights may be on the meta device."""
     plan, text = plan_of(causal, count), causal.config.get_text_config()
     kind = causal.config.model_type
     if any(style == "colwise" and "att" in name for name, style in plan.items()):
@@ -121,7 +125,7 @@ def check(causal: Any, count: int) -> None:
 
 
 def part_of_weight(name: str, weight: Tensor, plan: Mapping[str, str]) -> Part | None:
-    """How ranks divide a weight of the base; None: each has all of it."""
+    """Return how ranks shard a weight of the base; None if the weight is replicated."""
     module, _, leaf = name.rpartition(".")
     style = plan.get(wild_name(name)) or plan.get(wild_name(module))
     if style == EMBEDDING:
@@ -134,7 +138,7 @@ def part_of_weight(name: str, weight: Tensor, plan: Mapping[str, str]) -> Part |
 
 
 def wild_name(name: str) -> str:
-    """The name of a module or weight as plans have it: numbers of layers are `*`."""
+    """Return the name of a module or weight in the notation of plans: layer indices are `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -145,7 +149,8 @@ def _names(causal: nn.Module) -> Iterator[str]:
 
 class Divider:
     """Shards the weights of a model over the ranks of `mesh`, and replaces its modules' `forward` by tensor-parallel
-    ones."""
+    ones.
+    """
 
     def __init__(self, causal: Any, mesh: DeviceMesh) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
@@ -156,8 +161,8 @@ class Divider:
         self.names = {id(module): without_layers(name) for name, module in causal.named_modules()}
 
     def divide(self, modules: nn.Module) -> None:
-        """Divide the weights of a part of the model: of a layer, or of all that is left."""
-        made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
+        """Shard the weights of a part of the model: of a layer, or, after all layers, of the remaining modules."""
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
         for module in modules.modules():
             for leaf, weight in module._parameters.items():
                 if weight is None or isinstance(weight, DTensor) or id(module) not in self.names:
@@ -178,8 +183,10 @@ class Divider:
         return nn.Parameter(placed, weight.requires_grad)
 
     def connect(self, causal: nn.Module) -> None:
-        """Replace the `forward` of the sharded modules, their adapters included, by one that computes with this rank's
-        shards and all-reduces or all-gathers what the rest of the model needs whole."""
+        """Replace the `forward` of sharded modules, including their adapters.
+
+        The new ones compute with this rank's shards and all-reduce or all-gather what other modules need whole.
+        """
         for name, module in list(causal.named_modules()):
             style, base = self.plan.get(wild_name(name)), base_layer(module)
             if style == EXPERTS:
@@ -198,7 +205,9 @@ class Divider:
                 raise _not_followed(f"a {type(module).__name__} ({name}) in parts")
 
     def _connect_columns(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Column-parallel: outputs are this rank's part, and so are those of an adapter's B, its bias included."""
+        """Make a layer column-parallel: it and an adapter's B, biases included, compute this rank's part of the
+        outputs.
+        """
         base.forward = lambda x: functional.linear(x, local(base.weight), local(base.bias))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_B", Part(0, 2 if style == "packed_colwise" else 1))
         run = module.forward
@@ -216,8 +225,11 @@ class Divider:
             setattr(module, VOCABULARY_SHARD, VocabularyShard(forward, self.group, first))
 
     def _connect_rows(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Row-parallel: inputs are this rank's part, and so are those of an adapter's A. Outputs are all-reduced; each
-        bias is added once: the layer's after the sum, those of adapters by the first rank."""
+        """Make a layer row-parallel: its inputs, and those of an adapter's A, are this rank's part; outputs are
+        all-reduced.
+
+        Each bias is added once: the layer's after the sum, biases of adapters by the first rank.
+        """
         base.forward = lambda x: functional.linear(x, local(base.weight))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_A", Part(1))
         for linear in getattr(module, "lora_B", {}).values():
@@ -226,18 +238,19 @@ class Divider:
         run = module.forward
 
         def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
-            given = own_last(x, self.group) if style in SPLIT_INPUT else x
-            out = sum_parts(run(given, *args, **keys), self.group)
+            own = own_last(x, self.group) if style in SPLIT_INPUT else x
+            out = sum_parts(run(own, *args, **keys), self.group)
             self.entered = None
             return out if base.bias is None else out + base.bias
 
         module.forward = forward
 
     def _enter(self, x: Tensor) -> Tensor:
-        """`sum_gradients_of`, once for neighbours that read the same tensor: queries, keys and values, gate and up.
+        """`sum_gradients_of`, once for layers that read the same tensor: queries, keys and values, or gate and up.
 
-        The result is kept until the row-parallel layer that follows has run. A result without gradient is not kept: a
-        later pass with gradient on the same tensor would lose it."""
+        The result is cached until the row-parallel layer that follows has run. A result without gradient is not cached:
+        a later pass with gradient on the same tensor would lose the gradient.
+        """
         if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
             return sum_gradients_of(x, self.group)
         if self.entered is None or self.entered[0]() is not x:
@@ -245,7 +258,7 @@ class Divider:
         return self.entered[1]
 
     def _use_own(self, module: Any, name: str, part: Part) -> None:
-        """Have an adapter's matrices of this name multiply with the slice that fits this rank's shard of the layer."""
+        """Make an adapter's matrices of this name multiply with the slice that fits this rank's shard of the layer."""
 
         def own(tensor: Any) -> Any:
             return None if tensor is None else part.of(tensor, self.rank, self.count)
@@ -273,7 +286,9 @@ class Divider:
         module.forward = forward
 
     def _connect_embedding(self, module: Any) -> None:
-        """Vocabulary-parallel: embeddings of tokens of other ranks are 0 here, then all are all-reduced."""
+        """Make embeddings vocabulary-parallel: embeddings of other ranks' tokens are 0 here, then all are summed over
+        ranks.
+        """
         run, size = module.forward, module.weight.shape[0] // self.count
         first = self.rank * size
         if module.padding_idx is not None:
@@ -288,7 +303,7 @@ class Divider:
         module.forward = forward
 
     def _connect_experts(self, module: Any, name: str) -> None:
-        """Each expert is tensor-parallel: every rank runs its shard of each, on all tokens."""
+        """Make each expert tensor-parallel: every rank runs its shard of every expert, on all tokens."""
         experts = base_layer(module)
         parts = {leaf: self._part(experts, leaf, weight) for leaf, weight in experts._parameters.items()}
         own = {leaf: partial(part.of, rank=self.rank, count=self.count) for leaf, part in parts.items() if part}
@@ -304,9 +319,9 @@ class Divider:
 
 
 def run_experts(module: Any, own: Mapping[str, Callable[[Tensor], Tensor]]) -> Forward:
-    """The forward pass of an experts' module, with adapters around it or not, on this rank's parts of the weights.
+    """Return the forward of an experts' module on this rank's shards, with any adapters around it.
 
-    own: by the name of a weight, this rank's part of what an adapter adds to it.
+    own: by weight name, a function that returns this rank's part of what an adapter adds to the weight.
     """
     experts = base_layer(module)
     run, around = experts.forward, list[Any]()
@@ -328,17 +343,17 @@ def run_experts(module: Any, own: Mapping[str, Callable[[Tensor], Tensor]]) -> F
 
 
 def run_with(module: nn.Module, weights: Mapping[str, Tensor], run: Forward, *args: Any, **keys: Any) -> Any:
-    """`run`, with other tensors in place of the module's parameters."""
-    kept = {name: module._parameters[name] for name in weights}
-    module._parameters.update(weights)  # type: ignore[arg-type]  # not parameters, and nobody asks
+    """Call `run` with other tensors in place of the module's parameters."""
+    saved = {name: module._parameters[name] for name in weights}
+    module._parameters.update(weights)  # type: ignore[arg-type]  # plain tensors, which `run` accepts
     try:
         return run(*args, **keys)
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(saved)
 
 
 def mark_parts(layer: Any) -> None:
-    """Mark an adapter's weights as those of which ranks have different, partial gradients, see `IS_PART`."""
+    """Mark an adapter's weights as ones of which ranks have different, partial gradients (`IS_PART`)."""
     for name in ("lora_A", "lora_B"):
         for linear in getattr(layer, name, {}).values():
             for weight in linear.parameters():
@@ -346,17 +361,17 @@ def mark_parts(layer: Any) -> None:
 
 
 def vocabulary_shard(head: Any) -> VocabularyShard | None:
-    """The part of the vocabulary that this rank has in an output head; None: all of it."""
+    """Return this rank's part of the vocabulary in an output head; None if the head is whole."""
     return getattr(head, VOCABULARY_SHARD, None)
 
 
 def has_whole_gradient(weight: Tensor) -> bool:
-    """Whether each rank of a tensor-parallel group has the same, complete gradient of a replicated weight."""
+    """Return whether each rank of a tensor-parallel group has the same, complete gradient of a replicated weight."""
     return not getattr(weight, IS_PART, False)
 
 
-def find_unlike_gradients(causal: nn.Module) -> list[str]:
-    """Names of the weights that are replicated in a tensor-parallel group, and yet have different gradients there."""
+def find_differing_gradients(causal: nn.Module) -> list[str]:
+    """Return the names of weights that are replicated in a tensor-parallel group but have different gradients there."""
     weights = {name: weight for name, weight in causal.named_parameters() if isinstance(weight, DTensor)}
     meshes = (weight.device_mesh for weight in weights.values())
     group = next(mesh for mesh in meshes if TENSOR in (mesh.mesh_dim_names or ())).get_group(TENSOR)
@@ -364,14 +379,14 @@ def find_unlike_gradients(causal: nn.Module) -> list[str]:
     for name, weight in weights.items():
         if weight.grad is not None and TENSOR not in (weight.device_mesh.mesh_dim_names or ()):
             gradient = local(weight.grad)
-            apart = reduce(gradient, group, dist.ReduceOp.MAX) - reduce(gradient, group, dist.ReduceOp.MIN)
-            if gradient.numel() and float(apart.abs().max()) > 0.05 * float(gradient.abs().max()):
+            spread = reduce(gradient, group, dist.ReduceOp.MAX) - reduce(gradient, group, dist.ReduceOp.MIN)
+            if gradient.numel() and float(spread.abs().max()) > 0.05 * float(gradient.abs().max()):
                 wrong.append(name)
     return wrong
 
 
 def base_layer(module: Any) -> Any:
-    """What is under the adapters of a module."""
+    """Return the module under the adapters of a module."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module

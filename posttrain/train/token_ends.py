@@ -1,4 +1,4 @@
-"""Where each token of a completion ends in its text."""
+"""Character positions in a completion's text at which its tokens end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-KNOWN = 1 << 20  # pairs of tokens whose length is kept
+MAX_CACHED = 1 << 20  # tokens and token pairs whose length is cached
 
 
 def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """The character of a completion's text at which each token ends: what a token adds to the one before it.
+    """Return the character of a completion's text at which each token ends, from what a token adds to the one before
+    it.
 
-    Not the token alone: some tokenizers drop a leading blank there, and a character may be made of two tokens. One made
-    of more (rare scripts, emoji) may move the ends after it by a character or two.
+    A token is not decoded alone: some tokenizers then drop a leading space, and a character may consist of two tokens.
+    A character of more tokens (rare scripts, emoji) may shift the ends after it by a character or two.
     """
     rows: list[tuple[int, ...]] = [*zip(ids, strict=True), *itertools.pairwise(ids)]
     known = _lengths(tokenizer)
@@ -25,7 +26,7 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
             list(map(list, new)), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         found = dict(zip(new, map(len, texts), strict=True))
-        if len(known) > KNOWN:
+        if len(known) > MAX_CACHED:
             known.clear()
         known.update(found)
         lengths = [found[row] if length is None else length for row, length in zip(rows, lengths, strict=True)]
@@ -36,6 +37,6 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
 
 @functools.lru_cache(maxsize=1)
 def _lengths(tokenizer: Any) -> dict[tuple[int, ...], int]:
-    """Characters of single tokens and of pairs, as far as they were asked for: a text has few that are new."""
+    """Return the cache of the text lengths of single tokens and of pairs: most pairs of a text were seen before."""
     del tokenizer
     return {}

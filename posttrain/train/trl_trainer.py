@@ -1,4 +1,6 @@
-"""A TRL trainer around our model and optimiser, with what the Hugging Face trainer must not decide switched off."""
+"""Construction of a TRL trainer around posttrain's model and optimiser, with the Hugging Face trainer's own decisions
+off.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ from posttrain.train.hf_trainer import Job
 
 
 def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
-    """A TRL trainer of class `kind` around our model and optimiser. options: settings of this kind of trainer."""
+    """Build a TRL trainer of class `kind` around the job's model and optimiser. options: settings of this kind of
+    trainer.
+    """
     check_head(job.loaded)
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
     distributed.broadcast_weights(job.loaded.model)
     causal = causal_of(job.loaded.model)
     with distributed.hide_process_group(), trl_model.prepare_trl_model(causal):
         args = config(**arguments(job), **options)
-        args._n_gpu = min(args.n_gpu, 1)  # one device a process; otherwise all visible GPUs come under DataParallel
+        args._n_gpu = min(args.n_gpu, 1)  # one device per process; otherwise DataParallel would use all visible GPUs
         trainer = kind(
             model=job.loaded.model,
             args=args,
@@ -31,7 +35,7 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
             optimizers=(job.optimizer, None),
             **parts,
         )
-    # The moments of a checkpoint stay where the optimiser keeps them: accelerate would bring all to the GPU and back.
+    # Loaded moments stay where the optimiser keeps them: accelerate would move all of them to the GPU and back.
     trainer.optimizer = AcceleratedOptimizer(job.optimizer, device_placement=False)
     trainer.optimizer._is_accelerate_prepared = True
     trl_model.fuse_divided_head(causal)
@@ -39,14 +43,14 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
     trainer.model_accepts_loss_kwargs = True  # RunLoop's losses are divided by the denominator of the whole step
     trainer.remove_callback(PrinterCallback)  # stdout is for data
     for name, parameter in job.loaded.model.named_parameters():
-        # TRL turns the adapter of a 4-bit model into bfloat16, in which small updates are lost.
+        # TRL casts the adapter of a 4-bit model to bfloat16, in which small updates are lost.
         if parameter.dtype != dtypes.get(name, parameter.dtype):
             parameter.data = parameter.data.to(dtypes[name])
     return trainer
 
 
 def check_head(loaded: LoadedModel) -> None:
-    """Raises ModelError for an adapter on the output head: TRL multiplies by the head's own weight."""
+    """Raise ModelError for an adapter on the output head: TRL multiplies by the head's base weight alone."""
     head = loaded.model.get_output_embeddings() if loaded.is_lora else None
     if hasattr(head, "base_layer"):
         raise ModelError(
@@ -57,7 +61,9 @@ def check_head(loaded: LoadedModel) -> None:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Settings of the Hugging Face trainer, which decides neither learning rate, order of rows nor random draws."""
+    """Return settings of the Hugging Face trainer, which decides neither learning rate nor row order nor random
+    seeds.
+    """
     on_gpu = job.loaded.device.type == "cuda"
     clip = job.recipe.optim.max_grad_norm
     return {
@@ -65,13 +71,13 @@ def arguments(job: Job) -> dict[str, Any]:
         "per_device_train_batch_size": job.plan.micro,
         "gradient_accumulation_steps": job.plan.size // job.plan.micro,
         "num_train_epochs": 1,  # one pass over what RowOrder yields
-        "max_grad_norm": 0.0 if clip is None else clip,  # 0: measured, not clipped
+        "max_grad_norm": 0.0 if clip is None else clip,  # 0: computed, not clipped
         "gradient_checkpointing": bool(job.recipe.model.gradient_checkpointing),
         "learning_rate": job.recipe.optim.lr,
         "lr_scheduler_type": "constant",  # RunLoop sets the rate of each step
         "logging_steps": 1,
-        "logging_nan_inf_filter": False,  # it replaces a NaN loss by the mean of earlier ones
-        "use_cache": getattr(job.loaded.model.config, "use_cache", True),  # is written into the configuration
+        "logging_nan_inf_filter": False,  # the filter replaces a NaN loss by the mean of earlier ones
+        "use_cache": getattr(job.loaded.model.config, "use_cache", True),  # TRL writes this into the configuration
         "save_strategy": "no",
         "eval_strategy": "no",
         "report_to": "none",
@@ -80,6 +86,6 @@ def arguments(job: Job) -> dict[str, Any]:
         "dataloader_pin_memory": on_gpu,
         "use_cpu": not on_gpu,
         "bf16": False,  # RunLoop.compute_loss enters the model's own autocast
-        "max_length": None,  # rows were measured and cut when they were prepared
+        "max_length": None,  # rows were checked and truncated when they were prepared
         "seed": derive(job.recipe.run.seed, "trainer") % 2**32,
     }

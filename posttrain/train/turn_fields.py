@@ -1,4 +1,4 @@
-"""Fields of a batch that are known by turn: of rollouts with tools or an environment, or in parts."""
+"""Batch fields that are known per turn: of rollouts with tools or an environment, or divided into parts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from posttrain.batch import Rollout, pad_rows
 
 
 def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:
-    """The turn that each token of the completion belongs to, from 0; a reply belongs to the turn that it answers.
+    """Return the turn index of each token of the completion, from 0; a reply belongs to the turn that it answers.
 
-    Of a single turn that was divided into steps: the step.
+    For a single turn divided into steps: the step index.
     """
     if not rollout.turns and rollout.part_ends:
         return np.searchsorted(rollout.part_ends, np.arange(len(rollout.ids)))
@@ -28,15 +28,15 @@ def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:
 
 
 def _of_turn(rollout: Rollout, numbers: Sequence[float]) -> NDArray[Any]:
-    """A number for each turn, at all its tokens; the last number also after it."""
+    """Expand one number per turn to the tokens of the turn; tokens after the last turn get its number."""
     return np.array(numbers)[turn_of_each(rollout).clip(max=len(numbers) - 1)]
 
 
 def numbers_at_ends(rollouts: Sequence[Rollout], width: int, numbers: Sequence[Sequence[float]]) -> Tensor:
-    """Numbers of each part [N,T], at the token that ends it, 0 elsewhere."""
+    """Return the numbers of each part [N,T], at the token that ends the part, 0 elsewhere."""
     out = np.zeros((len(rollouts), width))
     for row, r, own in zip(out, rollouts, numbers, strict=True):
-        for end, number in zip(r.part_ends, own, strict=False):  # a row without scores has ends alone
+        for end, number in zip(r.part_ends, own, strict=False):  # a row without scores has ends but no numbers
             if 0 <= end < width:
                 row[end] += number
     return torch.from_numpy(out)
@@ -47,7 +47,9 @@ def _turn_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
 
 
 def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Turns of a group that write the same after the same reply and get the same reply share a number."""
+    """Number the turns of each group: turns share a number if they write the same after the same reply and get the same
+    reply.
+    """
     members: dict[int, list[int]] = {}
     for n, rollout in enumerate(rollouts):
         members.setdefault(rollout.group, []).append(n)
@@ -58,27 +60,31 @@ def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
 
 
 def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
-    """(what was shown before, what was written, what was shown then) of each turn."""
+    """Return (text shown before the turn, text written, text shown after it) of each turn."""
     before, steps = "", []
-    for turn, then in zip(rollout.turns, _replies(rollout), strict=True):
-        steps.append((before, turn.text, then))
-        before = then
+    for turn, reply in zip(rollout.turns, _replies(rollout), strict=True):
+        steps.append((before, turn.text, reply))
+        before = reply
     return steps
 
 
 def _replies(rollout: Rollout) -> list[str]:
-    """What was shown after each turn: the text, and for each image in it a name that tells it from others."""
-    shown = iter([segment.images for segment in rollout.segments if segment.kind == "tool"])
+    """Return what was shown after each turn: the text, with a hash of each image's source."""
+    tool_images = iter([segment.images for segment in rollout.segments if segment.kind == "tool"])
     found = []
     for turn in rollout.turns:
-        images = None if turn.reply is None else next(shown)
+        images = None if turn.reply is None else next(tool_images)
         names = [zlib.crc32(image.source.encode()) for image in images.shown] if images else []
         found.append(" ".join([turn.reply or "", *map(str, names)]) if names else turn.reply or "")
     return found
 
 
 def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | None) -> Tensor:
-    """Turns of a group that were shown the same before share a number; what a first turn was shown is the prompt."""
+    """Number the turns of each group: turns share a number if the same was shown before them; before the first, the
+    prompt.
+
+    similarity: see `state_numbers`.
+    """
     shown = [[r.prompt.text, *_replies(r)[:-1]] for r in rollouts]
     groups = [r.group for r, texts in zip(rollouts, shown, strict=True) for _ in texts]
     numbers = iter(state_numbers([text for texts in shown for text in texts], groups, similarity))
@@ -87,39 +93,41 @@ def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | Non
 
 
 def _token_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """An environment's reward of each turn and what rewards by turn gave it, at the turn's last token."""
-    given = numbers_at_ends(rollouts, width, [r.turn_rewards for r in rollouts])
+    """Return each turn's reward [N,T], from the environment and from per-turn rewards, at the turn's last token."""
+    scored = numbers_at_ends(rollouts, width, [r.turn_rewards for r in rollouts])
     rewards = np.zeros((len(rollouts), width))
     for row, r in zip(rewards, rollouts, strict=True):
         ends = np.cumsum([len(s.ids) for s in r.segments])
         written = [end for end, s in zip(ends, r.segments, strict=True) if s.kind == "model" and s.ids]
-        for end, turn in zip(written, r.turns, strict=False):  # the last turn may have been cut before a token
+        for end, turn in zip(written, r.turns, strict=False):  # the last turn may have been cut before its first token
             row[end - 1] = turn.reward or 0.0
-    return torch.from_numpy(rewards) + given
+    return torch.from_numpy(rewards) + scored
 
 
 def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """What random plays earned from the state before each turn, at all its tokens."""
+    """Return the mean return [N,T] of random plays from the state before each turn, at all tokens of the turn."""
     values = [[turn.mc_value or 0.0 for turn in r.turns] or [0.0] for r in rollouts]
     return pad_rows([_of_turn(r, own) for r, own in zip(rollouts, values, strict=True)], width, 0.0, np.float64)
 
 
 def _legal_returns(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """What each legal action of the state before the first turn returns, in the environment's order."""
+    """Return the return of each legal action in the state before the first turn, in the environment's order;
+    NaN-padded.
+    """
     del width
     returns = [list(r.turns[0].returns.values()) if r.turns else [] for r in rollouts]
     return pad_rows(returns, max(map(len, returns)), torch.nan, np.float64)
 
 
 def _action_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Which of these the first turn was, -1 = none."""
+    """Return the index of the first turn's action among these [N], -1 = none."""
     del width
     firsts = [r.turns[0] if r.turns else None for r in rollouts]
     return torch.tensor([-1 if t is None or t.action is None else list(t.returns).index(t.action) for t in firsts])
 
 
 def _part_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """The part that each token belongs to, as a shape has divided its row; 0 in rows that are one part."""
+    """Return the part index of each token [N,T], as divided by a shape; 0 in rows with one part."""
     return pad_rows([np.searchsorted(r.ends, np.arange(len(r.ids))) for r in rollouts], width, 0, np.int64)
 
 

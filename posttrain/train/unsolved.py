@@ -1,7 +1,7 @@
-"""Supervised steps between those of RL, on the solutions of prompts that no rollout has solved (`solutions.sft`).
+"""Supervised steps between RL steps, on the solutions of prompts that no rollout has solved (`solutions.sft`).
 
-The buffer is a part of `State.memory`, so it is kept in checkpoints, and so are the moments of the optimiser, which is
-another one than that of RL.
+Their buffer is a part of `State.memory`, so checkpoints contain it. Checkpoints also contain the moments of their
+optimiser, which is separate from the one of RL.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ from posttrain.train.objective import BoundComponent, Objective
 from posttrain.train.own_rows import assign_rows
 from posttrain.train.update import UpdateStats, minibatches, update_once
 
-MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first
+MEMORY = "solutions.sft"  # key in State.memory: [[uid, step at which it was unsolved], ...], newest first
 FILE = "sft_optimizer.pt"
 
 
-def sft_optimizer(recipe: RlRecipe, loaded: LoadedModel) -> Optimizer | None:
-    """The optimiser of the supervised steps; None where the recipe has none."""
+def build_sft_optimizer(recipe: RlRecipe, loaded: LoadedModel) -> Optimizer | None:
+    """Build the optimiser of the supervised steps; None if the recipe has none."""
     if recipe.solutions is None or recipe.solutions.sft is None:
         return None
     return optim.build(loaded.model, recipe.optim.model_copy(update={"lr": recipe.solutions.sft.lr}))
 
 
 def save(optimizer: Optimizer | None, folder: Path) -> None:
-    """Write its moments into a checkpoint."""
+    """Write the optimiser's moments into a checkpoint."""
     if optimizer is not None:
         torch.save(optimizer.state_dict(), folder / FILE)
 
 
 def load(optimizer: Optimizer | None, folder: Path) -> None:
-    """Read them back."""
+    """Read the optimiser's moments from a checkpoint."""
     if optimizer is not None:
         optimizer.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
 
 
 def supervise(ctx: TrainContext, state: checkpoint.State, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Collect the prompts that a step's rollouts have not solved, and take a supervised epoch on the newest once there
-    are enough. Returns metrics; changes `state.memory`."""
+    """Collect the prompts that a step's rollouts have not solved; run one epoch on the newest once there are enough.
+
+    Updates `state.memory` and returns metrics.
+    """
     section = ctx.recipe.solutions.sft if ctx.recipe.solutions else None
     if section is None:
         return {}
@@ -65,16 +67,16 @@ def supervise(ctx: TrainContext, state: checkpoint.State, rollouts: Sequence[Rol
     buffer = [(str(uid), int(step)) for uid, step in state.memory.get(MEMORY, ())]
     again = [entry for entry in buffer if section.dedupe and entry[0] in failed]
     buffer = with_newest(buffer, [(uid, state.step) for uid in failed], again)
-    chosen, rest = take_batch(buffer, section.size)
-    state.memory = {**state.memory, MEMORY: [list(entry) for entry in rest]}
-    values: dict[str, Any] = {"sft/collected": len(failed), "sft/buffer": len(rest), "sft/rows": len(chosen)}
-    if rest:
-        values["sft/oldest"] = state.step - min(step for _, step in rest)
+    chosen, buffer = take_batch(buffer, section.size)
+    state.memory = {**state.memory, MEMORY: [list(entry) for entry in buffer]}
+    values: dict[str, Any] = {"sft/collected": len(failed), "sft/buffer": len(buffer), "sft/rows": len(chosen)}
+    if buffer:
+        values["sft/oldest"] = state.step - min(step for _, step in buffer)
     return values | (_epoch(ctx, state.step, [uid for uid, _ in chosen]) if chosen else {})
 
 
 def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
-    """One epoch over the solutions of these prompts, in minibatches, by the optimiser of its own."""
+    """Train one epoch on the solutions of these prompts, in minibatches, with the separate optimiser."""
     assert ctx.recipe.solutions is not None and ctx.recipe.solutions.sft is not None and ctx.sft_optimizer is not None
     section, prompts = ctx.recipe.solutions.sft, {prompt.uid: prompt for prompt in ctx.prompts}
     ids = tuple(np.array(prompts[uid].ids + ctx.solutions[uid], np.int64) for uid in uids)

@@ -1,4 +1,4 @@
-"""Validation losses of sft and dpo on held-out rows, and what they share with the losses that are trained."""
+"""Validation losses of sft and dpo on held-out rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sums = dict[str, float]
 
 
 def batches_of(lengths: Sequence[int], micro: int) -> list[list[int]]:
-    """Row numbers in forward passes of at most `micro` rows, longest rows first."""
+    """Divide row numbers into forward passes of at most `micro` rows, longest rows first."""
     order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
     return [order[at : at + micro] for at in range(0, len(order), micro)]
 
@@ -28,9 +28,9 @@ def batches_of(lengths: Sequence[int], micro: int) -> list[list[int]]:
 def sum_over_rows(
     loaded: LoadedModel, rows: Any, batches: Sequence[Sequence[int]], collate: Collate, sums: Callable[[Any], Sums]
 ) -> Sums:
-    """Sums over all rows, without gradients and without dropout. Each rank runs a share of the batches.
+    """Sum numbers over all rows, without gradients or dropout. Each rank runs a share of the batches.
 
-    rows: by number. sums: of one collated batch, its tensors on the model's device.
+    rows: indexed by number. sums: returns the sums of one collated batch, whose tensors are on the model's device.
     """
     found: list[Sums] = []
     with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
@@ -42,18 +42,18 @@ def sum_over_rows(
 
 
 def token_sums(loaded: LoadedModel) -> Callable[[Any], Sums]:
-    """Negative log-probs of the trained tokens of an sft batch, all of weight 1, and how many were the likeliest."""
+    """Return a function that sums an sft batch's negative log-probs, correct greedy predictions, and trained tokens."""
 
     def sums(batch: dict[str, Any]) -> Sums:
         labels = batch["labels"][..., 1:]
-        kept = labels != IGNORED
+        mask = labels != IGNORED
         inputs = image_inputs(loaded.model, {name: value for name, value in batch.items() if name != "labels"})
-        logits = loaded.model(**inputs, use_cache=False).logits[:, :-1][kept].float()
-        targets = labels[kept]
+        logits = loaded.model(**inputs, use_cache=False).logits[:, :-1][mask].float()
+        targets = labels[mask]
         return {
             "loss": float(functional.cross_entropy(logits, targets, reduction="sum")),
             "right": float((logits.argmax(-1) == targets).sum()),
-            "tokens": float(kept.sum()),
+            "tokens": float(mask.sum()),
         }
 
     return sums

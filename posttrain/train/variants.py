@@ -1,9 +1,8 @@
-"""Prompt variants in the loop of `rl`: which prompts are sampled in place of the data's, in rounds, and what of the
-rollouts the loss sees. The kinds are in `posttrain/variants/`.
+"""Prompt variants in the RL loop: prompts sampled in place of the data's, in rounds, and what the loss sees of them.
 
-Round by round, each rank asks the kind about each of its prompts, samples what it answers, has it scored, and asks
-again with the outcomes, until the answer is empty. What is drawn follows from (seed, step, round, the prompt's place in
-the step), so it does not depend on the ranks.
+The kinds are in `posttrain/variants/`. Round by round, each rank asks the kind for variants of each of its prompts,
+samples and scores them, and asks again with the outcomes, until the kind returns none. Randomness depends on (seed,
+step, round, the prompt's position in the step), not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +24,23 @@ from posttrain.seeds import derive
 from posttrain.train.roles import APART
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
-TRIED = 10  # prompts whose variants are made before a run, and random draws for each, to know how long they get
-Sample = Callable[..., list[Rollout]]  # (prompts, seed, share, finish) -> scored rollouts
+TRIALS = 10  # prompts, and random draws for each, whose variants are built before a run to estimate their length
+Sample = Callable[..., list[Rollout]]  # (prompts, seed=, share=, finish=) -> scored rollouts
 
 
 @dataclass(frozen=True)
 class PromptVariants:
-    """The recipe's kind, bound to the data. solutions: uid -> tokens of the row's solution, where it has one."""
+    """The recipe's kind of prompt variants, bound to the data. solutions: uid -> tokens of the row's solution, if
+    any.
+    """
 
-    name: str  # of its memory in checkpoints
+    name: str  # key of the kind's memory in checkpoints
     planner: Planner
     section: Data
     tokenizer: Any
-    shown: Callable[[Any], Any]  # the row as it is rendered, with the tools that the recipe offers
+    shown: Callable[[Any], Any]  # returns the row as it is rendered, with the tools that the recipe offers
     solutions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    reader: Any = None  # of images, of a model that sees
+    reader: Any = None  # image reader of a vision model
     room: int = 0  # tokens by which a variant may be longer than the longest plain prompt
 
     @classmethod
@@ -51,7 +52,7 @@ class PromptVariants:
         shown: Callable[[Any], Any] | None,
         reader: Any = None,
     ) -> PromptVariants | None:
-        """The kind that `prompt_variants` names; None without. Raises UserError for a name or key that is not there."""
+        """Build the kind that `prompt_variants` names; None if not set. Raises UserError for an unknown name or key."""
         section = recipe.prompt_variants
         if section is None:
             return None
@@ -64,7 +65,9 @@ class PromptVariants:
         return replace(found, room=room + _tried_growth(found, prompts))
 
     def ask(self, prompt: Prompt, rounds: Sequence[Outcome], *, step: int, seed: int, memory: Any) -> list[Variant]:
-        """The variants of a prompt's next round. An error of a user's function says of which row it is."""
+        """Return the variants of a prompt's next round. An error in a user's function is reported with the prompt's
+        row.
+        """
         asked = Asked(
             uid=prompt.uid,
             question=self.question(prompt),
@@ -86,16 +89,18 @@ class PromptVariants:
                 raise
             about = f"prompt_variants `{self.name}` of {source_locations.row(prompt.uid)}"
             raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
-        if strange := [one for one in found if not isinstance(one, Variant)]:
+        if invalid := [one for one in found if not isinstance(one, Variant)]:
             raise RecipeError(
-                f"prompt_variants `{self.name}` answered {strange[0]!r:.60} for {source_locations.row(prompt.uid)}",
+                f"prompt_variants `{self.name}` returned {invalid[0]!r:.60} for {source_locations.row(prompt.uid)}",
                 allowed="a list of posttrain.batch.Variant",
             )
         return found
 
     def apply(self, prompt: Prompt, variant: Variant) -> Prompt:
-        """The prompt that the engine gets: rendered anew where its messages change; the answer may be begun."""
-        text, ids, shown = prompt.text, prompt.ids, prompt.images
+        """Return the prompt that the engine gets: rendered again if its messages change, with the beginning of the
+        answer if any.
+        """
+        text, ids, prompt_images = prompt.text, prompt.ids, prompt.images
         if variant.system is not None or variant.user != "{prompt}" or variant.prefill:
             row = self._edit_row(prompt, variant)
             rendered = render.prompt_text(row, self.tokenizer, self._section(variant))
@@ -105,17 +110,19 @@ class PromptVariants:
                 (whole,) = images.expand_placeholders([row], [rendered], self.section, self.reader) or (rendered,)
                 expanded = "".join(piece.text for piece in whole.pieces) + variant.prefill
                 short, (ids,) = ids, render.encode_prompts([expanded], self.tokenizer, self.section)
-                shown = PromptImages(prompt.images.shown, short, len(ids))
+                prompt_images = PromptImages(prompt.images.shown, short, len(ids))
         if variant.begin:
             text, ids = text + self.decode(variant.begin), ids + tuple(variant.begin)
-        return replace(prompt, row={**prompt.row, **variant.columns}, text=text, ids=ids, images=shown)
+        return replace(prompt, row={**prompt.row, **variant.columns}, text=text, ids=ids, images=prompt_images)
 
     def _section(self, variant: Variant) -> Data:
         return self.section if variant.system is None else self.section.model_copy(update={"system": None})
 
     def _edit_row(self, prompt: Prompt, variant: Variant) -> dict[str, Any]:
-        """The row with the variant's system message and user message. Texts that the variant fills in, which may be of
-        other rows, show no images."""
+        """Return the row with the variant's system message and user message.
+
+        Image placeholders are removed from texts that the variant fills in, since these may be of other rows.
+        """
         row = dict(self.shown(prompt.row))
         if prompt.images is not None:
             variant = replace(variant, fills={k: text.replace(images.PLACE, "") for k, text in variant.fills.items()})
@@ -132,7 +139,7 @@ class PromptVariants:
         return {**row, "messages": None, "prompt": messages}
 
     def question(self, prompt: Prompt) -> str:
-        """The prompt's last user message, or its text."""
+        """Return the prompt's last user message, or its text without chat."""
         if not self.section.chat:
             return str(prompt.row.get("prompt", ""))
         messages = render.prompt_messages(prompt.row, self.section)
@@ -145,7 +152,7 @@ class PromptVariants:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def finish(self, rollout: Rollout, variant: Variant, plain: Prompt, group: int) -> None:
-        """Make a sampled rollout what the step trains on: its group, what it began with, and the prompt of the loss."""
+        """Set a sampled rollout's group, the beginning of its answer, and the prompt that the loss reads."""
         rollout.variant, rollout.group = variant, group
         if variant.begin:
             rollout.text = self.decode(variant.begin + rollout.ids)
@@ -158,16 +165,18 @@ class PromptVariants:
 
 
 def solution_tokens(prompts: Sequence[Prompt], column: str, tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """uid -> the tokens of the text in `column`, for the rows that have one."""
-    having = [prompt for prompt in prompts if isinstance(prompt.row.get(column), str) and prompt.row[column].strip()]
-    if not having:
+    """Return uid -> the tokens of the text in `column`, for rows that have one."""
+    solved = [prompt for prompt in prompts if isinstance(prompt.row.get(column), str) and prompt.row[column].strip()]
+    if not solved:
         return {}
-    found = tokenizer([prompt.row[column] for prompt in having], add_special_tokens=False)["input_ids"]
-    return {prompt.uid: tuple(ids) for prompt, ids in zip(having, found, strict=True)}
+    found = tokenizer([prompt.row[column] for prompt in solved], add_special_tokens=False)["input_ids"]
+    return {prompt.uid: tuple(ids) for prompt, ids in zip(solved, found, strict=True)}
 
 
 def _longest_text(params: Mapping[str, Any], tokenizer: Any) -> int:
-    """Tokens of the longest text among a kind's keys, or of what a key says that it may add (`max_tokens`)."""
+    """Return the tokens of the longest text among a kind's keys, plus what its key `max_tokens` says that it may
+    add.
+    """
 
     def texts(value: Any) -> list[str]:
         if isinstance(value, str):
@@ -176,7 +185,7 @@ def _longest_text(params: Mapping[str, Any], tokenizer: Any) -> int:
         return [text for inner in values for text in texts(inner)]
 
     longest = max((len(tokenizer(text)["input_ids"]) for text in texts(params)), default=0)
-    return longest + int(params.get("max_tokens", 0) or 0) + 8  # 8: where pieces of text join, tokens may divide anew
+    return longest + int(params.get("max_tokens", 0) or 0) + 8  # 8: tokens may differ where texts are joined
 
 
 def sample_in_rounds(
@@ -191,16 +200,18 @@ def sample_in_rounds(
     memory: Any,
     first_group: int,
 ) -> list[Rollout]:
-    """The scored rollouts of this rank's share of the drawn prompts, by group. Adds the tokens of rollouts that later
-    ones replace to `counts`.
+    """Sample and score this rank's share of the prompts in rounds of variants; return the rollouts by group.
 
-    sample: (prompts, seed=, share=, finish=) samples and scores prompts[share], and calls finish(rollout, its place in
-    `prompts`) before a rollout is scored. seed: of the step. Raises RecipeError for a kind that never ends.
+    Adds the tokens of rollouts that later ones replace to `counts`.
+
+    drawn: prompts of the step. sample: (prompts, seed=, share=, finish=) samples and scores prompts[share], and calls
+    finish(rollout, its index in `prompts`) before a rollout is scored. seed: of the step. Raises RecipeError for a kind
+    that never ends.
     """
     rounds: dict[int, list[Outcome]] = {n: [] for n in share}
     kept: dict[int, list[Rollout]] = {n: [] for n in share}
     apart = dict.fromkeys(share, 0)  # groups of a prompt besides its first
-    live, number = list(share), 0
+    live, number = list(share), 0  # prompts that may have another round; index of the round
     while live:
         if number == MAX_ROUNDS:
             about = f"prompt_variants `{variants.name}` asks for more than {MAX_ROUNDS} rounds"
@@ -212,25 +223,25 @@ def sample_in_rounds(
             for n in live
         }
         live = [n for n in live if asked[n]]
-        for place in range(max((len(asked[n]) for n in live), default=0)):
-            chosen = {n: asked[n][place] for n in live if len(asked[n]) > place}
+        for index in range(max((len(asked[n]) for n in live), default=0)):
+            chosen = {n: asked[n][index] for n in live if len(asked[n]) > index}
             groups: dict[int, int] = {}
             for n, variant in chosen.items():
                 apart[n] += variant.apart
                 groups[n] = first_group + n + (APART * apart[n] if variant.apart else 0)
             found = sample(
                 [variants.apply(p, chosen[n]) if n in chosen else p for n, p in enumerate(drawn)],
-                seed=derive(seed, "round", number, place) if number or place else seed,
+                seed=derive(seed, "round", number, index) if number or index else seed,
                 share=list(chosen),
                 finish=partial(_finish, variants, drawn, chosen, groups),
             )
             for n, variant in chosen.items():
-                mine = [r for r in found if r.group == groups[n]]
+                fresh = [r for r in found if r.group == groups[n]]
                 if variant.replaces and kept[n]:
-                    lost = sum(len(r.sampled) for r in kept[n])
-                    counts["rollout/replaced_tokens"] = counts.get("rollout/replaced_tokens", 0) + lost
-                kept[n] = mine if variant.replaces else kept[n] + mine
-                rounds[n].append(outcome_of(variants, mine, variant))
+                    replaced = sum(len(r.sampled) for r in kept[n])
+                    counts["rollout/replaced_tokens"] = counts.get("rollout/replaced_tokens", 0) + replaced
+                kept[n] = fresh if variant.replaces else kept[n] + fresh
+                rounds[n].append(outcome_of(variants, fresh, variant))
         number += 1
     return sorted((r for own in kept.values() for r in own), key=lambda r: r.group)
 
@@ -241,21 +252,25 @@ def _finish(
     chosen: Mapping[int, Variant],
     groups: Mapping[int, int],
     rollout: Rollout,
-    place: int,
+    index: int,
 ) -> None:
-    variants.finish(rollout, chosen[place], drawn[place], groups[place])
+    variants.finish(rollout, chosen[index], drawn[index], groups[index])
 
 
 def _tried_growth(variants: PromptVariants, prompts: Sequence[Prompt]) -> int:
-    """The most tokens by which a variant of a few prompts is longer than the prompt: what a kind writes itself."""
-    few = prompts[:: max(1, len(prompts) // TRIED)][:TRIED]
-    tried = [(p, one) for p in few for draw in range(TRIED) for one in if_nobody_is_right(variants, p, draw=draw)]
+    """Return how many tokens variants of a few prompts add to the prompt at most, for texts that a kind writes
+    itself.
+    """
+    few = prompts[:: max(1, len(prompts) // TRIALS)][:TRIALS]
+    tried = [(p, one) for p in few for draw in range(TRIALS) for one in variants_if_unsolved(variants, p, draw=draw)]
     return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in tried), default=0)
 
 
-def if_nobody_is_right(variants: PromptVariants, prompt: Prompt, most: int = 8, draw: int = 0) -> list[Variant]:
-    """The variants of a prompt in the first step of a run, round by round, while no rollout is right. draw: which of
-    several random draws."""
+def variants_if_unsolved(variants: PromptVariants, prompt: Prompt, most: int = 8, draw: int = 0) -> list[Variant]:
+    """Return the variants of a prompt in the first step of a run, round by round, if no rollout is correct.
+
+    most: limit on their number. draw: index of the random draw.
+    """
     rounds: list[Outcome] = []
     while len(rounds) < most:
         asked = variants.ask(prompt, rounds, step=0, seed=derive(draw, "variants", prompt.uid), memory=None)
@@ -267,7 +282,7 @@ def if_nobody_is_right(variants: PromptVariants, prompt: Prompt, most: int = 8, 
 
 
 def outcome_of(variants: PromptVariants, rollouts: Sequence[Rollout], variant: Variant) -> Outcome:
-    """What the rollouts of one variant have earned."""
+    """Return the outcome of one variant: rewards, correctness and texts of its rollouts."""
     return Outcome(
         rollouts[0].prompt.uid,
         variant,
@@ -281,7 +296,7 @@ def outcome_of(variants: PromptVariants, rollouts: Sequence[Rollout], variant: V
 def update_variant_memory(
     variants: PromptVariants, rollouts: Sequence[Rollout], memory: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What components remember, with what the kind has learnt from a step's rollouts."""
+    """Return the components' memory, updated with what the kind learns from a step's rollouts."""
     found: dict[tuple[int, str], list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.variant is not None:
@@ -292,7 +307,7 @@ def update_variant_memory(
 
 
 def variant_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """By variant: its share of the step's rollouts, their mean reward, and the share of right ones."""
+    """Compute by variant its share of the step's rollouts, their mean reward, and the share of correct ones."""
     found: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.variant is not None:

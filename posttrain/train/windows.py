@@ -1,4 +1,4 @@
-"""Rollouts that go on in the next step (`rollout.shape: windows`): they are in `State.unfinished` between two steps."""
+"""Rollouts that continue in the next step (`rollout.shape: windows`), stored in `State.unfinished` between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.verify.failures import Calls, Failures, combine_calls
 
 
 def leave_room(ctx: TrainContext, state: State) -> TrainContext:
-    """The context with fewer prompts a step, by those whose rollouts the unfinished ones replace; maybe none."""
+    """Return the context with fewer prompts per step, since unfinished rollouts take the place of some; possibly 0."""
     if not state.unfinished:
         return ctx
     rollout = ctx.recipe.rollout
@@ -32,20 +32,22 @@ def leave_room(ctx: TrainContext, state: State) -> TrainContext:
 def gather_unfinished(
     ctx: TrainContext, state: State, failures: Failures, counts: dict[str, Any]
 ) -> tuple[list[Rollout], list[Calls]]:
-    """The rollouts that the step before has not ended, of all ranks, with what the policy of this step adds; those that
-    end now are scored. With the calls that scored them as one entry, counted in `failures`. Adds counts of this rank to
-    `counts`."""
-    found = ctx.ranks.gather_rollouts(ctx.watchdog.phase("gather"), False, go_on, ctx, state, counts)
-    going = sorted(itertools.chain(*(rollouts for rollouts, _ in found)), key=lambda r: r.group)
+    """Continue the rollouts that the previous step has not finished, and gather them from all ranks.
+
+    Returns all of them, with scores if they end now, and the reward calls as one entry, which is counted in `failures`.
+    Adds counts of this rank to `counts`.
+    """
+    found = ctx.ranks.gather_rollouts(ctx.watchdog.phase("gather"), False, continue_share, ctx, state, counts)
+    continued = sorted(itertools.chain(*(rollouts for rollouts, _ in found)), key=lambda r: r.group)
     calls = [one for _, made in found for one in made]
     if calls:
         calls = [combine_calls(calls)]
         ctx.ranks.run(failures.add, calls[0])
-    return going, calls
+    return continued, calls
 
 
-def go_on(ctx: TrainContext, state: State, counts: dict[str, Any]) -> tuple[list[Rollout], list[Calls]]:
-    """This rank's share of `gather_unfinished`, and the calls that scored it; talks to no other rank."""
+def continue_share(ctx: TrainContext, state: State, counts: dict[str, Any]) -> tuple[list[Rollout], list[Calls]]:
+    """Continue this rank's share of the unfinished rollouts; return them with their reward calls. No communication."""
     prompts = {prompt.uid: prompt for prompt in ctx.prompts}
     begun = [rollout_from_dict(row, prompts[row["prompt"]]) for row in state.unfinished]
     assert ctx.shape is not None
@@ -72,12 +74,12 @@ def go_on(ctx: TrainContext, state: State, counts: dict[str, Any]) -> tuple[list
 
 
 def keep_unfinished(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """What `State.unfinished` is after a step with these rollouts, as values of JSON."""
+    """Return `State.unfinished` after a step with these rollouts, as JSON values."""
     return [rollout_to_dict(_with_versions(rollout)) for rollout in rollouts if rollout.unfinished]
 
 
 def _with_versions(rollout: Rollout) -> Rollout:
-    """The rollout with the policy version at each token: what follows has another one."""
+    """Return the rollout with the policy version of each token, since tokens of the next step have another version."""
     segments = tuple(_add_version(segment, rollout.version) for segment in rollout.segments)
     return dataclasses.replace(rollout, segments=segments)
 
@@ -87,11 +89,11 @@ def _add_version(segment: Segment, version: int) -> Segment:
 
 
 def count_older(rollouts: Sequence[Rollout]) -> int:
-    """Prompt and completion tokens of a step's rollouts that earlier steps have counted."""
+    """Count the prompt and completion tokens of a step's rollouts that earlier steps have counted."""
     return sum(len(rollout.prompt.ids) + rollout.older for rollout in rollouts if rollout.older)
 
 
 def window_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many rollouts of a step were begun before it, and how many go on after it; nothing without either."""
-    older, going = sum(r.older > 0 for r in rollouts), sum(r.unfinished for r in rollouts)
-    return {"rollout/continued": older, "rollout/unfinished": going} if older or going else {}
+    """Count the rollouts that began before this step, and those that continue after it; {} without either."""
+    older, unfinished = sum(r.older > 0 for r in rollouts), sum(r.unfinished for r in rollouts)
+    return {"rollout/continued": older, "rollout/unfinished": unfinished} if older or unfinished else {}

@@ -1,7 +1,7 @@
-"""`rollout.workflow` in the loop of `rl`: what calls by role are trained on, and what a workflow with a memory learns.
+"""`rollout.workflow` in the RL loop: which calls by role are trained on, and what a workflow with a memory learns.
 
-`evaluate/workflow.py` runs a workflow on the rollout's engine; here it is bound to the recipe, its calls are held to
-the model's window, and one with a memory learns from each step (`learn_from`).
+`evaluate/workflow.py` runs a workflow on the rollout's engine. This module binds it to the recipe, checks its calls
+against the model's window, and lets a workflow with a memory learn from each step (`learn_from`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.workflows.protocol import Learned, Made, Outcome
 
 
 def check_window(shape: Shape | None, prompts: Sequence[Prompt], new_tokens: int, window: int) -> None:
-    """Raises RecipeError for calls of a workflow that the model's window has no room for."""
+    """Raise RecipeError if calls of a workflow may exceed the model's window."""
     if shape is None or shape.key != "rollout.workflow":
         return
     longest = max(len(prompt.ids) for prompt in prompts) + shape.room
@@ -46,7 +46,7 @@ def workflow_of(
     prompts: Sequence[Prompt],
     reader: ImageReader | None = None,
 ) -> Shape:
-    """The workflow that `rollout.workflow` names, as a shape. Raises as `bind_workflow`."""
+    """Return the workflow that `rollout.workflow` names, as a shape. Raises what `bind_workflow` raises."""
     adapters = (recipe.model.lora and recipe.model.lora.adapters) or []
     return bind_workflow(
         section,
@@ -63,9 +63,12 @@ def workflow_of(
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """A step after a workflow with a memory. rollouts: the rows that the step trains on with what they earned. late:
-    those that later steps may train on. again: rows of earlier steps that come on top, with their advantages."""
+class LearnedStep:
+    """A step after a workflow or shape with a memory has learned from it.
+
+    rollouts: scored rows that the step trains on. late: rows that later steps may train on. again: rows of earlier
+    steps that are added, with their advantages.
+    """
 
     rollouts: list[Rollout]
     late: list[Rollout]
@@ -76,15 +79,17 @@ class Learnt:
 
 def learn_from(
     shape: Shape, memory: Mapping[str, Any], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], step: int
-) -> Learnt:
-    """Have the workflow, or the shape, learn from a step's rollouts. memory: of all components. Raises RecipeError
-    where it answers with something else."""
+) -> LearnedStep:
+    """Let the workflow or shape learn from a step's rollouts. memory: of all components.
+
+    Raises RecipeError if its `learn` returns another type.
+    """
     assert shape.learn is not None
     if shape.key == "rollout.shape":
         kept = shape.learn(memory.get(shape.name), list(map(_as_ended, filter(_is_scored, rollouts))), step)
         if not isinstance(kept, Remembered):
             raise _wrong_learned(shape, kept, "posttrain.shapes.protocol.Remembered")
-        return Learnt(list(rollouts), [], [], {**memory, shape.name: kept.memory}, dict(kept.metrics))
+        return LearnedStep(list(rollouts), [], [], {**memory, shape.name: kept.memory}, dict(kept.metrics))
     now, late = ([rollout for rollout in rollouts if rollout.scored is scored] for scored in (True, False))
     found = shape.learn(memory.get(shape.name), _outcomes(rollouts), step)
     if not isinstance(found, Learned):
@@ -93,7 +98,7 @@ def learn_from(
     by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted} if wanted else {}
     first = 1 + max((one.group % APART for one in rollouts), default=0)
     again = [_as_stored(row, by_uid, advantage, first + k) for k, (row, advantage) in enumerate(found.again)]
-    return Learnt(now, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
+    return LearnedStep(now, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
 
 
 def _wrong_learned(shape: Shape, found: Any, allowed: str) -> RecipeError:
@@ -109,7 +114,7 @@ def _as_ended(rollout: Rollout) -> Ended:
 
 
 def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:
-    """The step's rollouts with all of their calls; of those that are no rows, what was said."""
+    """Return the step's rollouts with all of their calls; a call that is not a row has only its text."""
     rows: dict[int, dict[int, Rollout]] = {}
     for rollout in rollouts:
         assert rollout.call is not None and rollout.trajectory is not None
@@ -135,7 +140,7 @@ def _as_made(said: Said, rollout: Rollout | None) -> Made:
 
 
 def _as_stored(row: Mapping[str, Any], prompts: Mapping[str, Prompt], advantage: float, group: int) -> Rollout:
-    """A row that an earlier step has made, as a group and a rollout of its own."""
+    """Return a row of an earlier step as a group and rollout of its own."""
     rollout = rollout_from_dict(row, prompts[row["prompt"]])
     logps = tuple(0.0 if math.isnan(logp) else logp for logp in rollout.logps)
     stored = Stored(rollout.version, logps, (advantage,))

@@ -19,7 +19,7 @@ from posttrain.models import scorer
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Model
 from posttrain.train import reward_model
-from posttrain.train.reward_rows import Item, count_lone_pairs, held_out, seen_by
+from posttrain.train.reward_rows import Item, count_lone_pairs, heads_of_row, held_out
 
 from .conftest import merged
 
@@ -325,5 +325,5 @@ def test_rows_apart_and_rows_of_heads():
     uids = [str(n) for n in range(40)]
     assert len(held_out(uids, 0.25, 0)) == 10 and held_out(uids, 0.25, 0) != held_out(uids, 0.25, 1)
     assert held_out(uids, 0.0, 0) == set() and len(held_out(uids, 0.001, 0)) == 1
-    seen = [seen_by(0, uid, 4, 0.5) for uid in uids]
+    seen = [heads_of_row(0, uid, 4, 0.5) for uid in uids]
     assert 0.35 < sum(map(sum, seen)) / 160 < 0.65 and all(any(row) for row in seen)
