@@ -78,9 +78,7 @@ def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> It
         raise DataError(what, hint="lower objective.holdout, or give more rows")
     if settings.best_response is not None and 2 * (alone := count_lone_pairs(trained)) >= len(trained):
         which = (
-            "each prompt has one"
-            if alone == len(trained)
-            else f"{alone} of {len(trained)} are their prompt's only pair"
+            "each prompt has one" if alone == len(trained) else f"{alone} of {len(trained)} are their prompt's only one"
         )
         what = f"objective.best_response compares the pairs of a prompt, and {which}"
         raise DataError(what, hint="make several of each, e.g. with `max_pairs` of the stage pairs")

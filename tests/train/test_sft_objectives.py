@@ -111,7 +111,7 @@ def test_the_author_has_no_revision_of_the_policys(answers: Any) -> None:
 
     hub = {"path": "someone/something", "revision": "v2"}
     recipe = answers(model=hub, objective={"use": "pear", "behavior_model": "tiny"})
-    author = sft_objective._author(recipe, tiny.build_tokenizer())
+    author = sft_objective._behavior_model(recipe, tiny.build_tokenizer())
     assert author.source == "tiny"
 
 

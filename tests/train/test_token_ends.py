@@ -33,7 +33,7 @@ def test_a_leading_blank_is_not_lost() -> None:
 
 def test_what_is_known_of_tokens_is_that_of_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pair is decoded once, also beside new ones; too many are forgotten; another tokenizer knows none of them."""
-    monkeypatch.setattr(module, "KNOWN", 4)
+    monkeypatch.setattr(module, "MAX_CACHED", 4)
     asked: list[list[int]] = []
 
     class Counting(Dropping):
