@@ -205,7 +205,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
     from posttrain.train.controls import Controls
     from posttrain.train.objective import Objective
     from posttrain.train.ranks import ranks_of_run
-    from posttrain.train.reference import build_reference
+    from posttrain.train.reference import load_reference
 
     values = spec["recipe"]
     values["model"]["shard"] = spec["shard"] and ranks.world() > 1
@@ -228,7 +228,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
         optimizer=optim.build(loaded.model, recipe.optim),
         scaler=optim.loss_scaler(loaded),
         steps=1,
-        reference=build_reference(recipe, loaded),
+        reference=load_reference(recipe, loaded),
         critic=None,
         opponent=None,
         packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),

@@ -58,7 +58,7 @@ from posttrain.train.pass_checks import packs_images, shares_prompts
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.ranks import Ranks, ranks_of_run
-from posttrain.train.reference import ReferencePolicy, build_reference
+from posttrain.train.reference import ReferencePolicy, load_reference
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_grading, check_turns
 from posttrain.train.variants import PromptVariants
@@ -355,4 +355,4 @@ def build_reference(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedMode
     """Return the frozen reference policy if a component or another run's critic reads it; None otherwise."""
     needed = work.objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
     images = (work.offer is not None and work.offer.shows) or any(prompt.images for prompt in work.prompts)
-    return build_reference(recipe, loaded, images=images) if needed else None
+    return load_reference(recipe, loaded, images=images) if needed else None

@@ -109,7 +109,7 @@ def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
     return f"reference: {which}{kl}"
 
 
-def build_reference(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False) -> ReferencePolicy:
+def load_reference(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False) -> ReferencePolicy:
     """Return the reference of a run: the model `kl.reference`, or the current policy `loaded`; sharded if that is.
 
     images: rows may have images.

@@ -108,7 +108,7 @@ def test_a_named_reference_sees_the_images(tmp_path: Path, rows_of: Any) -> None
 
 def test_a_reference_must_see_only_where_images_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools that show none ask nothing of it."""
-    monkeypatch.setattr(assemble, "build_reference", lambda *_, images: images)
+    monkeypatch.setattr(assemble, "load_reference", lambda *_, images: images)
     text, seen = SimpleNamespace(images=None), SimpleNamespace(images="some")
     for prompts, shows, asked in (
         ([text], None, False),
