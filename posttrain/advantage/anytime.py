@@ -44,13 +44,13 @@ def budget_relative(
     returns = _suffix_sum(p * q)
     group = returns.shape[-2]
     v2 = returns.mean(-2, keepdim=True) if group > 1 else torch.zeros_like(returns)
-    place = torch.arange(q.shape[-1], dtype=q.dtype, device=q.device)
-    decay = discount**place
+    index = torch.arange(q.shape[-1], dtype=q.dtype, device=q.device)
+    decay = discount**index
     earlier = (decay * q).cumsum(-1) - decay * q
     known = decay.cumsum(-1) - decay
     v1 = torch.where(known > 0, earlier / known.clamp(min=1e-300), 0.0) * ahead
     budgets = len(p)
-    mixed = (place * v1 + (budgets - place) * v2) / budgets
+    mixed = (index * v1 + (budgets - index) * v2) / budgets
     baseline = {"brpo": mixed, "v1": v1, "v2": v2.expand_as(returns), "none": torch.zeros_like(returns)}
     across = -1 if scores.shape[-1] > 1 else -3
     return AnytimeAdvantages(returns - baseline[variance_reduction], scores - scores.mean(across, keepdim=True))

@@ -237,7 +237,7 @@ def get_numeric_column(batch: RolloutBatch, column: str) -> Tensor:
     "duration",
     paper="2509.01684",
     needs=("columns",),
-    note="Read from descriptions of the paper; floor and cap are ours.",
+    note="Follows descriptions of the paper, without floor and cap.",
 )
 def duration(
     batch: RolloutBatch, *, column: Column = "tool_seconds", floor: float = 0.0, cap: float | None = None

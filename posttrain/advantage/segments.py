@@ -21,7 +21,7 @@ class SharedAdvantages(NamedTuple):
     rows: Tensor
 
 
-def shared_advantages(
+def normalize_shared_rewards(
     rewards: Tensor,
     group_ids: Tensor,
     row_counts: Tensor,
@@ -43,7 +43,7 @@ def shared_advantages(
 
 
 @register("advantage", "trajectory", paper="2510.06727", needs=("groups", "trajectory_ids", "step_ids"))
-def advantage_of_trajectory(
+def normalize_rollouts(
     batch: RolloutBatch, *, norm_std: bool = True, eps: float = 1e-6, overlong_mask: bool = False
 ) -> Tensor:
     """Normalize the reward of each rollout within its group and give it to all of its rows -> [N] (`rollout.shape`).
@@ -60,14 +60,14 @@ def advantage_of_trajectory(
     last = order[counts.cumsum(0) - 1]
     finished = None if batch.truncated is None else ~batch.truncated[last]
     groups = batch.group_ids if batch.prompt_ids is None else batch.prompt_ids
-    shared = shared_advantages(
+    shared = normalize_shared_rewards(
         rewards[last], groups[last], counts, finished, norm_std=norm_std, eps=eps, overlong_mask=overlong_mask
     )
     return torch.zeros_like(rewards).scatter(0, order, shared.rows)
 
 
 @register("advantage", "from_role", needs=("agent_ids", "roles", "trajectory_ids", "step_ids"))
-def advantage_from_role(batch: RolloutBatch, *, role: str = "planner", eps: float = 1e-6) -> Tensor:
+def normalize_role_calls(batch: RolloutBatch, *, role: str = "planner", eps: float = 1e-6) -> Tensor:
     """Normalize the rewards of one role's calls and give them to all calls of the same rollout -> [N]. Source: CoDA.
 
     (reward - mean) / (std + eps). Of several calls of the role the last one counts; mean and std are over the group's
@@ -86,11 +86,11 @@ def advantage_from_role(batch: RolloutBatch, *, role: str = "planner", eps: floa
     order = key.argsort()
     last = order[counts.cumsum(0) - 1]
     rewards = torch.where(leads[last], require_rewards(batch)[last], torch.nan)
-    shared = planner_and_executors(rewards, batch.group_ids[last], counts, eps=eps)
+    shared = normalize_planner_rewards(rewards, batch.group_ids[last], counts, eps=eps)
     return torch.zeros_like(shared.rows).scatter(0, order, shared.rows)
 
 
-def planner_and_executors(
+def normalize_planner_rewards(
     rewards: Tensor, group_ids: Tensor, executors: Tensor, *, eps: float = 1e-6
 ) -> SharedAdvantages:
     """Normalize the planners' rewards and give the executors of a rollout their planner's advantage (CoDA).

@@ -51,7 +51,7 @@ def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
     "step_entropy",
     paper="2509.23866",
     needs=("entropy",),
-    note="In the authors' code, but not active in their run; ranking within a group instead of the batch is ours.",
+    note="In the authors' code, but not active in their run; they rank within the batch, not within a group.",
 )
 def step_entropy(batch: RolloutBatch, *, keep: float = 0.8, scope: Literal["group", "batch"] = "group") -> Selection:
     """Select the rows (steps of a trajectory) with the highest mean token entropy (DART) -> mask [N,T].
@@ -87,7 +87,7 @@ def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") 
     "d3s",
     paper="2509.22115",
     needs=("groups", "entropy"),
-    note="Read from published notes; the tie rules, the schedule's ends and the denominator are ours.",
+    note="Follows published notes, which give no tie rules, ends of the schedule or denominator.",
 )
 def d3s(
     batch: RolloutBatch,
@@ -132,17 +132,19 @@ def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, 
     values, members = by_row.tolist(), dict[int, list[int]]()
     for row, group in enumerate(batch.group_ids.tolist()):
         members.setdefault(group, []).append(row)
-    kept = sorted(rows[i] for rows in members.values() for i in spread_subset([values[r] for r in rows], n_query))
+    kept = sorted(
+        rows[i] for rows in members.values() for i in select_spread_subset([values[r] for r in rows], n_query)
+    )
     if n_batch is not None:
-        kept = [kept[i] for i in spread_subset([values[r] for r in kept], n_batch)]
+        kept = [kept[i] for i in select_spread_subset([values[r] for r in kept], n_batch)]
     chosen = torch.zeros_like(batch.group_ids, dtype=torch.bool)
     chosen[kept] = True
     size = advantages.abs() if advantages.dim() == 2 else advantages.abs()[:, None]
     score = size * require_field(batch.entropy, "entropy").detach()
-    return Downsampled(chosen, top_tokens(score, batch.mask & chosen[:, None], token_frac))
+    return Downsampled(chosen, select_top_tokens(score, batch.mask & chosen[:, None], token_frac))
 
 
-def spread_subset(values: list[float], count: int) -> list[int]:
+def select_spread_subset(values: list[float], count: int) -> list[int]:
     """Return the indices, ascending, of the `count` values with the largest population variance.
 
     Such a set is always the i largest and the count - i smallest values for some i. Ties (1e-12): the most even split,
@@ -165,7 +167,7 @@ def _variance(values: list[float]) -> float:
     return sum((x - mean) ** 2 for x in values) / max(len(values), 1)
 
 
-def top_tokens(score: Tensor, mask: Tensor, fraction: float) -> Tensor:
+def select_top_tokens(score: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """Return the max(1, ceil(fraction * M)) of the M trained tokens with the largest score [N,T], bool; ties by row,
     position.
     """

@@ -80,7 +80,7 @@ def split_into_steps(batch: RolloutBatch) -> StepBatch:
     state.
     """
     mask, turns = batch.mask, require_field(batch.turn_ids, "turn_ids")
-    number, rows, turn = numbered_turns(turns, mask)
+    number, rows, turn = number_turns(turns, mask)
     step_of_token = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
     step_of_token[mask] = number
     count = len(rows)
@@ -115,7 +115,7 @@ def mark_first_trained(turns: Tensor, mask: Tensor) -> Tensor:
     return mask & (turns > torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1))
 
 
-def numbered_turns(turns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def number_turns(turns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a number for each trained token's turn, ordered by row and turn, and the row and the turn [S] of each
     number.
 
@@ -179,7 +179,7 @@ def returns_by_trajectory(rewards: Tensor, trajectory: Tensor, steps: Tensor, ga
     return rewards.new_tensor(returns)
 
 
-def state_numbers(states: Sequence[str], group_ids: Sequence[int], similarity: float | None = None) -> list[int]:
+def number_states(states: Sequence[str], group_ids: Sequence[int], similarity: float | None = None) -> list[int]:
     """Return a number for each state; rows of a group with the same state share a number.
 
     similarity: a state joins the first cluster of its group whose first member has a difflib ratio of at least this

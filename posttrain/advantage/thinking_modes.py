@@ -33,9 +33,8 @@ def format_diversity(
     names the component with the number of the format; negative or NaN means that no format was recognized: such rows
     share one bucket and have reward 0.
     """
-    return torch.where(_category(batch, on) < 0, require_rewards(batch) * 0, require_rewards(batch)) * diversity_scale(
-        batch, on=on, decay=decay
-    )
+    rewards = torch.where(_get_category(batch, on) < 0, require_rewards(batch) * 0, require_rewards(batch))
+    return rewards * diversity_scale(batch, on=on, decay=decay)
 
 
 def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
@@ -43,7 +42,7 @@ def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["co
     stays at G/F.
     """
     key = number_groups(batch.group_ids)
-    pair = torch.unique(torch.stack([key.double(), _category(batch, on)], 1), dim=0, return_inverse=True)[1]
+    pair = torch.unique(torch.stack([key.double(), _get_category(batch, on)], 1), dim=0, return_inverse=True)[1]
     ones = torch.ones_like(key, dtype=torch.float64)
     share = group_sum(ones, key)[key] / group_sum(ones, pair)[pair]
     return 1 + (share - 1) * (cosine(batch.step, batch.total_steps) if decay == "cosine" else 1.0)
@@ -79,7 +78,7 @@ def difficulty_terms(batch: RolloutBatch, *, on: str = "tag", threshold: float =
     """Return `difficulty` [K] (0 easy, 1 hard) and the unweighted `tag_reward` and `length_reward` [N]."""
     key, rates = group_pass_rates(batch)
     hard = ~(rates > threshold)  # also True without a judged answer (NaN)
-    tag = _category(batch, on)
+    tag = _get_category(batch, on)
     known = (tag == 0) | (tag == 1)
     matches = tag == hard[key].double()
     lengths = completion_lengths(batch)
@@ -197,7 +196,7 @@ def fewest_calls(batch: RolloutBatch, *, on: str, best: PartialColumn | None) ->
     return torch.where(fewest.isinf(), -1.0, fewest)
 
 
-def _category(batch: RolloutBatch, on: str) -> Tensor:
+def _get_category(batch: RolloutBatch, on: str) -> Tensor:
     """Return a component with category numbers [N]; -1 where it is NaN or negative."""
     value = get_component(batch, on).double().nan_to_num(nan=-1.0)
     return torch.where(value < 0, -1.0, value)
@@ -247,7 +246,7 @@ def budget_terms(
     beta: float,
 ) -> dict[str, Tensor]:
     """Return `uncertainty`, `budget` (-1 = none) and `length_score` of each row [N]."""
-    d, u = _difficulty(batch, difficulty), uncertainty(batch)
+    d, u = _get_difficulty(batch, difficulty), uncertainty(batch)
     budget = torch.where(d >= hard, hard_budget + uncertainty_scale * u, torch.where(d < medium, easy_budget, -1.0))
     score = (1 - beta * (completion_lengths(batch) - budget)).clamp(0, 1)
     return {"uncertainty": u, "budget": budget, "length_score": torch.where(budget < 0, 1.0, score)}
@@ -264,7 +263,7 @@ def uncertainty(batch: RolloutBatch) -> Tensor:
     return row_mean(gap, batch.mask)
 
 
-def _difficulty(batch: RolloutBatch, name: str) -> Tensor:
+def _get_difficulty(batch: RolloutBatch, name: str) -> Tensor:
     """Return the difficulty [N] from a data column or component, or from the group's pass rate."""
     if name == "pass_rate":
         key, rates = group_pass_rates(batch)

@@ -19,7 +19,7 @@ from posttrain.advantage.group import (
     require_field,
     require_rewards,
 )
-from posttrain.advantage.steps import mark_first_trained, numbered_turns
+from posttrain.advantage.steps import mark_first_trained, number_turns
 from posttrain.advantage.tokens import earned_by_turn, reverse_scan, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.errors import UserError
@@ -40,7 +40,7 @@ def salt(batch: RolloutBatch) -> Tensor:
     """Replace the advantage of turns with the same state and action by the mean of their trajectories' advantages ->
     [N,T] (SALT).
 
-    `edge_ids` marks such turns within a group (see `edge_numbers`); a turn that no other rollout took keeps its
+    `edge_ids` marks such turns within a group (see `number_edges`); a turn that no other rollout took keeps its
     trajectory's advantage. Steps that good and bad rollouts share are thus neither reinforced nor penalized. Raises
     UserError for advantages that already differ by token. Source: "SALT: Step-level Advantage Assignment for
     Long-horizon Agents via Trajectory Graph".
@@ -52,7 +52,7 @@ def salt(batch: RolloutBatch) -> Tensor:
             allowed="an advantage by row, such as `group` or `rloo`",
         )
     edge = require_field(batch.edge_ids, "edge_ids")[batch.mask]
-    turn, rows, _ = numbered_turns(require_field(batch.turn_ids, "turn_ids"), batch.mask)
+    turn, rows, _ = number_turns(require_field(batch.turn_ids, "turn_ids"), batch.mask)
     member = combine_ids(turn, edge)  # a turn counts once, whatever its length
     members = int(member.max()) + 1 if len(member) else 0
     row, taken = (x.new_zeros(members).scatter(0, member, x) for x in (rows[turn], edge))
@@ -63,7 +63,7 @@ def salt(batch: RolloutBatch) -> Tensor:
     return by_token
 
 
-def edge_numbers(trajectories: Sequence[Sequence[Sequence[str]]], history: int = 1) -> list[list[int]]:
+def number_edges(trajectories: Sequence[Sequence[Sequence[str]]], history: int = 1) -> list[list[int]]:
     """Return a number for each step [state, action, next state] of the trajectories of one prompt; equal steps share a
     number.
 

@@ -103,10 +103,10 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
             for data, base in held_out(recipe, against)
         ],
         "golds": golds,
-        "labels": [one for column in columns if (one := data_audit.label_balance(rows, column))],
-        "pairs": data_audit.pair_balance(rows),
+        "labels": [one for column in columns if (one := data_audit.count_labels(rows, column))],
+        "pairs": data_audit.compare_pair_lengths(rows),
     }
-    return {**report, "checks": data_audit.verdicts(report)}
+    return {**report, "checks": data_audit.build_verdicts(report)}
 
 
 def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]:

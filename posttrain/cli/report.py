@@ -348,13 +348,13 @@ def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
 
     None unless both runs are evaluations (a generate run has problems without an accuracy).
     """
-    from posttrain.evaluate.compare import PROBLEMS, compare, list_sample_metrics, problem_values, read_problems
+    from posttrain.evaluate.compare import PROBLEMS, compare, list_sample_metrics, read_problem_values, read_problems
 
     if not all((run / PROBLEMS).is_file() for run in (a, b)):
         return None
     if not all("accuracy" in row for run in (a, b) for row in read_problems(run).values()):
         return None
-    if not problem_values(a).keys() & problem_values(b).keys():
+    if not read_problem_values(a).keys() & read_problem_values(b).keys():
         return {"problems": 0}
     both = [name for name in list_sample_metrics(a) if name in list_sample_metrics(b)]
     return {**compare(a, b), "metrics": {name: compare(a, b, metric=name) for name in both}}

@@ -13,7 +13,7 @@ from posttrain.verify.load import LoadedReward
 EXPLICIT_MARKS: tuple[Extractor, ...] = ("answer_tag", "boxed", "hash", "anchor")
 
 
-def voted_answer(completion: str, *, finished: bool, order: Sequence[Extractor] | None = None) -> str | None:
+def extract_voted_answer(completion: str, *, finished: bool, order: Sequence[Extractor] | None = None) -> str | None:
     r"""Return the answer after the thought, from the first extractor of `order` that finds one; None = no vote.
 
     order None: a marked answer (`<answer>`, `\boxed`, `####`, `answer is`), else the last line that is not blank. A
@@ -28,7 +28,7 @@ def voted_answer(completion: str, *, finished: bool, order: Sequence[Extractor] 
     return found.strip() or None if found is not None else None
 
 
-def vote_order(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Sequence[Extractor] | None:
+def find_vote_extractors(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Sequence[Extractor] | None:
     """Return the extractors of the correctness reward: its `extract` parameter, set or default; None if it has none."""
     marked = next((i for i, section in enumerate(sections) if section.correct), 0)
     reward = rewards[marked]

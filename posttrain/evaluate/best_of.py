@@ -61,7 +61,7 @@ def check_reward_name(name: str, rewards: Sequence[str]) -> None:
         )
 
 
-def score_of(record: Record, by: str) -> float | None:
+def get_pick_score(record: Record, by: str) -> float | None:
     """Return the score that a completion is picked by."""
     return record["reward"] if by == WEIGHTED_SUM else record["scores"].get(by)
 
@@ -75,7 +75,7 @@ def best_of(
     Completions without a score, or whose correctness could not be judged, are not candidates. Without judged
     completions (`generate`) rows have no accuracy, only the score.
     """
-    problems = [[r for r in samples if score_of(r, by) is not None] for samples in group_by_problem(records)]
+    problems = [[r for r in samples if get_pick_score(r, by) is not None] for samples in group_by_problem(records)]
     judged = any(r.get("correct") is not None for samples in problems for r in samples)
     if judged:
         problems = [[r for r in samples if r["correct"] is not None] for samples in problems]
@@ -84,7 +84,7 @@ def best_of(
     for n in candidate_counts(max((len(samples) for samples in problems), default=0)):
         picked: dict[str, list[float]] = {"score": [], "accuracy": []}
         for samples in problems:
-            scores = [float(score_of(r, by) or 0.0) for r in samples]
+            scores = [float(get_pick_score(r, by) or 0.0) for r in samples]
             picked["score"].append(expected_pick(scores, scores, n))
             if judged:
                 picked["accuracy"].append(expected_pick(scores, [float(verdict(r) or 0) for r in samples], n))

@@ -25,13 +25,12 @@ def compare(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Compute a metric of run b minus that of run a over shared problems, by paired bootstrap -> {diff, low, high,
-    problems, note, ...}.
+    """Compute a metric of run b minus that of run a over shared problems, by paired bootstrap.
 
-    metric: as in `problem_values`. Problems that one of the runs lacks or could not score are excluded and counted.
-    Raises UserError if no problem is shared.
+    Returns {diff, low, high, problems, note, ...}. metric: as in `read_problem_values`. Problems that one of the runs
+    lacks or could not score are excluded and counted. Raises UserError if no problem is shared.
     """
-    a, b = problem_values(run_a, metric), problem_values(run_b, metric)
+    a, b = read_problem_values(run_a, metric), read_problem_values(run_b, metric)
     shared = [key for key in a if key in b]
     if not shared:
         raise UserError(f"no problem of {run_a} is in {run_b}", hint="compare evaluations of the same data")
@@ -51,7 +50,7 @@ def compare(
     }
 
 
-def problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
+def read_problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
     """Return the value of each problem of an eval run; unscored problems are excluded.
 
     metric: a column of problems.jsonl (accuracy, consensus, tokens), or one of `list_sample_metrics`. Raises UserError

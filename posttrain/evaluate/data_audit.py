@@ -63,20 +63,20 @@ def find_overlap(rows: Sequence[Row], held_out: Sequence[Row], source: str) -> R
     `same`: same words, `near`: nearly the same, `ngrams`: 32 consecutive words in common (the rule of Light-R1),
     `but_for_numbers`: number of rows that differ only in their numbers.
     """
-    texts, theirs = [duplicates.question(r) for r in rows], [duplicates.question(r) for r in held_out]
-    uids, other = [str(r["uid"]) for r in rows], [str(r["uid"]) for r in held_out]
-    same = duplicates.match_same_words(texts, theirs)
-    near = duplicates.find_near_duplicates(texts, theirs)
-    template = duplicates.find_same_except_numbers(texts, theirs)
-    told = {*(place for place, _ in same), *(pair.first for pair in near), *template}
-    flags = flag_contaminated(texts, theirs, skip_empty=True)
-    short = {place for place, text in enumerate(texts) if len(text.split()) < 32}  # flagged by letters alone
+    texts, held_out_texts = [duplicates.question(r) for r in rows], [duplicates.question(r) for r in held_out]
+    uids, held_out_uids = [str(r["uid"]) for r in rows], [str(r["uid"]) for r in held_out]
+    same = duplicates.match_same_words(texts, held_out_texts)
+    near = duplicates.find_near_duplicates(texts, held_out_texts)
+    template = duplicates.find_same_except_numbers(texts, held_out_texts)
+    reported = {*(index for index, _ in same), *(pair.first for pair in near), *template}
+    flags = flag_contaminated(texts, held_out_texts, skip_empty=True)
+    short = {index for index, text in enumerate(texts) if len(text.split()) < 32}  # texts flagged by letters alone
     return {
         "source": source,
         "rows": len(held_out),
-        "same": [[uids[a], other[b]] for a, b in same],
-        "near": [[uids[p.first], other[p.second], round(p.similarity, 3)] for p in near],
-        "ngrams": [uids[place] for place, flag in enumerate(flags) if flag and place not in told | short],
+        "same": [[uids[a], held_out_uids[b]] for a, b in same],
+        "near": [[uids[p.first], held_out_uids[p.second], round(p.similarity, 3)] for p in near],
+        "ngrams": [uids[index] for index, flag in enumerate(flags) if flag and index not in reported | short],
         "but_for_numbers": len(template),
     }
 
@@ -89,8 +89,8 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     gold was checked. Raises RewardError for a script that breaks its contract.
     """
     loaded = [load_reward(section, base_dir) for section in rewards]
-    place = correctness.position(list(rewards), loaded)
-    reward = loaded[place]
+    index = correctness.position(list(rewards), loaded)
+    reward = loaded[index]
     if not reward.knows_gold or reward.in_trainer:
         return {"skipped": f"{reward.name} {'is a judge' if reward.is_judge else 'reads no data column'}"}
     golds = split_golds(reward, rows)
@@ -98,7 +98,7 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     for uid, why in golds.unusable.items():
         unusable.setdefault(why, []).append(uid)
     chosen = spread_evenly(golds.usable, MAX_SCORED_GOLDS)
-    with Scorer([rewards[place].model_copy(update={"condition": None})], scoring, base_dir) as scorer:
+    with Scorer([rewards[index].model_copy(update={"condition": None})], scoring, base_dir) as scorer:
         name, write = choose_writer(scorer, golds.usable)
         written = {i: v["gold"] for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
         results = scorer.results(list(written.values()), only=[0])[0]
@@ -118,7 +118,7 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     }
 
 
-def label_balance(rows: Sequence[Row], column: str) -> Report | None:
+def count_labels(rows: Sequence[Row], column: str) -> Report | None:
     """Count the values of a column: `distinct`, `top` [[value, share]], `entropy` in bits, over the `rows` rows with a
     value.
 
@@ -138,7 +138,7 @@ def label_balance(rows: Sequence[Row], column: str) -> Report | None:
     }
 
 
-def pair_balance(rows: Sequence[Row]) -> Report | None:
+def compare_pair_lengths(rows: Sequence[Row]) -> Report | None:
     """Compute the share of preference pairs whose chosen side is the longer text, and the mean lengths in characters.
 
     None if fewer than 8 rows are pairs of different lengths.
@@ -176,7 +176,7 @@ def check_window(report: Mapping[str, Any], window: int | None, new_tokens: int)
     return {"window": window, "needed": needed, "new_tokens": new_tokens, "fits": window is None or needed <= window}
 
 
-def verdicts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def build_verdicts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return each finding of the audit as {name, ok, text}; findings that are not ok need a person's attention."""
     return [{"name": name, "ok": ok, "text": text} for name, ok, text in _iterate_verdicts(report)] + check_dropped(
         report["dropped"], report["cut"], report["rows"]

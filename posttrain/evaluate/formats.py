@@ -32,11 +32,11 @@ def consensus_of_formats(
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     greedy = recipe.model_copy(update={"sampling": recipe.sampling.model_copy(update={"temperature": 0.0})})
     openings = (formats.direct, formats.short, formats.code)
-    opened = [begin_with(prompt, text, tokenizer) for prompt in prompts for text in openings]
+    opened = [append_to_prompt(prompt, text, tokenizer) for prompt in prompts for text in openings]
     records = sorted(sample(greedy, directory, opened, 1, grade, file=CHEAP_FILE), key=lambda record: record["problem"])
     cheap = [records[start : start + len(openings)] for start in range(0, len(records), len(openings))]
     unsure = [n for n, three in enumerate(cheap) if arm_consensus(*_answers(three), None).used == "long_cot"]
-    opened = [begin_with(prompts[n], formats.long, tokenizer) for n in unsure]
+    opened = [append_to_prompt(prompts[n], formats.long, tokenizer) for n in unsure]
     records = sample(greedy, directory, opened, 1, grade, file=LONG_FILE) if opened else []
     long = dict(zip(unsure, sorted(records, key=lambda record: record["problem"]), strict=True))
     used = [long.get(n, three[0]) for n, three in enumerate(cheap)]
@@ -50,7 +50,7 @@ def consensus_of_formats(
     }
 
 
-def begin_with(prompt: Prompt, text: str, tokenizer: Any) -> Prompt:
+def append_to_prompt(prompt: Prompt, text: str, tokenizer: Any) -> Prompt:
     """Return the prompt followed by the first tokens of the answer."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return replace(prompt, uid=f"{prompt.uid}@{text}", text=prompt.text + text, ids=(*prompt.ids, *ids))

@@ -25,7 +25,7 @@ def count_habits(trace: str) -> dict[str, int]:
     return {name: len(pattern.findall(trace)) for name, pattern in _PATTERNS.items()}
 
 
-def habit_rates(traces: Sequence[str]) -> dict[str, dict[str, float]]:
+def compute_habit_rates(traces: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return for each habit {`count`: mean count per trace, `share`: share of the traces that show it}; {} without
     traces.
     """

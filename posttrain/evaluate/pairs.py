@@ -55,7 +55,7 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
         "right": mean_known([r["correct"] and r["finish"] == "stop" for r in records if r.get("correct") is not None]),
         "longer_chosen": found.longer_chosen,
         "score_gap": mean_known([_score_gap(row) for row in found.rows]),
-        "style_accuracy": style_accuracy(found.rows),
+        "style_accuracy": measure_style_accuracy(found.rows),
         "dropped": {cause: len(uids) for cause, uids in found.dropped.items()},
         "file": str(directory.path / PAIRS_FILE),
     }
@@ -130,7 +130,7 @@ def read_earlier_pairs(path: str, base_dir: Path) -> list[Row]:
     return read_rows(found / PAIRS_FILE if found.is_dir() else found)
 
 
-def style_accuracy(rows: Sequence[Row]) -> float | None:
+def measure_style_accuracy(rows: Sequence[Row]) -> float | None:
     """Compute the accuracy of a linear probe on letter trigrams at predicting the chosen side of held-out pairs.
 
     None with too few pairs.

@@ -32,7 +32,7 @@ def probe_contamination(
     greedy = recipe.sampling.model_copy(update=plain_greedy)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     plain = recipe.data.model_copy(update={"chat": False})
-    questions = [(ratio, prompt, problem_text(prompt)) for ratio in probe.ratios for prompt in prompts]
+    questions = [(ratio, prompt, get_problem_text(prompt)) for ratio in probe.ratios for prompt in prompts]
     questions = [(r, p, text) for r, p, text in questions if split_text(text, r, probe.unit)[1].strip()]
     beginnings = [_truncate_prompt(r, p, text, probe, tokenizer, plain) for r, p, text in questions]
     if not beginnings:
@@ -46,7 +46,7 @@ def probe_contamination(
     return [_summarise_ratio(ratio, rows, probe) for ratio, rows in by_ratio.items()]
 
 
-def problem_text(prompt: Prompt) -> str:
+def get_problem_text(prompt: Prompt) -> str:
     """Return the row's problem: its prompt, or its last user message."""
     given = prompt.row.get("prompt")
     if isinstance(given, str):

@@ -76,8 +76,8 @@ def minimise_regret(game: Node, iterations: int) -> Solved:
         for visit in _visit_decisions(game, policy, reach):
             state, side = visit.node.state, visit.node.side
             for move, payoff in visit.payoffs.items():
-                regrets[state][move] += visit.others * side * (payoff - visit.payoff)
-                played[state][move] += visit.own * policy[state][move]
+                regrets[state][move] += visit.other_reach * side * (payoff - visit.payoff)
+                played[state][move] += visit.mover_reach * policy[state][move]
     average = {state: normalise(by_move) for state, by_move in played.items()}
     return Solved(average, _move_values(game, average, reach), _expected_payoff(game, average))
 
@@ -94,13 +94,13 @@ def normalise(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
 
 
 class _DecisionVisit(NamedTuple):
-    """A decision in a walk through the tree. own, others: the contributions of the mover, and of chance and all others,
-    to the probability of reaching it. payoffs: of side 1 after each move; payoff: under the policy.
+    """A decision visited in a walk through the tree. mover_reach, other_reach: the mover's factor of the probability of
+    reaching it, and that of chance and all other players. payoffs: of side 1 after each move; payoff: under the policy.
     """
 
     node: Decision
-    own: float
-    others: float
+    mover_reach: float
+    other_reach: float
     payoffs: dict[Hashable, float]
     payoff: float
 
@@ -135,9 +135,9 @@ def _move_values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[H
     sums: dict[Hashable, dict[Hashable, float]] = defaultdict(lambda: defaultdict(float))
     weights: dict[Hashable, float] = defaultdict(float)
     for visit in _visit_decisions(game, policy, reach):
-        weights[visit.node.state] += visit.others
+        weights[visit.node.state] += visit.other_reach
         for move, payoff in visit.payoffs.items():
-            sums[visit.node.state][move] += visit.others * visit.node.side * payoff
+            sums[visit.node.state][move] += visit.other_reach * visit.node.side * payoff
     return {
         state: {move: total / weights[state] if weights[state] > 0 else None for move, total in by_move.items()}
         for state, by_move in sums.items()

@@ -91,8 +91,7 @@ def _bin_index(confidence: np.ndarray) -> np.ndarray:
 
 def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
     """Compute the expected calibration error over bins."""
-    where = _bin_index(confidence)
-    difference = np.bincount(where, right - confidence, minlength=BINS)
+    difference = np.bincount(_bin_index(confidence), right - confidence, minlength=BINS)
     return float(np.abs(difference).sum() / len(confidence))
 
 

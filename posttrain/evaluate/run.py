@@ -16,12 +16,12 @@ from posttrain import terminal
 from posttrain.batch import Rollout
 from posttrain.batch.records import sample_fields
 from posttrain.errors import RecipeError, count_noun
-from posttrain.evaluate.answers import vote_order, voted_answer
+from posttrain.evaluate.answers import extract_voted_answer, find_vote_extractors
 from posttrain.evaluate.baseline import compare_with_baseline, compute_efficiency, find_baseline
 from posttrain.evaluate.best_of import WEIGHTED_SUM, best_of, check_reward_name, make_best_of_table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.formats import consensus_of_formats
-from posttrain.evaluate.habits import habit_rates
+from posttrain.evaluate.habits import compute_habit_rates
 from posttrain.evaluate.labels import label_report
 from posttrain.evaluate.probe import probe_contamination
 from posttrain.evaluate.reward_stability import reward_stability
@@ -57,7 +57,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     check_columns(rewards, {column for row in prepared.rows for column in row})
     if settings.best_of:
         check_reward_name(settings.best_of, [reward.name for reward in rewards])
-    order = vote_order(recipe.rewards, rewards)
+    order = find_vote_extractors(recipe.rewards, rewards)
     baseline = find_baseline(settings.baseline, recipe.base_dir) if settings.baseline else None
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, open_print_log(directory, "rewards")) as scorer:
         failures = scorer.failures(enough=len(prepared.items), unit="chunk")
@@ -85,10 +85,10 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         **({"trained_on": trained} if trained else {}),
         **({} if agreed is None else {"consensus": agreed}),
         **({} if seen is None else {"contamination": seen}),
-        **(best_of_summary(records, recipe) if settings.best_of else {}),
+        **(summarise_best_of(records, recipe) if settings.best_of else {}),
         **({"stability": compute_stability(records, recipe)} if settings.stability else {}),
         **({"labels": label_report(records, golds_by_uid(prepared.rows), settings.labels)} if settings.labels else {}),
-        **({"habits": habit_rates([r["completion"] for r in records])} if settings.habits else {}),
+        **({"habits": compute_habit_rates([r["completion"] for r in records])} if settings.habits else {}),
         "samples": n,
         "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
         "sampling": recipe.sampling.model_dump(),
@@ -101,7 +101,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     return summary
 
 
-def best_of_summary(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
+def summarise_best_of(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
     """Return the summary's keys `best_of` and, for the report, `tables`."""
     by, settings = recipe.eval.best_of or WEIGHTED_SUM, recipe.eval
     rows = best_of(records, by, level=settings.level, resamples=settings.bootstrap, seed=recipe.run.seed)
@@ -143,7 +143,7 @@ def grade(
     scores = scorer.score(samples, results=results)
     columns = list(zip((reward.name for reward in scorer.rewards), results, strict=True))
     late = [[name for name, column in columns if column[i].kind == "timeout"] for i in range(len(samples))]
-    answers = [voted_answer(r.text, finished=r.finish == "stop", order=order) for r in rollouts]
+    answers = [extract_voted_answer(r.text, finished=r.finish == "stop", order=order) for r in rollouts]
     votes = match_votes(scorer, samples, answers, scores.correct) if order else answers
     failures.add(scores.calls._replace(step=failures.history[-1].step + 1 if failures.history else 0))
     for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):

@@ -149,17 +149,17 @@ def _open_engine(
     room: int,
 ) -> Iterator[Engine]:
     """Load the model and yield its engine, wrapped by tools and `around`; closed at the end of the block."""
-    place: dict[str, Any] = {
+    engine_options: dict[str, Any] = {
         "scratch": directory.path / "engine",
         "max_len": needed_length(prompts, recipe.sampling) + room,
     }
     if note := start_note(recipe.engine):
         terminal.note(note)
-    with start_early(recipe.engine, recipe.model, recipe.base_dir, training=False, **place) as begun:
+    with start_early(recipe.engine, recipe.model, recipe.base_dir, training=False, **engine_options) as begun:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, output_log=open_print_log(directory, "tools")) if offer else None
-        engine: Any = make_engine(recipe.engine, loaded, begun=begun, base_dir=recipe.base_dir, **place)
+        engine: Any = make_engine(recipe.engine, loaded, begun=begun, base_dir=recipe.base_dir, **engine_options)
         has_tree = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself
         engine = turns.with_turns(engine, None if has_tree else offer, loaded)
         engine = around(engine, loaded) if around else engine

@@ -125,7 +125,7 @@ def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) ->
             others = (
                 f"those of {len(near)} other settings"
                 if len(near) > 3
-                else " and ".join(f"that of {one}" for one in near)
+                else " and ".join(f"that of {setting}" for setting in near)
             )
             sentences.append(
                 f"The interval of {ranked[0]['setting']} overlaps with {others}: their order may be chance."

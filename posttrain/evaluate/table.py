@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.evaluate.compare import problem_values
+from posttrain.evaluate.compare import read_problem_values
 from posttrain.evaluate.estimators import Interval, bootstrap_ci, paired_difference
 
 Values = Mapping[tuple[str, int], float]
@@ -27,8 +27,8 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float
     rows: list[dict[str, Any]] = []
     baseline: tuple[str, Seeds] | None = None
     for name, runs in evaluations.items():
-        seeds = {seed: problem_values(path) for seed, path in runs.items()}
-        lengths = mean_over_seeds({seed: problem_values(path, "tokens") for seed, path in runs.items()})
+        seeds = {seed: read_problem_values(path) for seed, path in runs.items()}
+        lengths = mean_over_seeds({seed: read_problem_values(path, "tokens") for seed, path in runs.items()})
         rows.append(
             {
                 "model": name,

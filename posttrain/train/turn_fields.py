@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from posttrain.advantage.steps import state_numbers
-from posttrain.advantage.turns import edge_numbers
+from posttrain.advantage.steps import number_states
+from posttrain.advantage.turns import number_edges
 from posttrain.batch import Rollout, pad_rows
 
 
@@ -55,7 +55,7 @@ def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
         members.setdefault(rollout.group, []).append(n)
     edges: dict[int, list[int]] = {}
     for own in members.values():
-        edges |= zip(own, edge_numbers([_steps(rollouts[n]) for n in own]), strict=True)
+        edges |= zip(own, number_edges([_steps(rollouts[n]) for n in own]), strict=True)
     return pad_rows([_of_turn(r, edges[n] or [0]) for n, r in enumerate(rollouts)], width, 0, np.int64)
 
 
@@ -87,7 +87,7 @@ def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | Non
     """
     shown = [[r.prompt.text, *_replies(r)[:-1]] for r in rollouts]
     groups = [r.group for r, texts in zip(rollouts, shown, strict=True) for _ in texts]
-    numbers = iter(state_numbers([text for texts in shown for text in texts], groups, similarity))
+    numbers = iter(number_states([text for texts in shown for text in texts], groups, similarity))
     own = [[next(numbers) for _ in texts] for texts in shown]
     return pad_rows([_of_turn(r, ids) for r, ids in zip(rollouts, own, strict=True)], width, 0, np.int64)
 

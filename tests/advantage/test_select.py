@@ -13,9 +13,9 @@ from posttrain.advantage.select import (
     d3s_schedule,
     entropy_threshold,
     high_entropy_tokens,
-    spread_subset,
+    select_spread_subset,
+    select_top_tokens,
     step_entropy,
-    top_tokens,
 )
 from posttrain.batch import RolloutBatch
 
@@ -29,16 +29,16 @@ def batch(entropy: list[list[float]], lengths: list[int], group_ids: list[int], 
 @pytest.mark.parametrize("count", range(1, 7))
 def test_no_subset_has_a_larger_variance(count: int) -> None:
     values = [0.3, -1.2, 0.31, 2.0, -0.4, 0.0, 1.1]
-    found = [values[place] for place in spread_subset(values, count)]
+    found = [values[place] for place in select_spread_subset(values, count)]
     best = max(statistics.pvariance(subset) for subset in itertools.combinations(values, count))
     assert statistics.pvariance(found) == pytest.approx(best, abs=1e-12)
 
 
 def test_ties_take_the_even_split_then_the_larger_values() -> None:
     """All equal: two of four are the smallest and the largest in order of place; one of two is the largest."""
-    assert spread_subset([0.0] * 4, 2) == [0, 3]
-    assert spread_subset([1.0, 2.0], 1) == [1]
-    assert spread_subset([1.0, 2.0], 5) == [0, 1]
+    assert select_spread_subset([0.0] * 4, 2) == [0, 3]
+    assert select_spread_subset([1.0, 2.0], 1) == [1]
+    assert select_spread_subset([1.0, 2.0], 5) == [0, 1]
 
 
 def test_down_sampling_by_row_then_by_token() -> None:
@@ -64,8 +64,8 @@ def test_the_schedule_rounds_half_up_and_stays_within_the_run() -> None:
 
 def test_equal_scores_go_by_row_then_place() -> None:
     mask = torch.tensor([[True, False], [True, True]])
-    assert top_tokens(torch.ones(2, 2), mask, 0.6).tolist() == [[True, False], [True, False]]
-    assert not top_tokens(torch.ones(2, 2), torch.zeros(2, 2).bool(), 0.6).any()
+    assert select_top_tokens(torch.ones(2, 2), mask, 0.6).tolist() == [[True, False], [True, False]]
+    assert not select_top_tokens(torch.ones(2, 2), torch.zeros(2, 2).bool(), 0.6).any()
 
 
 def test_the_threshold_is_an_interpolated_quantile_of_trained_tokens() -> None:

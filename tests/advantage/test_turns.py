@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from posttrain.advantage.group import agent, combine_ids, normalize_by_group, normalize_by_trajectory
-from posttrain.advantage.steps import gigpo_terms, numbered_turns, state_numbers
+from posttrain.advantage.steps import gigpo_terms, number_states, number_turns
 from posttrain.advantage.turns import (
     action_advantages,
     critic_terms,
     decoupled_turns,
-    edge_numbers,
     information_gain,
     information_gain_terms,
     mc_actions,
     mc_critic,
+    number_edges,
     salt,
 )
 from posttrain.batch import RolloutBatch
@@ -48,12 +48,12 @@ def test_rows_are_numbered_in_order_of_their_ids() -> None:
 
 def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None:
     """Row 0 has turns 0 and 1, row 1 turns 0, 1 and 2; without its last token, row 1 ends with turn 1."""
-    number, row, turn = numbered_turns(TURNS, MASK)
+    number, row, turn = number_turns(TURNS, MASK)
     assert (number.tolist(), row.tolist(), turn.tolist()) == ([0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2])
     shorter = MASK.clone()
     shorter[1, 3] = False
-    assert numbered_turns(TURNS, shorter)[2].tolist() == [0, 1, 0, 1]
-    assert numbered_turns(TURNS[:, :0], MASK[:, :0])[1].tolist() == []
+    assert number_turns(TURNS, shorter)[2].tolist() == [0, 1, 0, 1]
+    assert number_turns(TURNS[:, :0], MASK[:, :0])[1].tolist() == []
 
 
 def test_turns_before_the_last_are_also_judged_by_their_call() -> None:
@@ -71,13 +71,13 @@ def test_turns_before_the_last_are_also_judged_by_their_call() -> None:
 def test_steps_that_rollouts_share_have_one_number() -> None:
     """The first step is in both; the second differs."""
     paths = [[["s", "a", "t"], ["t", "b", "u"]], [["s", "a", "t"], ["t", "c", "u"], ["u", "b", "v"]]]
-    assert edge_numbers(paths) == [[0, 1], [0, 2, 3]]
+    assert number_edges(paths) == [[0, 1], [0, 2, 3]]
 
 
 def test_white_space_does_not_part_steps_and_history_does() -> None:
     paths = [[["x", "a", "s"], ["s", "b", "t"]], [["y", "a", "s"], [" s\n", "b", "t "]]]
-    assert edge_numbers(paths) == [[0, 1], [2, 1]]
-    assert edge_numbers(paths, history=2) == [[0, 1], [2, 3]]
+    assert number_edges(paths) == [[0, 1], [2, 1]]
+    assert number_edges(paths, history=2) == [[0, 1], [2, 3]]
 
 
 def test_salt_by_token_is_salt_by_step() -> None:
@@ -192,9 +192,9 @@ def test_actions_from_one_state_are_compared(order: list[int]) -> None:
 def test_similar_states_of_one_prompt_are_one() -> None:
     """`room 1` and `room 2` share 5 of 6 letters: a ratio of 10 / 12. Clusters do not cross prompts."""
     states = ["room 1", "room 2", "hall", "room 1"]
-    assert state_numbers(states, [0, 0, 0, 1]) == [0, 1, 2, 3]
-    assert state_numbers(states, [0, 0, 0, 1], similarity=0.8) == [0, 0, 1, 2]
-    assert state_numbers(states, [0, 0, 0, 0]) == [0, 1, 2, 0]
+    assert number_states(states, [0, 0, 0, 1]) == [0, 1, 2, 3]
+    assert number_states(states, [0, 0, 0, 1], similarity=0.8) == [0, 0, 1, 2]
+    assert number_states(states, [0, 0, 0, 0]) == [0, 1, 2, 0]
 
 
 def test_one_agent_with_one_call_each_is_grpo() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.evaluate.answers import vote_order, voted_answer
+from posttrain.evaluate.answers import extract_voted_answer, find_vote_extractors
 from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.load import load_reward
 
@@ -23,19 +23,19 @@ from posttrain.verify.load import load_reward
     ],
 )
 def test_voted_answer(completion: str, answer: str | None) -> None:
-    assert voted_answer(completion, finished=True) == answer
+    assert extract_voted_answer(completion, finished=True) == answer
 
 
 def test_a_completion_that_was_cut_votes_only_with_a_mark() -> None:
-    assert voted_answer("so far so", finished=False) is None
-    assert voted_answer("<answer>3</answer> and", finished=False) == "3"
+    assert extract_voted_answer("so far so", finished=False) is None
+    assert extract_voted_answer("<answer>3</answer> and", finished=False) == "3"
 
 
 def test_the_vote_is_taken_where_the_reward_looks() -> None:
     text = "first 3, then 4"
-    assert voted_answer(text, finished=True, order=["boxed"]) is None
-    assert voted_answer(text, finished=True, order=["boxed", "last_number"]) == "4"
-    assert voted_answer(text, finished=False, order=["boxed", "last_number"]) is None
+    assert extract_voted_answer(text, finished=True, order=["boxed"]) is None
+    assert extract_voted_answer(text, finished=True, order=["boxed", "last_number"]) == "4"
+    assert extract_voted_answer(text, finished=False, order=["boxed", "last_number"]) is None
 
 
 def test_vote_order_is_the_correctness_rewards_own() -> None:
@@ -43,4 +43,4 @@ def test_vote_order_is_the_correctness_rewards_own() -> None:
     sections = [Reward(use="format.structure"), Reward(use="math.accuracy", correct=True)]
     set_ = [sections[0], sections[1].model_copy(update={"params": {"extract": ["hash"]}})]
     for given, order in ((sections, ("boxed",)), (set_, ["hash"]), (sections[:1], None)):
-        assert vote_order(given, [load_reward(section, None) for section in given]) == order
+        assert find_vote_extractors(given, [load_reward(section, None) for section in given]) == order

@@ -19,7 +19,7 @@ from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate.consensus import arm_consensus
 from posttrain.evaluate.contamination import contamination_check, probe_question, split_text
 from posttrain.evaluate.efficiency import accuracy_capability, efficiency_metrics
-from posttrain.evaluate.habits import count_habits, habit_rates
+from posttrain.evaluate.habits import compute_habit_rates, count_habits
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Data
 
@@ -75,8 +75,8 @@ def test_the_long_chain_is_never_generated_where_the_three_agree() -> None:
 def test_habits_are_counted() -> None:
     trace = "First, we add. Let me check that. Wait, that does not work; go back. To get 24 we need 6 * 4."
     assert count_habits(trace) == {"verification": 1, "backtracking": 3, "subgoals": 1, "backward_chaining": 1}
-    assert habit_rates([trace, "7"])["backtracking"] == {"count": 1.5, "share": 0.5}
-    assert habit_rates([]) == {}
+    assert compute_habit_rates([trace, "7"])["backtracking"] == {"count": 1.5, "share": 0.5}
+    assert compute_habit_rates([]) == {}
 
 
 def test_random_calculation_answers_are_exact() -> None:

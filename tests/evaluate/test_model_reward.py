@@ -191,5 +191,5 @@ def test_trained_and_used_in_one_pipeline(tmp_path):
     (step,) = read_metrics(tmp_path / "run" / "seed-0" / "rl")
     assert step["rewards/reward_model/mean"] == pytest.approx(step["reward"]) and step["reward"] != 0
     wrong = {**policy, "model": {"path": "stage:rm"}}
-    with pytest.raises(RecipeError, match="makes no model"):
+    with pytest.raises(RecipeError, match="does not produce a model"):
         load_dict({"stage": "pipeline", "stages": [trained, wrong]}, base_dir=tmp_path, where="test")

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.data.rows import load_rows
 from posttrain.errors import Interrupted, RecipeError, RewardError, UserError
-from posttrain.evaluate.compare import compare, problem_values
+from posttrain.evaluate.compare import compare, read_problem_values
 from posttrain.evaluate.run import remarks
 from posttrain.evaluate.trained_rows import count_trained_rows
 from posttrain.recipe.sections import Data
@@ -271,7 +271,7 @@ def test_compare_pairs_problems(scripted, evaluate: Evaluate, folder: Path) -> N
     assert (result["diff"], result["low"], result["high"], result["problems"]) == (0.5, 0.5, 0.5, 6)
     assert not result["informative"]
     with pytest.raises(UserError, match="no metric speed"):
-        problem_values(folder / "before", "speed")
+        read_problem_values(folder / "before", "speed")
     with pytest.raises(UserError, match="no finished evaluation"):
         compare(folder / "before", folder / "nowhere")
 

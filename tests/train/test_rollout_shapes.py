@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from posttrain.advantage.anytime import advantage_at_budgets, budget_relative, decay_exits
-from posttrain.advantage.segments import advantage_of_trajectory
+from posttrain.advantage.segments import normalize_rollouts
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.errors import RecipeError
 from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
@@ -404,9 +404,9 @@ def test_a_rollout_counts_once_however_many_rows_it_has() -> None:
         trajectory_ids=torch.tensor([4, 4, 9, 4, 2]),
         step_ids=torch.tensor([2, 0, 0, 1, 0]),
     )
-    found = advantage_of_trajectory(batch, eps=0.0)
+    found = normalize_rollouts(batch, eps=0.0)
     assert found.tolist() == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5, 0.0])
-    assert advantage_of_trajectory(batch, norm_std=False).tolist() == [0.5, 0.5, -0.5, 0.5, 0.0]
+    assert normalize_rollouts(batch, norm_std=False).tolist() == [0.5, 0.5, -0.5, 0.5, 0.0]
 
 
 def test_each_rollout_weighs_the_same_however_the_batch_is_cut() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.advantage.segments import advantage_from_role
+from posttrain.advantage.segments import normalize_role_calls
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.errors import RecipeError, UserError
 from posttrain.models import load as models
@@ -358,10 +358,10 @@ def test_the_planners_advantage_is_that_of_all_calls_of_its_rollout() -> None:
         roles=("executor", "planner"),
     )
     half = 0.5**0.5
-    found = advantage_from_role(batch, eps=0.0)
+    found = normalize_role_calls(batch, eps=0.0)
     assert found.tolist() == pytest.approx([half, half, half, 0.0, -half, -half])
     with pytest.raises(UserError, match="no call of a role `judge`"):
-        advantage_from_role(batch, role="judge")
+        normalize_role_calls(batch, role="judge")
 
 
 def test_braces_of_latex_stay_in_a_prompt() -> None:
