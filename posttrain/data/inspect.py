@@ -262,6 +262,7 @@ def _last_trained(example: Example) -> int:
 
 
 def _check(name: str, ok: bool, text: str) -> dict[str, Any]:
+    """Return one entry of the report's checks."""
     return {"name": name, "ok": ok, "text": text}
 
 

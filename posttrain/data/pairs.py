@@ -245,6 +245,7 @@ def win_rates(scores: Table) -> WinRates:
 
 
 def _sigmoid(x: float) -> float:
+    """Return the logistic function without overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 

@@ -110,7 +110,7 @@ class Turn(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Message as stored in a row."""
+        """Return the message as stored in a row."""
         return {"role": self.role, "content": self.content, "train": self.trained}
 
 

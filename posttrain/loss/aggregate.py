@@ -55,8 +55,8 @@ def totals(mask: Tensor, count_empty_rows: bool = True, trajectory_tokens: Tenso
     """
     lengths = mask.bool().sum(-1)
     rows = lengths.numel() if count_empty_rows else int((lengths > 0).sum())
-    whole = lengths if trajectory_tokens is None else trajectory_tokens
-    trajectories = float((lengths / whole.clamp(min=1)).sum())
+    rollout_tokens = lengths if trajectory_tokens is None else trajectory_tokens
+    trajectories = float((lengths / rollout_tokens.clamp(min=1)).sum())
     return Totals(float(lengths.sum()), float(rows), trajectories=trajectories)
 
 
@@ -91,21 +91,21 @@ def aggregate(
     unknown mode or a missing norm_len.
     """
     mask = mask.bool()
-    chosen = torch.where(mask, values, 0.0)
+    masked = torch.where(mask, values, 0.0)
     rows = max(totals.rows, 1.0)
     if mode == "token_mean":
-        return chosen.sum() / max(totals.tokens, 1.0)
+        return masked.sum() / max(totals.tokens, 1.0)
     if mode == "local_token_mean":
-        return chosen.sum() / mask.sum().clamp(min=1) * (len(mask) / rows)
+        return masked.sum() / mask.sum().clamp(min=1) * (len(mask) / rows)
     if mode == "seq_mean_token_mean":
-        return (chosen.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / rows
+        return (masked.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / rows
     if mode == "seq_mean_token_sum":
-        return chosen.sum() / rows
+        return masked.sum() / rows
     if mode == "trajectory_mean":
-        whole = mask.sum(-1) if trajectory_tokens is None else trajectory_tokens
-        return (chosen.sum(-1) / whole.clamp(min=1)).sum() / (totals.trajectories or 1.0)
+        rollout_tokens = mask.sum(-1) if trajectory_tokens is None else trajectory_tokens
+        return (masked.sum(-1) / rollout_tokens.clamp(min=1)).sum() / (totals.trajectories or 1.0)
     if mode == "fixed":
         if norm_len is None:
             raise ValueError("aggregation `fixed` needs norm_len, a constant length such as max_new_tokens")
-        return chosen.sum() / (rows * norm_len)
+        return masked.sum() / (rows * norm_len)
     raise ValueError(f"unknown aggregation: {mode}")

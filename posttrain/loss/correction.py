@@ -48,7 +48,7 @@ def tis(
     1; ROLL vetoes at 1e-4. Stats [N,T]: `correction/weights`, `correction/cut` (share truncated or masked).
     """
     d, ratio = engine_ratio(batch, logp, level)
-    bounded = ratio.clamp(_low(clip_min), _high(clip_max))
+    bounded = ratio.clamp(_lower_bound(clip_min), _upper_bound(clip_max))
     outside = bounded != ratio
     weights = bounded if mode == "truncate" else torch.where(outside, 0.0, ratio)
     if veto is not None:
@@ -75,7 +75,7 @@ def reject(
     if batch.old_logp is None:
         raise ValueError("engine_ratio needs old_logp before tokens are selected")
     d, ratio = engine_ratio(batch, batch.old_logp, level)
-    kept = batch.mask & (ratio >= _low(clip_min)) & (ratio <= _high(clip_max))
+    kept = batch.mask & (ratio >= _lower_bound(clip_min)) & (ratio <= _upper_bound(clip_max))
     return Selection(kept if veto is None else kept & ~_has_below(d, batch.mask, veto), "kept")
 
 
@@ -104,8 +104,8 @@ def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float =
     needs=("rollout_logp",),
     exclusive=(ENGINE_RATIO,),
     note=(
-        "That the cap acts on the total ratio pi/mu is a guess: the paper was read through two write-ups that agree."
-        " Routing replay for mixtures of experts is not offered."
+        "That the cap acts on the total ratio pi/mu is inferred from two agreeing summaries of the paper."
+        " Routing replay for mixtures of experts is not implemented."
     ),
 )
 def minirl(
@@ -149,9 +149,11 @@ def _has_below(d: Tensor, mask: Tensor, threshold: float) -> Tensor:
     return (mask & (d.exp() < threshold)).any(-1, keepdim=True)
 
 
-def _low(bound: float | None) -> float:
+def _lower_bound(bound: float | None) -> float:
+    """Return the bound, or -inf for None."""
     return float("-inf") if bound is None else bound
 
 
-def _high(bound: float | None) -> float:
+def _upper_bound(bound: float | None) -> float:
+    """Return the bound, or inf for None."""
     return float("inf") if bound is None else bound

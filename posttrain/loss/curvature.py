@@ -21,8 +21,8 @@ CELLS = 8192  # tokens per chunk: allocating [N,T,K] for all rows costs a CPU mo
     paper="2510.00819",
     needs=("hidden", "topk_logp", "topk_chosen"),
     note=(
-        "The model of the step is plain gradient descent; Adam's (a function here, `filter_tokens`) needs top-k x"
-        " hidden moments for each run and is no recipe key."
+        "The predicted step is one of plain gradient descent. `filter_tokens` also supports Adam, which needs top-k x"
+        " hidden moments per run and has no recipe key."
     ),
 )
 def capo(
@@ -44,14 +44,14 @@ def capo(
     if batch.hidden is None or batch.topk_logp is None or batch.topk_chosen is None:
         raise ValueError("capo needs hidden states and the top-k log-probs")
     advantages = token_advantages(batch, batch.topk_logp[..., 0])
-    whole = (batch.topk_logp, batch.topk_chosen, batch.hidden, advantages, batch.mask)
+    inputs = (batch.topk_logp, batch.topk_chosen, batch.hidden, advantages, batch.mask)
     rows = max(1, CELLS // max(1, batch.mask.shape[1]))
     kept = [
         filter_tokens(
             logp.softmax(-1), *others, learning_rate=learning_rate,
             tau_fisher=tau_fisher, tau_hessian=tau_hessian, symmetric=symmetric,
         ).keep
-        for logp, *others in zip(*(x.split(rows) for x in whole), strict=True)
+        for logp, *others in zip(*(x.split(rows) for x in inputs), strict=True)
     ]  # fmt: skip
     return Selection(torch.cat(kept), "kept")
 
@@ -100,7 +100,7 @@ def filter_tokens(
     if optimizer == "sgd":
         u, scale = e, a * hidden.square().sum(-1)  # the shift itself is scale * u
         inner = e.square().sum(-1)
-        along = a * scale * inner
+        first_order = a * scale * inner
     else:
         if m is None or v is None:
             raise ValueError("the model of Adam's step needs its moments")
@@ -108,12 +108,12 @@ def filter_tokens(
         direction = adam_direction(g, m=m, v=v, step=step, beta1=beta1, beta2=beta2, eps=eps)
         u, scale = (direction * hidden[..., None, :]).sum(-1), torch.ones_like(a)
         inner = (e * u).sum(-1)
-        along = (g * direction).sum((-1, -2))
-    moved = (scale * inner).square()
+        first_order = (g * direction).sum((-1, -2))
+    shift_squared = (scale * inner).square()
     weighted = probs * u
     variance = scale.square() * ((weighted * u).sum(-1) - weighted.sum(-1).square())
-    fisher = learning_rate**2 * moved / 2
-    hessian = learning_rate * along + learning_rate**2 * a * (moved - variance) / 2
+    fisher = learning_rate**2 * shift_squared / 2
+    hessian = learning_rate * first_order + learning_rate**2 * a * (shift_squared - variance) / 2
     low = hessian > -tau_hessian if symmetric else hessian >= 0
     keep = mask & (fisher < tau_fisher) & low & (hessian < tau_hessian)
     return Curvature(torch.where(mask, fisher, 0.0), torch.where(mask, hessian, 0.0), keep)

@@ -36,7 +36,7 @@ Value = TypeVar("Value", float, Tensor)
     exclusive=(ENGINE_RATIO,),
     note=(
         "The proximal policy is the one whose log-probs are recomputed at the start of the step (old_logp); `ppo_ewma`"
-        " takes a slowly moving average. Rollouts of an older policy are those of `rollout.staleness: 1`."
+        " uses a moving average instead. `rollout.staleness: 1` gives rollouts of an older policy."
     ),
 )
 def decoupled_ppo(
@@ -56,14 +56,14 @@ def decoupled_ppo(
     Defaults are those of the paper's code. Stats are those of `clip`.
     """
     high = clip_low if clip_high is None else clip_high
-    own = torch.where(batch.mask, logp, 0.0)
-    behaviour = torch.maximum(behaviour_logp(batch, logp), own.detach() - math.log(cap))
+    current = torch.where(batch.mask, logp, 0.0)
+    behaviour = torch.maximum(behaviour_logp(batch, logp), current.detach() - math.log(cap))
     gap = token_log_ratio(batch, logp)
-    proximal = (own - gap).detach()
+    proximal = (current - gap).detach()
     clipped = gap.clamp(math.log1p(-clip_low) if clip_low < 1 else -LOG_RATIO_LIMIT, math.log1p(high))
     advantages = token_advantages(batch, logp)
     values = torch.maximum(
-        -advantages * bounded_exp(own - behaviour), -advantages * bounded_exp(clipped + proximal - behaviour)
+        -advantages * bounded_exp(current - behaviour), -advantages * bounded_exp(clipped + proximal - behaviour)
     )
     stats = clip_stats(bounded_exp(gap), advantages, clip_low, high)
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
@@ -76,9 +76,10 @@ def decoupled_ppo(
     needs=("rollout_logp", "prox_logp"),
     exclusive=(ENGINE_RATIO,),
     note=(
-        "The average is asked once a step, before its first update; the authors ask it again for every minibatch. decay"
-        " has no default in their code. As a stand-in for old log-probs that are lost it is the approximate repair of"
-        " arXiv 2605.12070. It costs one more copy of what is trained (small under LoRA) and one more pass."
+        "The averaged policy's log-probs are computed once per step, before its first update; the authors recompute"
+        " them for every minibatch. decay has no default in their code. As a replacement for missing old log-probs it"
+        " is the approximate repair of arXiv 2605.12070. It costs one more copy of the trained weights (small under"
+        " LoRA) and one more pass."
     ),
 )
 def ppo_ewma(
@@ -109,7 +110,7 @@ def ppo_ewma(
     needs=("rollout_logp",),
     exclusive=(ENGINE_RATIO,),
     note=(
-        "Read through a write-up of the paper. Rows are older than the policy with `replay: recent` or"
+        "Based on a summary of the paper. Rows are older than the policy with `replay: recent` or"
         " `rollout.staleness: 1`."
     ),
 )
@@ -122,12 +123,13 @@ def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
     those of `clip`, with `ratio` = exp(logp - old_logp) of this update.
     """
     ratio = bounded_exp(log_ratio_to_behaviour(batch, logp))
-    own = token_ratio(batch, logp)
+    current = token_ratio(batch, logp)
     centre = bounded_exp(log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)).detach()
     advantages = token_advantages(batch, logp)
     clipped = torch.minimum(torch.maximum(ratio, centre - clip), centre + clip)
     values = torch.maximum(-advantages * ratio, -advantages * clipped)
-    stats = {"ratio": own.detach(), "clip_ratio/region_mean": (-advantages * clipped > -advantages * ratio).to(logp)}
+    is_clipped = -advantages * clipped > -advantages * ratio
+    stats = {"ratio": current.detach(), "clip_ratio/region_mean": is_clipped.to(logp)}
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
 
 

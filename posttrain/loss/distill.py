@@ -34,8 +34,8 @@ def full_distill(
         shares = student.new_tensor([beta, 1 - beta]).log()
         middle = torch.logsumexp(torch.stack([teacher + shares[0], student + shares[1]]), 0)
         divergence = beta * _kl(teacher, middle) + (1 - beta) * _kl(student, middle)
-    kept = torch.where(mask.bool(), divergence, torch.zeros_like(divergence))
-    return Distilled(kept, kept.sum() / mask.sum().clamp(min=1))
+    trained = torch.where(mask.bool(), divergence, torch.zeros_like(divergence))
+    return Distilled(trained, trained.sum() / mask.sum().clamp(min=1))
 
 
 class Sampled(NamedTuple):
@@ -52,10 +52,10 @@ def sampled_distill(logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Sampled
     In expectation its gradient is that of the reverse KL of each token. Log-ratios are limited to +-20 (this project's
     choice).
     """
-    kept = mask.bool()
+    trained = mask.bool()
     ratio = (teacher_logp - logp.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    advantages = torch.where(kept, ratio, torch.zeros_like(ratio))
-    terms = torch.where(kept, advantages * logp, torch.zeros_like(logp))
+    advantages = torch.where(trained, ratio, torch.zeros_like(ratio))
+    terms = torch.where(trained, advantages * logp, torch.zeros_like(logp))
     return Sampled(advantages, -terms.sum() / mask.sum().clamp(min=1))
 
 

@@ -77,7 +77,7 @@ def pseudo_rewards(log_t: Tensor, divergence: Divergence) -> Tensor:
     "gdc",
     paper="2205.11275",
     needs=("groups", "ref_logp", "every_row", "own_credit"),
-    note="The loss is that of the authors' toolkit for f-DPG; a fixed baseline stands for its moving average.",
+    note="The loss is that of the authors' toolkit for f-DPG; a fixed baseline replaces its moving average.",
 )
 def gdc(
     batch: RolloutBatch,

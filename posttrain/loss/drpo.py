@@ -18,7 +18,7 @@ from posttrain.registry import register
     paper="2510.04474",
     needs=("groups", "correct", "own_credit"),
     note=(
-        "The KL is measured over the groups of one forward pass. The released code's loss differs by a constant; the"
+        "The KL is the mean over the groups of one forward pass. The released code's loss differs by a constant; the"
         " gradient is the same."
     ),
 )
@@ -45,13 +45,15 @@ def drpo(
     and stats [K]: `drpo/gap`, `drpo/kl`.
     """
     key, groups = group_key(batch.group_ids)
-    right, wrong = classes(batch)
-    rights, wrongs = group_total(right, key, groups), group_total(wrong, key, groups)
+    correct, wrong = classes(batch)
+    correct_count, wrong_count = group_total(correct, key, groups), group_total(wrong, key, groups)
     scores = row_mean(logp, batch.mask)
     weights = drpo_weights(batch, lam=lam, max_length=max_length).to(scores)
     pull = group_total(weights * scores, key, groups)
     gap = torch.where(
-        (rights > 0) & (wrongs > 0), pull - tau * log_mean_exp(scores / tau, wrong, key, groups, wrongs), 0.0
+        (correct_count > 0) & (wrong_count > 0),
+        pull - tau * log_mean_exp(scores / tau, wrong, key, groups, wrong_count),
+        0.0,
     )
     kl = kl_to_old(batch, logp, kl_type=kl_type)
     trust = (kl_beta * (kl.detach() - kl_delta)).clamp(min=0) * kl
@@ -61,10 +63,10 @@ def drpo(
 def drpo_weights(batch: RolloutBatch, *, lam: float, max_length: float | None = None) -> Tensor:
     """Return w [N], float64: sums to 1 over the correct rows of each group with both classes, 0 in all other rows."""
     key, groups = group_key(batch.group_ids)
-    right, wrong = classes(batch)
-    right = right & (group_total(wrong, key, groups) > 0)[key]
+    correct, wrong = classes(batch)
+    correct = correct & (group_total(wrong, key, groups) > 0)[key]
     longest = batch.mask.shape[1] if max_length is None else max_length
-    exponent = torch.where(right, (1 - batch.mask.sum(-1).double() / longest) / lam, -torch.inf)
+    exponent = torch.where(correct, (1 - batch.mask.sum(-1).double() / longest) / lam, -torch.inf)
     highest = exponent.new_full((groups,), -torch.inf).scatter_reduce(0, key, exponent, "amax")
-    shifted = torch.where(right, exponent - torch.where(right, highest[key], 0.0), -torch.inf).exp()
+    shifted = torch.where(correct, exponent - torch.where(correct, highest[key], 0.0), -torch.inf).exp()
     return shifted / group_total(shifted, key, groups)[key].clamp(min=torch.finfo(shifted.dtype).tiny)

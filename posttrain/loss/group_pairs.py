@@ -26,8 +26,8 @@ from posttrain.registry import register
     paper="2406.19185",
     needs=("groups", "ref_logp", "every_row", "own_credit"),
     note=(
-        "Read through summaries of the paper and derived again. The paper does not state beta; another model's report"
-        " divides by group size - 1 instead of taking the mean over pairs."
+        "Derived again from summaries of the paper. The paper does not state beta; another model's report divides by"
+        " group size - 1 instead of taking the mean over pairs."
     ),
 )
 def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
@@ -40,9 +40,9 @@ def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
     """
     u = log_ratio_to_reference(batch, logp).sum(-1)
     first, second = pairs(batch)
-    rewards = _rewards(batch).to(u.dtype)
-    gap, won = u[first] - u[second], rewards[first] - rewards[second]
-    return _mean_by_group(batch, first, contrastive(gap, won, beta), {"copg/gap": gap.detach().abs()})
+    rewards = _require_rewards(batch).to(u.dtype)
+    gap, reward_gap = u[first] - u[second], rewards[first] - rewards[second]
+    return _mean_by_group(batch, first, contrastive(gap, reward_gap, beta), {"copg/gap": gap.detach().abs()})
 
 
 @register(
@@ -68,17 +68,18 @@ def p3o(
     prompt. Make one update per step: sequence ratios explode. Stat: `p3o/ratio`.
     """
     log_ratio = token_log_ratio(batch, logp).sum(-1)
-    rewards = regularised_rewards(batch, _old(batch, logp), beta=beta).to(log_ratio.dtype)
+    rewards = regularised_rewards(batch, _old_logp(batch, logp), beta=beta).to(log_ratio.dtype)
     first, second = pairs(batch)
-    won = rewards[first] - rewards[second]
+    reward_gap = rewards[first] - rewards[second]
     if variant == "v1":
         ratio = bounded_exp(log_ratio)
-        values = clipped_surrogate(ratio[first], won, clip, clip) + clipped_surrogate(ratio[second], -won, clip, clip)
-        shown = ratio[first]
+        values = clipped_surrogate(ratio[first], reward_gap, clip, clip)
+        values = values + clipped_surrogate(ratio[second], -reward_gap, clip, clip)
+        reported_ratio = ratio[first]
     else:
-        shown = bounded_exp(log_ratio[first] - log_ratio[second])
-        values = clipped_surrogate(shown, won, clip, clip)
-    return _mean_by_group(batch, first, values / 2, {"p3o/ratio": shown.detach()})
+        reported_ratio = bounded_exp(log_ratio[first] - log_ratio[second])
+        values = clipped_surrogate(reported_ratio, reward_gap, clip, clip)
+    return _mean_by_group(batch, first, values / 2, {"p3o/ratio": reported_ratio.detach()})
 
 
 @register(
@@ -87,8 +88,8 @@ def p3o(
     paper="2504.04524",
     needs=("groups", "ref_logp", "every_row", "own_credit"),
     note=(
-        "The trust region is the regulariser `kl_old`. Without a single pair in the batch the authors' code takes a"
-        " loss without beta; so does this."
+        "The trust region is the regulariser `kl_old`. If the batch has no pair, the loss has no beta, as in the"
+        " authors' code."
     ),
 )
 def trpa(
@@ -133,7 +134,7 @@ def levels(batch: RolloutBatch, level: str | None) -> tuple[Tensor, Tensor]:
         return rank, rank == 1
     if batch.correct is None:
         raise ValueError("trpa needs to know which rows are correct, or a component with levels")
-    return -_rewards(batch), batch.correct > 0.5
+    return -_require_rewards(batch), batch.correct > 0.5
 
 
 def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, T
 
     Without `ordered`: unordered pairs of scored rows. With `ordered` [N]: pairs whose first row has the smaller value.
     """
-    rank = _rewards(batch) if ordered is None else ordered
+    rank = _require_rewards(batch) if ordered is None else ordered
     rows = torch.arange(len(batch), device=rank.device)
     scored = ~rank.isnan()
     allowed = (batch.group_ids[:, None] == batch.group_ids) & scored[:, None] & scored
@@ -152,28 +153,28 @@ def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, T
 
 def regularised_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:
     """Return reward - beta * sum over the row of logp - ref_logp [N], detached."""
-    return (_rewards(batch) - beta * log_ratio_to_reference(batch, logp).sum(-1)).detach()
+    return (_require_rewards(batch) - beta * log_ratio_to_reference(batch, logp).sum(-1)).detach()
 
 
 def _mean_by_group(batch: RolloutBatch, first: Tensor, values: Tensor, stats: dict[str, Tensor]) -> GroupLoss:
     """Return means by group of values [P]; a group is weighted by its number of pairs, and is 0 without pairs."""
     key, groups = group_key(batch.group_ids)
-    where = key[first]
-    count = group_total(torch.ones_like(where), where, groups)
+    group = key[first]
+    count = group_total(torch.ones_like(group), group, groups)
 
     def mean(x: Tensor) -> Tensor:
-        return group_total(x, where, groups) / count.clamp(min=1)
+        return group_total(x, group, groups) / count.clamp(min=1)
 
     return GroupLoss(mean(values), {name: mean(x) for name, x in stats.items()}, weights=count)
 
 
-def _rewards(batch: RolloutBatch) -> Tensor:
+def _require_rewards(batch: RolloutBatch) -> Tensor:
     """Return the batch's rewards [N], detached."""
     if batch.rewards is None:
         raise ValueError("the batch has no rewards")
     return batch.rewards.detach()
 
 
-def _old(batch: RolloutBatch, logp: Tensor) -> Tensor:
+def _old_logp(batch: RolloutBatch, logp: Tensor) -> Tensor:
     """Return old_logp [N,T], or the detached logp without it."""
     return logp.detach() if batch.old_logp is None else batch.old_logp

@@ -27,8 +27,8 @@ Score = Literal["logL", "Lratio"]
     paper="2505.12366",
     needs=("groups", "correct", "every_row", "own_credit"),
     note=(
-        "The penalty's gradient is that of the released code, half of what the paper prints. The released code takes"
-        " disco_b for `disco` with Lratio; the formula is built here. The KL is measured over the groups of one forward"
+        "The penalty's gradient is that of the released code, half of the paper's. The released code uses disco_b for"
+        " `disco` with Lratio; here the paper's formula is used. The KL is the mean over the groups of one forward"
         " pass."
     ),
 )

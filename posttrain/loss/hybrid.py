@@ -44,13 +44,13 @@ def rl_plus(
     high = clip_low if clip_high is None else clip_high
     advantages = token_advantages(batch, logp)
     ratio = token_ratio(batch, logp)
-    own = -advantages * ratio if remove_clip else clipped_surrogate(ratio, advantages, clip_low, high)
-    p = torch.where(external, logp, 0.0).exp()
+    own_loss = -advantages * ratio if remove_clip else clipped_surrogate(ratio, advantages, clip_low, high)
+    prob = torch.where(external, logp, 0.0).exp()
     old = logp.detach() if batch.old_logp is None else batch.old_logp.detach()
-    p_old = torch.where(external, old, 0.0).exp()
-    mixture = 2 * p / (p_old + 0.5 * (p_old + 1))
-    focus = (1 - p.detach()).clamp(min=0) ** gamma
-    values = torch.where(external, -advantages * focus * mixture, own)
+    prob_old = torch.where(external, old, 0.0).exp()
+    mixture = 2 * prob / (prob_old + 0.5 * (prob_old + 1))
+    focus = (1 - prob.detach()).clamp(min=0) ** gamma
+    values = torch.where(external, -advantages * focus * mixture, own_loss)
     stats = {"off_policy_ratio": torch.where(external, mixture.detach(), 0.0)}
     stats |= clip_stats(ratio, advantages, clip_low, high)
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
@@ -62,8 +62,8 @@ def rl_plus(
     paper="2506.13923",
     needs=("hinted", "old_logp"),
     note=(
-        "The authors' quantile runs over padding too; here it is over the hinted tokens of a micro-batch, as theirs is"
-        " over one, so `percentile` depends on batch.micro_tokens and on the number of ranks."
+        "The authors' quantile includes padding; here it is over the hinted tokens. Both are over one micro-batch, so"
+        " `percentile` depends on batch.micro_tokens and on the number of ranks."
     ),
 )
 def guide(
@@ -85,13 +85,13 @@ def guide(
     high = clip_low if clip_high is None else clip_high
     advantages, ratio = token_advantages(batch, logp), token_ratio(batch, logp)
     hinted = torch.zeros_like(batch.mask) if batch.hinted is None else batch.mask & batch.hinted.bool()[:, None]
-    shaped = ratio**value if strategy == "power" else ratio / (ratio + _shift(ratio, hinted, strategy, value))
+    shaped = ratio**value if strategy == "power" else ratio / (ratio + _ratio_offset(ratio, hinted, strategy, value))
     values = torch.where(hinted, -advantages * shaped, clipped_surrogate(ratio, advantages, clip_low, high))
     stats = {"guide/shaped": torch.where(hinted, shaped.detach(), 0.0), **clip_stats(ratio, advantages, clip_low, high)}
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
 
 
-def _shift(ratio: Tensor, hinted: Tensor, strategy: str, value: float) -> Tensor | float:
+def _ratio_offset(ratio: Tensor, hinted: Tensor, strategy: str, value: float) -> Tensor | float:
     """Return the offset in s(r) = r / (r + offset): `value`, or its quantile of the ratios of hinted tokens."""
     chosen = ratio.detach()[hinted]
     if strategy == "constant" or not len(chosen):

@@ -100,8 +100,8 @@ def nash_advantages(
     paper="2505.19731",
     needs=("ref_logp", "opponent_logp", "every_row"),
     note=(
-        "The step is rebuilt from the objective; the paper's own sampling step was not seen, and the pace of the"
-        " opponent (`opponent.ema`) is this project's."
+        "The step is rebuilt from the objective; the paper's own sampling step was not available. The update rate of"
+        " the opponent (`opponent.ema`) is this project's choice."
     ),
 )
 def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float = 1.0) -> TokenLoss:
@@ -115,13 +115,13 @@ def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float 
     """
     if batch.opponent_logp is None or batch.ref_logp is None:
         raise ValueError("nash_mp needs the log-probs of the reference and of the opponent")
-    own, ref, theirs = (
+    current, ref, opponent = (
         torch.where(batch.mask, x, 0.0).sum(-1) for x in (logp.detach(), batch.ref_logp, batch.opponent_logp)
     )
     margin = token_advantages(batch, logp)
-    pulled = nash_advantages(own, ref, theirs, torch.zeros_like(own), beta=beta, eta=eta)
+    pulled = nash_advantages(current, ref, opponent, torch.zeros_like(current), beta=beta, eta=eta)
     values = torch.where(batch.mask, -(margin + pulled[:, None]) * logp, 0.0)
-    return TokenLoss(values, {"nash_mp/ref": own - ref, "nash_mp/opponent": own - theirs})
+    return TokenLoss(values, {"nash_mp/ref": current - ref, "nash_mp/opponent": current - opponent})
 
 
 def extrapolate(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:

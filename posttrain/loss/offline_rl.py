@@ -247,8 +247,8 @@ def advantage_gaps(
     paper="2412.18279",
     needs=("rewards", "ref_logp", "values", "turn_ids", "every_row", "own_mean", "frozen_critic", "own_credit"),
     note=(
-        "The paper calls it DAPO; it is not DAPO's clip. Its scaling and what a step is are this project's reading of"
-        " summaries. beta is not stated."
+        "The paper calls it DAPO; it is unrelated to DAPO's clip. Scaling and the definition of a step are inferred"
+        " from summaries. The paper does not state beta."
     ),
 )
 def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> TokenLoss:
@@ -265,15 +265,15 @@ def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.
         raise ValueError("direct_advantage needs rewards and a critic's values")
     steps = find_steps(batch.replace(mask=batch.mask & ~batch.rewards.isnan()[:, None]))
     mask = steps.number < steps.valid.shape[1]
-    own = steps.sum(torch.where(mask, logp, 0.0))
+    current = steps.sum(torch.where(mask, logp, 0.0))
     ref = steps.sum(torch.where(mask, _reference(batch), 0.0))
     values = steps.first(torch.where(mask, torch.sigmoid(batch.values.to(logp.dtype)), 0.0))
     rewards = batch.rewards.nan_to_num(0.0).to(logp.dtype)
-    advantages, gap = advantage_gaps(own, ref, values, rewards, steps.valid, beta=beta)
+    advantages, gap = advantage_gaps(current, ref, values, rewards, steps.valid, beta=beta)
     count = steps.valid.sum(-1).clamp(min=1)
     stats = {
         "direct_advantage/error": gap.detach().square().sum(-1) / count,
-        "direct_advantage/margin": (advantages * torch.where(steps.valid, (own - ref).detach(), 0.0)).sum(-1),
+        "direct_advantage/margin": (advantages * torch.where(steps.valid, (current - ref).detach(), 0.0)).sum(-1),
     }
     return TokenLoss(steps.scatter(gap.square() / 2), stats, counted=steps.starts)
 

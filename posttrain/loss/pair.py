@@ -165,10 +165,10 @@ def orpo(batch: PairBatch, *, beta: float = 0.1, eps: float = 1e-7) -> PairLoss:
     """
     means = per_token(batch, batch.chosen_logp, batch.rejected_logp, "orpo")
     chosen, rejected = (limit_value(m, -torch.inf, -eps) for m in means)
-    odds = [m - torch.log(-torch.expm1(m)) for m in (chosen, rejected)]
-    ratio = odds[0] - odds[1]
-    shown = {**stats(chosen, rejected, beta), "log_odds_ratio": ratio.detach()}
-    return PairLoss(-chosen - beta * logsigmoid(ratio), shown)
+    log_odds = [m - torch.log(-torch.expm1(m)) for m in (chosen, rejected)]
+    ratio = log_odds[0] - log_odds[1]
+    reported = {**stats(chosen, rejected, beta), "log_odds_ratio": ratio.detach()}
+    return PairLoss(-chosen - beta * logsigmoid(ratio), reported)
 
 
 @register("pair_loss", "nca_pair", paper="2402.05369", needs=("ref_logp",))
@@ -217,10 +217,10 @@ def nll(batch: PairBatch, reduction: Literal["sum", "sequence", "token"]) -> Ten
         raise ValueError(f"a likelihood term by {reduction} needs the lengths of the chosen sides")
     if reduction == "sequence":
         return -batch.chosen_logp / batch.chosen_length.clamp(min=1)
-    whole = batch.mean_chosen_length
-    if whole is None:
-        whole = batch.chosen_length.sum().clamp(min=1) / max(len(batch.chosen_logp), 1)
-    return -batch.chosen_logp / whole
+    mean_length = batch.mean_chosen_length
+    if mean_length is None:
+        mean_length = batch.chosen_length.sum().clamp(min=1) / max(len(batch.chosen_logp), 1)
+    return -batch.chosen_logp / mean_length
 
 
 def log_ratios(batch: PairBatch) -> tuple[Tensor, Tensor]:

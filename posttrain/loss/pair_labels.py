@@ -32,12 +32,12 @@ def kto(
     sign = torch.where(good, 1.0, -1.0).to(h)
     weight = torch.where(good, desirable_weight, undesirable_weight).to(h)
     distance = sign * (h - z0)
-    shown = {
+    reported = {
         "kl": z0.expand(len(h)).to(h),
         "chosen_rewards": beta * h.detach(),
         "accuracy": (distance.detach() > 0).to(h.dtype),
     }
-    return PairLoss(weight * torch.sigmoid(-beta * distance), shown)
+    return PairLoss(weight * torch.sigmoid(-beta * distance), reported)
 
 
 def kl_baseline(logp: Tensor, ref_logp: Tensor | None) -> Tensor:

@@ -31,8 +31,8 @@ def sppo(batch: PairBatch, *, beta: float = 0.001, targets: Literal["soft", "sin
     and one minus it; `hard`: 1 and 0. TRL's sppo_hard omits the factor 1/2.
     """
     chosen, rejected = log_ratios(batch)
-    won, lost = _targets(batch, targets, chosen)
-    losses = ((chosen - (won - 0.5) / beta).square() + (rejected - (lost - 0.5) / beta).square()) / 2
+    win, rejected_win = _targets(batch, targets, chosen)
+    losses = ((chosen - (win - 0.5) / beta).square() + (rejected - (rejected_win - 0.5) / beta).square()) / 2
     return PairLoss(losses, stats(chosen, rejected, beta))
 
 
@@ -40,8 +40,8 @@ def _targets(batch: PairBatch, targets: str, like: Tensor) -> tuple[Tensor, Tens
     """Return the win rates of both sides [P]."""
     if targets == "hard":
         return torch.ones_like(like), torch.zeros_like(like)
-    won = _column(batch.chosen_win, "chosen_win")
-    return won, 1 - won if targets == "single" else _column(batch.rejected_win, "rejected_win")
+    win = _column(batch.chosen_win, "chosen_win")
+    return win, 1 - win if targets == "single" else _column(batch.rejected_win, "rejected_win")
 
 
 @register("pair_loss", "dno", paper="2404.03715", needs=("prev_logp",))
@@ -95,8 +95,8 @@ def inpo(
     paper="2509.23102",
     needs=("ref_logp", "history"),
     note=(
-        "The paper writes sums of log-probs and free weights; length_normalize, the fixed share of the reference and"
-        " the weights of the rest that add up to 1 are the released code's."
+        "The paper uses sums of log-probs and free weights; length_normalize, the fixed share of the reference and"
+        " history weights that add up to 1 follow the released code."
     ),
 )
 def mnpo(
@@ -196,13 +196,13 @@ def copg_pair(batch: PairBatch, *, beta: float = 0.1) -> PairLoss:
     It is IPO's square with the target dR / beta. Equal scores pull h to 0. The loss `copg` of rl is its form on groups.
     """
     a, b = log_ratios(batch)
-    won = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
-    return PairLoss(contrastive(a - b, won, beta), stats(a, b, beta))
+    score_gap = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
+    return PairLoss(contrastive(a - b, score_gap, beta), stats(a, b, beta))
 
 
-def contrastive(gap: Tensor, won: Tensor, beta: float) -> Tensor:
-    """Compute beta / 2 gap^2 - won gap, given the differences of log-ratios and of rewards of two samples."""
-    return beta / 2 * gap.square() - won * gap
+def contrastive(gap: Tensor, score_gap: Tensor, beta: float) -> Tensor:
+    """Compute beta / 2 gap^2 - score_gap gap, given the differences of log-ratios and of scores of two samples."""
+    return beta / 2 * gap.square() - score_gap * gap
 
 
 @register(
@@ -227,17 +227,17 @@ def p3o_pair(
     rl is its form on groups.
     """
     old_a, old_b = require_logp(batch.prev_chosen_logp), require_logp(batch.prev_rejected_logp)
-    won = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
+    score_gap = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
     if kl_coef:
-        won = won - kl_coef * (
+        score_gap = score_gap - kl_coef * (
             (old_a - require_logp(batch.ref_chosen_logp)) - (old_b - require_logp(batch.ref_rejected_logp))
         )
     a, b = batch.chosen_logp - old_a, batch.rejected_logp - old_b
     if variant == "joint":
-        losses = clipped_surrogate(bounded_exp(a - b), won / 2, clip_eps, clip_eps)
+        losses = clipped_surrogate(bounded_exp(a - b), score_gap / 2, clip_eps, clip_eps)
     else:
-        losses = clipped_surrogate(bounded_exp(a), won / 2, clip_eps, clip_eps)
-        losses = losses + clipped_surrogate(bounded_exp(b), -won / 2, clip_eps, clip_eps)
+        losses = clipped_surrogate(bounded_exp(a), score_gap / 2, clip_eps, clip_eps)
+        losses = losses + clipped_surrogate(bounded_exp(b), -score_gap / 2, clip_eps, clip_eps)
     return PairLoss(losses, stats(a, b, 1.0))
 
 
@@ -247,8 +247,8 @@ def p3o_pair(
     paper="2410.05255",
     needs=("ref_logp",),
     note=(
-        "Made for diffusion models; log-likelihood in place of denoising error, and the direction of the test, are this"
-        " project's reading."
+        "Made for diffusion models; log-likelihood instead of denoising error, and the direction of the test, are this"
+        " project's interpretation."
     ),
 )
 def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> PairLoss:

@@ -22,8 +22,8 @@ MAX_DIVERGENCE = 10.0  # upper limit of a token's divergence, in nats
     paper="2507.06448",
     needs=("masked_logp",),
     note=(
-        "Read from a summary of the paper. The pass with masked images is made once a step, before its first update,"
-        " and has no gradient; black squares and the bound of 10 are ours."
+        "Based on a summary of the paper. The pass with masked images runs once per step, before its first update,"
+        " without gradient; black squares and the limit of 10 are this project's choice."
     ),
 )
 def masked_kl(
@@ -56,8 +56,8 @@ def masked_kl(
     paper="2601.06801",
     needs=("perturbed_logp",),
     note=(
-        "Read from summaries of the paper. The pass with noisy images is made once a step, before its first update, and"
-        " has no gradient; the strength of the noise and the bound of 10 are ours."
+        "Based on summaries of the paper. The pass with noisy images runs once per step, before its first update,"
+        " without gradient; the strength of the noise and the limit of 10 are this project's choice."
     ),
 )
 def perturbed_kl(batch: RolloutBatch, logp: Tensor, *, noise: float = 0.1) -> TokenLoss:
@@ -77,5 +77,5 @@ def perturbed_kl(batch: RolloutBatch, logp: Tensor, *, noise: float = 0.1) -> To
 
 def _log_ratio(batch: RolloutBatch, logp: Tensor, changed: Tensor) -> Tensor:
     """Return logp - changed [N,T] limited to +-20 nats, 0 where the mask is 0."""
-    own = torch.where(batch.mask, logp, 0.0)
-    return (own - torch.where(batch.mask, changed.detach().to(logp.dtype), 0.0)).clamp(-20.0, 20.0)
+    current = torch.where(batch.mask, logp, 0.0)
+    return (current - torch.where(batch.mask, changed.detach().to(logp.dtype), 0.0)).clamp(-20.0, 20.0)

@@ -98,8 +98,8 @@ def entropy_bonus(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     "calibrl",
     needs=("expert_logp", "correct"),
     note=(
-        "Comparing two texts position by position means little beyond a rough scale. Past the expert's end the authors'"
-        " code reads padding; here its mean log-prob stands in, or everywhere with expert_baseline: mean."
+        "Comparing two texts position by position is only a rough scale. After the expert's end the authors' code reads"
+        " padding; here the expert's mean log-prob is used there, or everywhere with expert_baseline: mean."
     ),
 )
 def calibrl(
@@ -135,8 +135,8 @@ def calibrl(
     paper="2510.03865",
     needs=("tempered_ref_logp", "rewards", "every_row"),
     note=(
-        "The forward KL and the tempered reference come from a write-up of the paper; that the power is linear in the"
-        " reward, phi_min and the coefficient are guesses."
+        "The forward KL and the tempered reference come from a summary of the paper; the linear dependence of the power"
+        " on the reward, phi_min and the coefficient are guesses."
     ),
 )
 def forward_kl(

@@ -44,8 +44,8 @@ def gspo(
     if level == "sequence":
         ratio = seq_ratio[:, None].expand(logp.shape)
     else:
-        own = torch.where(batch.mask, logp, 0.0)
-        ratio = seq_ratio.detach()[:, None] * (own - own.detach()).exp()
+        current = torch.where(batch.mask, logp, 0.0)
+        ratio = seq_ratio.detach()[:, None] * (current - current.detach()).exp()
     return _surrogate(batch, logp, ratio, seq_ratio, clip_low, clip_low if clip_high is None else clip_high)
 
 

@@ -11,7 +11,7 @@ from posttrain.loss.clip import token_advantages, token_log_ratio
 from posttrain.registry import register
 
 
-@register("loss", "mhpo", paper="2603.16929", note="Read through two write-ups of the paper that agree.")
+@register("loss", "mhpo", paper="2603.16929", note="Based on two agreeing summaries of the paper.")
 def mhpo(
     batch: RolloutBatch,
     logp: Tensor,
@@ -49,7 +49,8 @@ def mhpo(
     "fiberpo",
     paper="2603.08239",
     note=(
-        "The paper states no c_pos, c_neg and epsilon: the defaults are untested. Its four-level form is not offered."
+        "The paper states no c_pos, c_neg and epsilon: the defaults are untested. The four-level form is not"
+        " implemented."
     ),
 )
 def fiberpo(

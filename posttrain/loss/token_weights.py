@@ -43,18 +43,18 @@ def weighted_nll(
     with normalize `weights` by the sum of the weights. `sequence`: the mean over rows of each row's mean; rows without
     trained tokens are ignored.
     """
-    kept = mask.bool()
-    terms = -torch.where(kept, logp, torch.zeros_like(logp))
+    trained = mask.bool()
+    terms = -torch.where(trained, logp, torch.zeros_like(logp))
     if weights is not None:
-        terms = terms * torch.where(kept, weights.detach(), torch.zeros_like(weights))
+        terms = terms * torch.where(trained, weights.detach(), torch.zeros_like(weights))
     if reduction == "sequence":
-        counts = kept.sum(1)
+        counts = trained.sum(1)
         means = terms.sum(1) / counts.clamp(min=1)
         return means.sum() / (counts > 0).sum().clamp(min=1)
     if normalize == "weights":
-        total = kept.sum() if weights is None else torch.where(kept, weights, torch.zeros_like(weights)).sum()
+        total = trained.sum() if weights is None else torch.where(trained, weights, torch.zeros_like(weights)).sum()
         return terms.sum() / torch.where(total > 0, total, torch.ones_like(total))
-    return terms.sum() / max(float(kept.sum()) if num_items is None else num_items, 1.0)
+    return terms.sum() / max(float(trained.sum()) if num_items is None else num_items, 1.0)
 
 
 @register("token_weight", "ce")
@@ -134,8 +134,8 @@ def action_aware(
     """
     weights = torch.zeros_like(rows.logp)
     for i, texts in enumerate(rows.texts or ()):
-        own = action_weights(texts, action_open, action_close, action_weight, ground_key, ground_weight)
-        weights[i, : len(own)] = rows.logp.new_tensor(own)
+        row_weights = action_weights(texts, action_open, action_close, action_weight, ground_key, ground_weight)
+        weights[i, : len(row_weights)] = rows.logp.new_tensor(row_weights)
     return weights * rows.mask.to(weights.dtype)
 
 
@@ -157,11 +157,11 @@ def action_weights(
     end = len(whole) if closing < 0 else closing
     key = whole.find(ground_key, start, end)
     ground = end + 1 if key < 0 else key + len(ground_key)
-    weights, place = [], 0
+    weights, offset = [], 0
     for text in texts:
-        inside = place >= start and place + len(text) <= end
-        weights.append((action_weight if inside else 1.0) * (ground_weight if inside and place >= ground else 1.0))
-        place += len(text)
+        inside = offset >= start and offset + len(text) <= end
+        weights.append((action_weight if inside else 1.0) * (ground_weight if inside and offset >= ground else 1.0))
+        offset += len(text)
     return weights
 
 

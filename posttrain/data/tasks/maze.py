@@ -28,7 +28,7 @@ MAX_MARGIN = 50  # cells around the path's bounding box
 MAX_TRIES = 2000  # random paths tried for one problem
 
 
-@register("task", "ariadne", paper="2511.00710", note="How the pictures look is ours.")
+@register("task", "ariadne", paper="2511.00710", note="The design of the pictures is this project's choice.")
 def ariadne(
     level: int,
     draw: random.Random,

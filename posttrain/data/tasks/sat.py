@@ -19,7 +19,7 @@ _PROMPT = (
 )
 
 
-@register("task", "saturn", paper="2505.16368", note="The paper's stages lie close together: (3, 5, 5), (3, 5, 6).")
+@register("task", "saturn", paper="2505.16368", note="The paper's stages differ little: (3, 5, 5), (3, 5, 6).")
 def saturn(
     level: int,
     draw: random.Random,

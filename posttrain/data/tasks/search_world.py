@@ -85,7 +85,9 @@ MAX_ENTITIES = 1_000_000
 MAX_TRIES = 2000  # random paths tried for one question
 
 
-@register("task", "searchgym", paper="2601.14615", note="The paper's sizes, relations and documents are not known.")
+@register(
+    "task", "searchgym", paper="2601.14615", note="The paper does not publish its sizes, relations and documents."
+)
 def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int = 400) -> dict[str, Any]:
     """Generate a question of level + 1 hops through a world of invented facts, answerable only from its documents.
 

@@ -56,7 +56,10 @@ def find_names(sentence: str, common: set[str]) -> list[str]:
 
 
 @register(
-    "task", "asearcher", paper="2508.07976", note="Rules make the questions, no language model; nothing is blurred."
+    "task",
+    "asearcher",
+    paper="2508.07976",
+    note="Rules generate the questions instead of a language model; nothing is blurred.",
 )
 def asearcher(level: int, draw: random.Random, *, folder: Path) -> dict[str, Any]:
     """Generate a gap in a sentence of the documents, with `level` other names hidden behind clues. Score with
