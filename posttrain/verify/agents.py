@@ -22,8 +22,7 @@ class Step(NamedTuple):
 
 
 def read_step(text: str, available: bool) -> Step:
-    """Parse a step: one non-blank meta tag followed by one non-blank action; anything else gives `none` and is not
-    valid."""
+    """Parse a step: a non-blank meta tag, then a non-blank action; anything else gives the tag `none`, not valid."""
     blocks = _BLOCK.findall(text)
     if len(blocks) != 2 or blocks[1][0] != "action" or blocks[0][0] == "action":
         return Step("none", "", False)
@@ -123,8 +122,9 @@ def persona_faithfulness(
 def planner_executor_reward(
     planner: str, executors: Sequence[str], answer: str | Sequence[str], *, refine_bonus: float = 0.5
 ) -> dict[str, float]:
-    """Score a planner and the executors of its tasks (CoDA): {"reward", "f1", "planner_format", "executor_format",
-    "refine"}.
+    """Score a planner and the executors of its tasks (CoDA).
+
+    Returns {"reward", "f1", "planner_format", "executor_format", "refine"}.
 
     reward: 6 f1 - 3 + planner_format + executor_format + refine_bonus * refine. f1: of the planner's last answer.
     planner_format: 1 if think, task and answer occur and each opens as often as it closes; executor_format: mean over

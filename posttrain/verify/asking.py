@@ -14,10 +14,10 @@ async def ask_all(
     endpoint: server.Settings, texts: Sequence[str], seeds: Sequence[int], concurrency: int
 ) -> list[server.Reply]:
     """Ask the endpoint every text with every seed, with at most `concurrency` requests of this worker at a time."""
-    loop, threads, place = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
+    loop, threads, server_settings = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
     chats = [([{"role": "user", "content": text}], seed) for text in texts for seed in seeds]
     return await asyncio.gather(
-        *(loop.run_in_executor(threads, server.ask, place, messages, seed) for messages, seed in chats)
+        *(loop.run_in_executor(threads, server.ask, server_settings, messages, seed) for messages, seed in chats)
     )
 
 
@@ -27,8 +27,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 
 def reply_summary(replies: Sequence[server.Reply], scores: Sequence[float | None]) -> dict[str, float | None]:
-    """Return {"reward": mean of the parsed scores, "unparsed": share not parsed, "cached": share of replies from the
-    cache}."""
+    """Return {"reward": mean of parsed scores, "unparsed": share, "cached": share of replies from the cache}."""
     read = [score for score in scores if score is not None]
     return {
         "reward": sum(read) / len(read) if read else None,

@@ -114,8 +114,10 @@ def find_doubts(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> lis
 
 
 def script_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[Doubt]:
-    """Collect the results of the script's `DOUBT(row, **params)`, which returns "" for a good gold answer. These doubts
-    never stop a run."""
+    """Collect the results of the script's `DOUBT(row, **params)`, which returns "" for a good gold answer.
+
+    These doubts never stop a run.
+    """
     doubt = _script_attribute(reward, "DOUBT")
     row_numbers: dict[str, list[int]] = {}
     for number, row in enumerate(rows if callable(doubt) else ()):
@@ -148,8 +150,11 @@ def reads_maths(reward: LoadedReward) -> bool:
 
 
 def judged_elsewhere(scorer: Scorer, row: Row) -> bool:
-    """Return whether another reward judges this row of mixed data: a column of the correctness component is null, and
-    another component with nonzero weight that knows gold answers has all its columns."""
+    """Return whether another reward judges this row of mixed data.
+
+    A column of the correctness component is null in the row, and another component with nonzero weight that knows gold
+    answers has all its columns.
+    """
 
     def applies(reward: LoadedReward) -> bool:
         return all(row.get(column) is not None for column in reward.columns)
@@ -173,8 +178,9 @@ class Golds(NamedTuple):
 
 
 def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
-    """Split the rows into those with a gold answer that a completion can be compared with, and those without, if the
-    reward reads the gold column.
+    """Split the rows by whether a completion can be compared with their gold answer.
+
+    Rows count as unusable only if the reward reads the gold column.
 
     Raises RewardError if the column holds dicts and the reward's annotation does not accept dicts.
     """
@@ -223,8 +229,7 @@ def spread_evenly(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def check_gold_calls(scorer: Scorer, rows: Sequence[Row]) -> None:
-    """Raise RewardError if every way of writing the first gold answer raises, or if every way exceeds the time
-    limit."""
+    """Raise RewardError if every way of writing the first gold answer raises or exceeds the time limit."""
     row = next((row for row in rows if WRITERS["plain"](row) is not None), None)
     if row is None:
         return
@@ -270,8 +275,7 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
 
 
 def find_script_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
-    """Return the `GOLD` writer of the reward's script, a function or a dict of functions by reward name; None if there
-    is none.
+    """Return the `GOLD` writer of the reward's script (a function or a dict by reward name), or None.
 
     The writer's column is the first of `answer` and the columns the reward reads that changes its output, else
     `answer`.
@@ -312,8 +316,7 @@ def call_correctness(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> li
 
 
 def explain_failure(result: Result) -> str:
-    """Format why a call failed: `: ValueError: ...` for an error, `: the call took too long` for a timeout, ''
-    otherwise."""
+    """Format why a call failed: `: ValueError: ...` or `: the call took too long`; '' if it did not fail."""
     if result.kind == "timeout":
         return ": the call took too long"
     lines = str(result.value).strip().splitlines() if result.kind == "error" else []
@@ -335,8 +338,10 @@ def explain_bad_gold(scores: Mapping[str, float | None], correct_at: float) -> s
 
 
 def _bad_gold_error(audit: Audit, name: str, column: str, limit: float) -> RewardError:
-    """Build the RewardError for too many bad gold answers, with the first bad rows. column: column that holds the gold
-    answers."""
+    """Build the RewardError for too many bad gold answers, with the first bad rows.
+
+    column: column that holds the gold answers.
+    """
     rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")

@@ -37,8 +37,10 @@ _LINE = re.compile(
 
 
 def read_probabilities(reply: str, count: int) -> list[tuple[float, float, float]] | None:
-    """Parse (relevant, entailed, contradicted) for each of `count` statements; None unless every number from 1 to
-    `count` occurs exactly once, with probabilities in [0, 1]."""
+    """Parse (relevant, entailed, contradicted) for each of `count` statements.
+
+    None unless every number from 1 to `count` occurs exactly once, with probabilities in [0, 1].
+    """
     found = {int(number): (float(a), float(b), float(c)) for number, a, b, c in _LINE.findall(reply)}
     if len(_LINE.findall(reply)) != count or sorted(found) != list(range(1, count + 1)):
         return None
@@ -47,14 +49,13 @@ def read_probabilities(reply: str, count: int) -> list[tuple[float, float, float
 
 
 def turns_so_far(transcript: Sequence[Message], parts: Sequence[str]) -> list[str]:
-    """Return the conversation up to the end of each model turn, including the tool results and observations after that
-    turn.
+    """Return the conversation up to the end of each model turn, with the tool results and observations after it.
 
     Without a matching transcript, return the concatenated parts up to each turn.
     """
-    said = [message for message in transcript if message.role != "prompt"]
-    starts = [place for place, message in enumerate(said) if message.role == "model"]
+    turns = [message for message in transcript if message.role != "prompt"]
+    starts = [index for index, message in enumerate(turns) if message.role == "model"]
     if len(starts) != len(parts):
         return ["\n".join(parts[: number + 1]) for number in range(len(parts))]
-    ends = [*starts[1:], len(said)]
-    return ["\n".join(f"{m.role}: {m.text}" for m in said[:end]) for end in ends]
+    ends = [*starts[1:], len(turns)]
+    return ["\n".join(f"{m.role}: {m.text}" for m in turns[:end]) for end in ends]

@@ -46,6 +46,8 @@ def in_base_ten(text: str) -> str:
 
 
 def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) -> bool:
-    """Return whether each number with a base occurs in the gold answer with that base. Base ten may be omitted
-    there."""
+    """Return whether each number with a base occurs in the gold answer with that base.
+
+    Base ten may be omitted there.
+    """
     return all(one in gold or (one[1] == "10" and not gold) for one in candidate)

@@ -74,8 +74,7 @@ def open_answer(completion: str) -> str:
 
 
 def reference_bleu(completion: str, answer: Sequence[str] | str | None) -> float | None:
-    """Compute the BLEU of the answer against its reference or references; None without a non-blank reference
-    (BLEUBERI).
+    """Compute the BLEU of the answer against its references; None without a non-blank reference (BLEUBERI).
 
     Raises ValueError for a dict.
     """

@@ -71,8 +71,7 @@ _DENIED_AFTER = re.compile(
 
 
 def visible_text(text: str) -> str:
-    r"""Return the text without thoughts in other tags (`<thinking>`, `<THINK>`), comments, `\phantom` and ~~struck~~
-    text.
+    r"""Remove thoughts in other tags (`<thinking>`, `<THINK>`), comments, `\phantom` and ~~struck~~ text.
 
     Text before the last closing tag of a thought is no answer, as in `extract.after_think`.
     """
@@ -88,25 +87,24 @@ def visible_text(text: str) -> str:
 
 def _without_comments(text: str) -> str:
     """Remove `<!-- .. -->`; an unclosed comment stays."""
-    parts, place = [], 0
-    while (start := text.find("<!--", place)) >= 0 and (end := text.find("-->", start)) >= 0:
-        parts.append(text[place:start])
-        place = end + 3
-    return "".join(parts) + text[place:]
+    parts, position = [], 0
+    while (start := text.find("<!--", position)) >= 0 and (end := text.find("-->", start)) >= 0:
+        parts.append(text[position:start])
+        position = end + 3
+    return "".join(parts) + text[position:]
 
 
 def _before_comment(line: str) -> str:
     """Strip a LaTeX comment that contains a box: `%` at the start of a line or after a box, but not `50% of`."""
-    place = line.find("%")
-    before = line[:place].rstrip()
-    if place < 0 or not _BOX.search(line, place) or before.endswith("\\") or before[-1:].isdigit():
+    position = line.find("%")
+    before = line[:position].rstrip()
+    if position < 0 or not _BOX.search(line, position) or before.endswith("\\") or before[-1:].isdigit():
         return line
     return before if not before or _BOX.search(before) else line
 
 
 def whole_expression(text: str, start: int, end: int) -> str | None:
-    r"""Return the expression that a box is part of, with the box unwrapped: `-42` for `-\boxed{42}`; None if the box
-    stands alone.
+    r"""Return the expression that contains the box, unwrapped: `-42` for `-\boxed{42}`; None if there is none.
 
     start, end: span of the box including its command and braces. Relations that name its value end the expression (`x
     =`); other relations belong to it (`x > \boxed{42}`).
@@ -161,8 +159,7 @@ def _changes_after(before: str, after: str) -> bool:
 
 
 def _in_maths(before: str) -> bool:
-    """Return whether math mode is open at the end of a text: an odd number of `$`, or an unclosed delimiter or
-    environment."""
+    """Return whether math mode is open at the end of a text: an odd `$`, or an unclosed delimiter."""
     paragraph = before.rpartition("\n\n")[2]
     if len(re.findall(r"(?<!\\)\$\$?", paragraph)) % 2:
         return True
@@ -171,17 +168,16 @@ def _in_maths(before: str) -> bool:
 
 
 def _wrapping_command(before: str) -> int | None:
-    r"""Return the start of the command that the box is an argument of, if it changes the value: `\frac{1}{`, `\sqrt{`,
-    `2^{`."""
+    r"""Return the start of the command that has the box as argument and changes it: `\sqrt{`, `2^{`; else None."""
     depth, found = 0, None
-    for place in range(len(before) - 1, -1, -1):
-        character = before[place]
-        if character not in "{}" or before[place - 1 : place] == "\\":
+    for position in range(len(before) - 1, -1, -1):
+        character = before[position]
+        if character not in "{}" or before[position - 1 : position] == "\\":
             continue
         depth += 1 if character == "}" else -1
         if depth < 0:
             depth = 0
-            command = _WRAPPED.search(re.sub(rf"(?:\s*{_GROUP})+$", "", before[:place]))
+            command = _WRAPPED.search(re.sub(rf"(?:\s*{_GROUP})+$", "", before[:position]))
             found = found if command is None else command.start()
     return found
 

@@ -50,8 +50,9 @@ def iou(a: Numbers, b: Numbers) -> float:
 
 
 def giou(a: Numbers, b: Numbers) -> float:
-    """Compute the generalized IoU, in [-1, 1]: IoU minus the share of the enclosing box that neither box covers
-    (1902.09630).
+    """Compute the generalized IoU, in [-1, 1] (1902.09630).
+
+    It is IoU minus the share of the enclosing box that neither box covers.
 
     Unlike IoU, it increases as disjoint boxes approach each other. -1 for a box without area.
     """
@@ -85,8 +86,7 @@ def mean_overlap(
 def detection(
     found: Sequence[Region], gold: Sequence[Region], *, threshold: float = 0.5, labels: bool = False
 ) -> dict[str, float]:
-    """Compute {"f1", "precision", "recall", "iou"} for several boxes, matching each found box with at most one gold
-    box.
+    """Compute {"f1", "precision", "recall", "iou"} for several boxes under a one-to-one matching.
 
     A pair matches if its IoU is at least `threshold` and, with `labels`, both labels are equal (ignoring case). The
     matching has as many pairs as possible and, among these, the largest total IoU. iou: mean over matched pairs, 0
@@ -122,8 +122,7 @@ def _only_boxes(gold: Sequence[Region]) -> list[Numbers]:
 
 
 def points_in_boxes(found: Sequence[Region], gold: Sequence[Region], *, radius: float = 0.0) -> float:
-    """Compute the number of points matched to distinct gold boxes that contain them / the larger number of points and
-    golds.
+    """Compute (points matched to distinct gold boxes that contain them) / (larger number of points and golds).
 
     A found box is represented by its center. A gold point matches points within `radius`. Two empty lists give 1.
     """
@@ -191,8 +190,7 @@ def _is_numbers(value: Any, count: int) -> bool:
 
 
 def read_boxes(text: str) -> list[Found] | None:
-    """Parse the boxes of [{'Position': [x1, y1, x2, y2], 'Confidence': c}, ...], c = 1 if missing; None for anything
-    else.
+    """Parse [{'Position': [x1, y1, x2, y2], 'Confidence': c}, ...], c = 1 if missing; None for anything else.
 
     Single quotes and a missing final `]` are accepted; "No Objects" gives an empty list. Of equal positions only the
     first counts. Confidence is clipped to [0, 1], because the reward increases with it.
@@ -219,8 +217,7 @@ def _read(entry: Mapping[str, Any]) -> Found:
 
 
 def box_reward(completion: str, answer: Any, *, threshold: float = 0.5) -> dict[str, float]:
-    """Score predicted boxes (Visual-RFT): {"reward": iou + confidence + format, "iou", "confidence", "format"}, in [0,
-    3].
+    """Score predicted boxes, in [0, 3] (Visual-RFT): {"reward": sum of the parts, "iou", "confidence", "format"}.
 
     In order of decreasing confidence, each predicted box is matched with the free gold box of the largest IoU, if above
     the threshold. iou: total IoU of the matches / the larger number of boxes. confidence: mean of c for matched and of

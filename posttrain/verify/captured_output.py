@@ -51,8 +51,7 @@ class OutputLog:
 
 
 class StderrOutput:
-    """Replacement for a log that writes the workers' output to stderr, escaped because the output may contain a
-    completion."""
+    """Replacement for a log that writes to stderr, escaped because output may contain a completion."""
 
     def add(self, lines: bytes) -> None:
         """Write complete lines of one worker."""
@@ -60,8 +59,10 @@ class StderrOutput:
 
 
 class OutputReader:
-    """Reader of one worker's output. `fd` is the write end for the worker, valid until `close_write_end`; `last`
-    returns the latest lines."""
+    """Reader of one worker's output.
+
+    `fd` is the write end for the worker, valid until `close_write_end`; `last` returns the latest lines.
+    """
 
     def __init__(self, output_log: OutputLog | StderrOutput) -> None:
         self._log, self._lines = output_log, deque[bytes](maxlen=LAST_LINES)
@@ -74,8 +75,10 @@ class OutputReader:
         self._thread.start()
 
     def last(self, patience: float = 1.0) -> str:
-        """Return the latest lines after the worker has ended. Waits at most `patience` seconds, because a child of the
-        worker may hold the pipe open."""
+        """Return the latest lines after the worker has ended.
+
+        Waits at most `patience` seconds, because a child of the worker may hold the pipe open.
+        """
         self._thread.join(patience)
         return "\n".join(line.decode(errors="replace")[:SHOWN] for line in list(self._lines))
 

@@ -15,8 +15,10 @@ PAIRED = ("()", "<>")
 
 
 def has_false_claim(value: Any) -> bool:
-    """Return whether the value contains a false equation such as 6 = 5. Decimals may be rounded to two digits: 50/3 =
-    16.67 is accepted."""
+    """Return whether the value contains a false equation such as 6 = 5.
+
+    Decimals may be rounded to two digits: 50/3 = 16.67 is accepted.
+    """
     if isinstance(value, Group):
         return any(map(has_false_claim, value.members))
     if not isinstance(value, Chain):
@@ -32,8 +34,7 @@ def has_false_claim(value: Any) -> bool:
 
 
 def _near(left: Any, right: Any) -> bool:
-    """Return whether the right number may be the left one rounded: within 1%, or within 0.5 if the right number is an
-    integer."""
+    """Return whether the right number may be the left one rounded: within 1%, or 0.5 for an integer."""
     ratio = 1 if left.unit.startswith("%") != right.unit.startswith("%") else ratio_of_units(left.unit, right.unit)
     x, y = approximate(left.expr), approximate(right.expr * (ratio or 1))
     if ratio is None or x is None or y is None:
@@ -106,8 +107,7 @@ def _is_segment_product(expr: Expr) -> bool:
 
 
 def named_value(chain: Chain) -> Any:
-    """Return the b of a gold answer `x = b` whose left side is only a name, or of `b mod m`; None for other
-    relations."""
+    """Return b of a gold answer `x = b` with a name on the left, or of `b mod m`; None for other relations."""
     if chain.modulus is not None or chain.relations == ("in",):
         return stated_value(chain)
     if not set(chain.relations) <= {"=", "approx", "equiv"} or not is_name(chain.sides[0]):

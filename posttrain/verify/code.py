@@ -92,7 +92,6 @@ def passes(
 
 
 def compiles(program: str, seconds: float = 5.0, memory_mb: int = 512, allow_unsandboxed: bool = False) -> bool:
-    """Return whether the program compiles as Python; checked in the sandbox, because a program can crash the
-    compiler."""
+    """Return whether the program compiles; checked in the sandbox, because a program can crash the compiler."""
     limits = Limits(seconds=seconds, memory_mb=memory_mb)
     return run_python(_COMPILES, program, limits=limits, allow_unsandboxed=allow_unsandboxed).ok

@@ -45,8 +45,7 @@ MAX_OPERATIONS = 150  # operations of an equation whose denominators are cleared
 
 
 def same(gold: Value, candidate: Value, decimals: int) -> bool:
-    """Return whether the candidate equals the gold answer and leaves no form unevaluated that the gold answer does
-    not."""
+    """Return whether the candidate equals the gold answer and leaves no further form unevaluated."""
     if forms_of(candidate) - forms_of(gold):
         return False
     if find_condition_words(gold) != find_condition_words(candidate):
@@ -81,8 +80,10 @@ def to_coordinates(value: Any) -> Any:
 
 
 def unify_case(*values: Any) -> tuple[Any, ...]:
-    """Lowercase the letters that differ between two values only by case, unless one of the values uses a letter in both
-    cases."""
+    """Lowercase the letters that differ between two values only by case.
+
+    Values are unchanged if one of them uses a letter in both cases.
+    """
     one, other = names = [letters_of(value) for value in values]
     changed = {
         name
@@ -144,8 +145,10 @@ class Comparison:
     # Numbers and functions.
 
     def formulas(self, gold: Formula, candidate: Formula) -> bool:
-        """Return whether the values are equal in the gold's unit. A percentage of at least 1% also equals its number of
-        hundredths."""
+        """Return whether the values are equal in the gold's unit.
+
+        A percentage of at least 1% also equals its number of hundredths.
+        """
         ratio = ratio_of_units(gold.unit.removeprefix("%").strip(), candidate.unit.removeprefix("%").strip())
         percents = [one.unit.startswith("%") for one in (gold, candidate)]
         if ratio is None or (percents[0] != percents[1] and gold.unit and candidate.unit):
@@ -171,8 +174,10 @@ class Comparison:
         return x is not None and y is not None and (close(x, y, _EXACT) or self.equal_after_rounding(x, y))
 
     def equal_after_rounding(self, x: Any, y: Any) -> bool:
-        """Return whether the numbers are equal after rounding; numbers that rounding leaves with one or two digits must
-        also agree within 1%."""
+        """Return whether the numbers are equal after rounding.
+
+        Numbers that rounding leaves with one or two digits must also agree within 1%.
+        """
         if not (x.is_real and y.is_real):
             return all(
                 self.equal_after_rounding(*parts) for parts in zip(x.as_real_imag(), y.as_real_imag(), strict=True)
@@ -213,8 +218,7 @@ class Comparison:
         )
 
     def equations(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
-        """Return whether the equations have the same name and value, or differences of their sides that are multiples
-        of each other."""
+        """Return whether names and values are equal, or the differences of the sides are multiples of each other."""
         for left, right in (candidate, candidate[::-1]):
             named = is_name(gold[0]) and is_name(left)
             if named and (self.same(gold[0], left) or _is_graph(gold, left)) and self.same(gold[1], right):
@@ -226,8 +230,7 @@ class Comparison:
         return multiples(one, other)
 
     def inequalities(self, gold: Chain, candidate: Chain) -> bool:
-        """Return whether the chains have the same links between neighbors, in either direction and up to positive
-        factors."""
+        """Return whether the chains have the same links, in either direction and up to positive factors."""
         one, other = _links(gold), _links(candidate)
         if one is None or other is None or len(one) != len(other):
             return False
@@ -289,8 +292,7 @@ class Comparison:
         return False
 
     def lists(self, gold: Group, candidate: Group) -> bool:
-        """Compare without order; but values compared with values under different names must follow the order of the
-        names."""
+        """Compare without order, except that unnamed values must follow the order of differently named values."""
         if not _joined_alike(gold, candidate):
             return False
         one, other = records(gold), records(candidate)
@@ -310,8 +312,10 @@ class Comparison:
         return len(gold) == len(candidate) and all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
 
     def without_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...], *, counted: bool) -> bool:
-        """Return whether the members match in any order. counted: with equal multiplicity; otherwise duplicates are
-        ignored."""
+        """Return whether the members match in any order.
+
+        counted: with equal multiplicity; otherwise duplicates are ignored.
+        """
         if max(len(gold), len(candidate)) > MAX_MEMBERS:
             return self.in_order(gold, candidate)
         if counted and len(gold) != len(candidate):
@@ -337,8 +341,10 @@ def _grid(value: Group) -> Grid:
 
 
 def _joined_alike(gold: Group, candidate: Group) -> bool:
-    """Return whether statements or names are joined alike, by `or` in both or in neither. Values may be listed with
-    `and` or `or`."""
+    """Return whether statements or names are joined alike, by `or` in both or in neither.
+
+    Values may be listed with `and` or `or`.
+    """
     if gold.joined == candidate.joined or "or" not in (gold.joined, candidate.joined):
         return True
     members = (*gold.members, *candidate.members)
@@ -387,8 +393,7 @@ def _rename_argument(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple
 
 
 def _numerator(difference: Expr) -> Expr:
-    """Return the numerator of the difference over a common denominator (`sympy.together` does not clear
-    denominators)."""
+    """Return the numerator over a common denominator (`sympy.together` alone keeps the denominator)."""
     if not difference.free_symbols or difference.count_ops() > MAX_OPERATIONS:
         return difference
     numerator, _ = sympy.fraction(sympy.together(difference))
@@ -403,7 +408,7 @@ def multiples(one: Expr, other: Expr, *, positive: bool = False) -> bool:
     if not free:
         return False
     for shift in (2, 7, 30):
-        at = {symbol: sympy.Integer(shift + place * place + place) for place, symbol in enumerate(free)}
+        at = {symbol: sympy.Integer(shift + number * number + number) for number, symbol in enumerate(free)}
         x, y = one.xreplace(at), other.xreplace(at)
         if x.is_zero or y.is_zero or x.has(S.NaN, S.ComplexInfinity) or y.has(S.NaN, S.ComplexInfinity):
             continue

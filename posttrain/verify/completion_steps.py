@@ -1,5 +1,4 @@
-"""Steps of a single-turn completion for per-turn rewards, and checks that something reads these rewards. Pure
-functions."""
+"""Steps of a single-turn completion, and the check that something reads per-turn rewards. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ _ENDS = {"lines": re.compile(r"\n+"), "paragraphs": re.compile(r"\n[ \t]*\n\s*")
 
 
 def ends_of(text: str, split: Split | None) -> list[int]:
-    """Return the end offset of each step, ascending; the last is the length of the text. Steps are never blank in a
-    non-blank text.
+    """Return the end offset of each step, ascending; the last is the length of the text.
+
+    Steps are never blank in a non-blank text.
 
     split: lines (a step ends with its line breaks), paragraphs (with a blank line), or None (the text is one step).
     """
@@ -45,8 +45,7 @@ def problem(
     environment: bool,
     split: str | None,
 ) -> tuple[str, str, str]:
-    """Return (recipe key, problem, hint) for a recipe whose per-turn rewards are `names`; ('', '', '') without a
-    problem.
+    """Return (recipe key, problem, hint) for a recipe with the per-turn rewards `names`; ('', '', '') if valid.
 
     needs: inputs required by the recipe's components. environment: whether steps of an environment may give rewards
     too.

@@ -1,5 +1,6 @@
-"""Complexity bounds that reject answers too large to compare without evaluating them: `9^{9^{9}}` would block the
-interpreter in one C loop.
+"""Complexity bounds that reject answers too large to compare, without evaluating them.
+
+`9^{9^{9}}`, for example, would block the interpreter in one C loop.
 
 The sizes are upper bounds on what a LaTeX parser may build, not values: adjacent digits are multiplied, whatever stands
 between them.
@@ -25,8 +26,7 @@ _VALUES = (r"\binom", r"\dbinom", r"\tbinom", r"\Gamma")  # results with about a
 
 
 def too_large(text: str) -> bool:
-    """Return whether a LaTeX text is too long, deep or tall to parse, or may evaluate to more than MAX_DIGITS
-    digits."""
+    """Return whether a LaTeX text is too long, deep or tall, or may evaluate to more than MAX_DIGITS digits."""
     members = text.count(",") + 10 * (text.count(r"\cup") + text.count("∪"))
     if (
         len(text) > MAX_CHARS
@@ -47,46 +47,48 @@ def _depth(text: str) -> int:
 
 
 def _height(text: str) -> int:
-    """Return the height of the tallest power tower: 2 for a^b^c and a^{b^c}. Needed for base e, where no digit shows
-    the size."""
+    """Return the height of the tallest power tower: 2 for a^b^c and a^{b^c}.
+
+    Needed for base e, where no digit shows the size.
+    """
     atoms = list(_atoms(text))
     highest = run = 0
-    for place in reversed(range(len(atoms))):
-        if atoms[place] == "^":
+    for position in reversed(range(len(atoms))):
+        if atoms[position] == "^":
             continue
-        inner = _height(atoms[place][1:-1]) if atoms[place][0] in _OPEN else 0
-        raised = place > 0 and atoms[place - 1] in ("^", r"\exp")
-        run = max(inner, run if atoms[place + 1 : place + 2] == ["^"] else 0) + raised
+        inner = _height(atoms[position][1:-1]) if atoms[position][0] in _OPEN else 0
+        raised = position > 0 and atoms[position - 1] in ("^", r"\exp")
+        run = max(inner, run if atoms[position + 1 : position + 2] == ["^"] else 0) + raised
         highest = max(highest, run)
     return highest
 
 
 def _atoms(text: str) -> Iterator[str]:
     """Yield brackets with their contents, numbers, commands, runs of `!`, and other characters one by one."""
-    place = 0
-    while match := _ATOM.search(text, place):
-        place = _after_bracket(text, match.start()) if match[0] in _OPEN else match.end()
-        yield text[match.start() : place]
+    position = 0
+    while match := _ATOM.search(text, position):
+        position = _after_bracket(text, match.start()) if match[0] in _OPEN else match.end()
+        yield text[match.start() : position]
 
 
 def _after_bracket(text: str, start: int) -> int:
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] in _OPEN) - (text[place] in _CLOSE)
+    for position in range(start, len(text)):
+        depth += (text[position] in _OPEN) - (text[position] in _CLOSE)
         if depth == 0:
-            return place + 1
+            return position + 1
     return len(text)
 
 
 def _exponent_bounds(text: str) -> Iterator[tuple[str, float]]:
     """Yield each atom with a bound on its exponent, 1 if it has none. a^b^c is a^(b^c)."""
-    atoms, place = list(_atoms(text)), 0
-    while place < len(atoms):
-        tower = [atoms[place]]
-        while place + 2 < len(atoms) and atoms[place + 1] == "^":
-            place += 2
-            tower.append(atoms[place])
-        place += 1
+    atoms, position = list(_atoms(text)), 0
+    while position < len(atoms):
+        tower = [atoms[position]]
+        while position + 2 < len(atoms) and atoms[position + 1] == "^":
+            position += 2
+            tower.append(atoms[position])
+        position += 1
         exponent = 1.0
         for atom in reversed(tower[1:]):
             exponent = 10 ** min(_log10_of(atom) * exponent, 300.0)

@@ -38,8 +38,7 @@ class Condition(NamedTuple):
 
 
 def split_condition(text: str) -> tuple[str, Condition | None]:
-    """Return (text without the condition at its end, condition); the condition is None if there is none that may be
-    left out."""
+    """Return (text without the condition at its end, condition); None as condition if none may be left out."""
     light = " ".join(_GAPS.sub(" ", _LIGHT.sub(r" \1 ", text)).split())
     found = _TAIL.search(light)
     if found is None:
@@ -64,8 +63,10 @@ def _letters(text: str) -> set[str]:
 
 
 def without_conditions(gold: str, candidate: str) -> tuple[str, str] | None:
-    """Return both texts without their conditions, with the candidate's integer renamed to the gold answer's; None if
-    neither has a condition or their domains differ."""
+    """Return both texts without their conditions, the candidate's integer variable renamed to the gold's.
+
+    None if neither has a condition or their domains differ.
+    """
     (gold, wanted), (candidate, stated) = split_condition(gold), split_condition(candidate)
     if wanted is None and stated is None:
         return None

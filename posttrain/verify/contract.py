@@ -92,8 +92,7 @@ def judge(timeout_s: float) -> Callable[[Function], Function]:
 
 
 def per_turn(function: Function) -> Function:
-    """Mark `f(completion, parts, ...) -> list` as a per-turn reward: one number for each of `parts`, or None for the
-    row.
+    """Mark `f(completion, parts, ...) -> list` as a per-turn reward: one number per part, or None for the row.
 
     parts: the texts of the model's turns with tools or an environment; otherwise the steps of the completion, divided
     by `scoring.split`, or the completion alone. Per-turn advantages credit each number to its part; all other
@@ -111,7 +110,7 @@ def checked_turns(value: Any, count: int) -> ByTurn | None:
         raise BrokenContract(
             f"returned {short_repr(value)} for {count_noun(count, 'part')}, must return a list of {count}, or None"
         )
-    return ByTurn(tuple(_number(one, f"part {place}: ") or 0.0 for place, one in enumerate(value)))
+    return ByTurn(tuple(_number(one, f"part {index}: ") or 0.0 for index, one in enumerate(value)))
 
 
 def checked_batch(value: Any, count: int) -> list[Score]:
@@ -122,11 +121,11 @@ def checked_batch(value: Any, count: int) -> list[Score]:
         must += " (a missing `return`?)" if value is None else ""
         raise BrokenContract(f"returned {short_repr(value)} for {many}{must}")
     scores: list[Score] = []
-    for place, one in enumerate(value):
+    for index, one in enumerate(value):
         try:
             scores.append(check_score(one))
         except BrokenContract as error:
-            raise BrokenContract(f"{error} (entry {place} of the list)" if count > 1 else str(error)) from None
+            raise BrokenContract(f"{error} (entry {index} of the list)" if count > 1 else str(error)) from None
     return scores
 
 

@@ -22,19 +22,19 @@ def problems(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Ite
 
 
 def position(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
-    """Return the index of the correctness component: the marked component, else the first one that does not read
-    `correct`.
+    """Return the index of the correctness component: the marked one, else the first that does not read `correct`.
 
     A judge or a canary is chosen only if there is no other component.
     """
-    marked = [place for place, section in enumerate(sections) if section.correct]
-    able = [place for place, reward in enumerate(rewards) if "correct" not in reward.built_ins]
+    marked = [index for index, section in enumerate(sections) if section.correct]
+    able = [index for index, reward in enumerate(rewards) if "correct" not in reward.built_ins]
     return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
 
 
 def can_judge(section: Reward, reward: LoadedReward) -> bool:
-    """Return whether the correctness component has anything to compare an answer with: data, the prompt, feedback of an
-    environment, or a model's opinion.
+    """Return whether the correctness component has anything to compare an answer with.
+
+    That is data, the prompt, feedback of an environment, or a model's opinion.
 
     A component that reads only the completion, such as a character count, is trusted only if the recipe marks it with
     `correct: true`.

@@ -13,13 +13,13 @@ def edit_distance(a: str, b: str) -> int:
     """
     if not a or not b:
         return len(a) or len(b)
-    places: dict[str, int] = {}
-    for place, character in enumerate(a):
-        places[character] = places.get(character, 0) | 1 << place
+    bits_of: dict[str, int] = {}
+    for position, character in enumerate(a):
+        bits_of[character] = bits_of.get(character, 0) | 1 << position
     every, last = (1 << len(a)) - 1, 1 << (len(a) - 1)
     rises, falls, distance = every, 0, len(a)  # of the column, from one character of `a` to the next
     for character in b:
-        equal = places.get(character, 0)
+        equal = bits_of.get(character, 0)
         diagonal = ((((equal & rises) + rises) ^ rises) | equal | falls) & every
         row_rises = falls | (every & ~(diagonal | rises))
         row_falls = rises & diagonal
@@ -37,8 +37,7 @@ def similarity(a: str, b: str) -> float:
 
 
 def anls(text: str, golds: Sequence[str], *, threshold: float = 0.5) -> float:
-    """Compute the normalized Levenshtein similarity (ANLS) of one answer: the maximum over gold answers, 0 below
-    `threshold`.
+    """Compute the normalized Levenshtein similarity (ANLS), the maximum over gold answers, 0 below `threshold`.
 
     Case is ignored and runs of blanks count as one (ST-VQA, 1907.00490). In [0, 1]; 0 without gold answers.
     """

@@ -52,8 +52,7 @@ def repetition_penalty(
 
 
 def first_mode(text: str, markers: Sequence[str]) -> int:
-    """Return the index of the marker that the text starts with (after blanks), the longest if several fit; -1 if none
-    does."""
+    """Return the index of the longest marker that the text starts with (after blanks); -1 if there is none."""
     start = text.lstrip()
     fitting = [index for index, marker in enumerate(markers) if start.startswith(marker)]
     return max(fitting, key=lambda index: len(markers[index]), default=-1)
@@ -69,8 +68,7 @@ def mode_reward(
     wrong_think: float = -1.0,
     missing_mode: float = -1.0,
 ) -> float | None:
-    """Return the reward by mode (0 short, 1 think, anything else none) and correctness; None if correctness is
-    unknown."""
+    """Return the reward by mode (0 short, 1 think, else none) and correctness; None if that is unknown."""
     if mode not in (0, 1):
         return missing_mode
     if correct is None:
@@ -87,8 +85,7 @@ def inverse_calls(correct: float | None, calls: float) -> float | None:
 
 
 def segment_penalty(lengths: Sequence[float], scores: Sequence[float], *, max_score: float = 5) -> float:
-    """Compute the length-weighted mean of (max_score - score) / (max_score - 1); 0 without segments or if all are
-    essential."""
+    """Compute the length-weighted mean of (max_score - score) / (max_score - 1); 0 without segments."""
     total = sum(lengths)
     if total <= 0:
         return 0.0
@@ -104,8 +101,7 @@ def segment_reward(
 
 
 def scored_segments(completion: str, scorer: str) -> tuple[list[int], list[float]]:
-    """Split a completion with the function `scorer` (`file.py:function`); return segment lengths in characters and
-    scores.
+    """Split a completion with the function `scorer` (`file.py:function`); return lengths (characters) and scores.
 
     Returns empty lists for an empty `scorer`, or if the joined segments differ from the completion.
     """
@@ -116,8 +112,7 @@ def scored_segments(completion: str, scorer: str) -> tuple[list[int], list[float
 
 
 def chunks(thought: str, words: Sequence[str] = TURNS) -> list[str]:
-    """Split the thought before each of the words (with the preceding blank); a chunk of a single line is merged with
-    the next."""
+    """Split the thought before each of the words (and the blank before it); merge one-line chunks with the next."""
     cut = re.split(rf"(?=(?<!\w)(?:{'|'.join(map(re.escape, words))})\b)", thought)
     merged, waiting = [], ""
     for piece in filter(None, cut):
@@ -129,8 +124,10 @@ def chunks(thought: str, words: Sequence[str] = TURNS) -> list[str]:
 
 
 def mentions(text: str, answer: str) -> bool:
-    """Return whether the answer occurs in the text, but not within a longer word or number; blanks, `$`, commas and
-    case are ignored."""
+    """Return whether the answer occurs in the text as a whole word or number.
+
+    Blanks, `$`, commas and case are ignored.
+    """
     plain = re.compile(r"[\s$,]+")
     wanted = plain.sub(" ", answer).strip().lower()
     if not wanted:
@@ -156,6 +153,8 @@ def necessary_prefix(
 
 
 def token_position(character: int, token_ends: Sequence[int]) -> int:
-    """Return the number of tokens that end at or before a character offset; -1 stays -1. token_ends: end offset of each
-    token."""
+    """Return the number of tokens that end at or before a character offset; -1 stays -1.
+
+    token_ends: end offset of each token.
+    """
     return -1 if character < 0 else bisect_right(token_ends, character)

@@ -33,8 +33,10 @@ _TRANSIENT = (408, 409, 425, 429)  # retried, as are all status codes from 500
 
 
 class JudgeError(RuntimeError):
-    """Raised if there is no reply: the endpoint is unusable or unavailable, or the budget is spent. Never turned into a
-    score."""
+    """Raised if there is no reply: the endpoint is unusable or unavailable, or the budget is spent.
+
+    Never turned into a score.
+    """
 
 
 class Settings(TypedDict, total=False):
@@ -208,8 +210,7 @@ def _redact_error(text: str, endpoint: Endpoint) -> str:
 
 
 def _pause(attempt: int, retry_after: str) -> float:
-    """Return the seconds before the next try: doubled each time, with jitter so that workers do not retry in
-    lockstep."""
+    """Return the seconds before the next try: exponential backoff with jitter, or the server's retry-after."""
     with contextlib.suppress(ValueError):
         return min(MAX_PAUSE_SECONDS, max(0.0, float(retry_after)))
     return min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)

@@ -55,8 +55,10 @@ class Outcome:
 
 
 def read_examples(path: Path, only: str | None = None) -> dict[str, list[Example]]:
-    """Return function -> its examples. only: restrict to this function. Raises RewardError if there are none or they
-    are malformed."""
+    """Return function -> its examples.
+
+    only: restrict to this function. Raises RewardError if there are none or they are malformed.
+    """
     module = load_script(path)
     written = module.get("EXAMPLES")
     where = str(path)
@@ -85,7 +87,8 @@ def only_reward(module: Mapping[str, Any], where: str) -> str:
     names = [
         name
         for name, value in module.items()
-        if first_argument_is_completion(value) and not (inspect.isfunction(value) and _is_imported(value, module))
+        if first_argument_is_completion(value)
+        and not (inspect.isfunction(value) and value.__module__ != module["__name__"])  # imported
     ]
     if len(names) != 1:
         raise RewardError(
@@ -97,10 +100,6 @@ def only_reward(module: Mapping[str, Any], where: str) -> str:
     return names[0]
 
 
-def _is_imported(function: Any, module: Mapping[str, Any]) -> bool:
-    return bool(function.__module__ != module["__name__"])
-
-
 def _parse_example(line: Any, where: str) -> Example:
     if not isinstance(line, Sequence) or not 3 <= len(line) <= 4 or not isinstance(line[0], str):
         raise RewardError(
@@ -110,8 +109,10 @@ def _parse_example(line: Any, where: str) -> Example:
 
 
 def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0) -> list[Outcome]:
-    """Run the examples of a script in a worker process. Raises RewardError if params or columns do not fit the
-    function."""
+    """Run the examples of a script in a worker process.
+
+    Raises RewardError if params or columns do not fit the function.
+    """
     found = [(name, example) for name, listed in read_examples(path, only).items() for example in listed]
     module = load_script(path)
     targets: dict[str, Target] = {}
@@ -152,8 +153,10 @@ def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:
 
 
 def matches_expected(value: Any, expected: Any) -> bool:
-    """Return whether the value equals the expectation to 9 digits. For parts, an expected number is compared with
-    `reward`; for a per-turn result, with the sum over turns."""
+    """Return whether the value equals the expectation to 9 digits.
+
+    For parts, an expected number is compared with `reward`; for a per-turn result, with the sum over turns.
+    """
     if isinstance(value, ByTurn):
         if isinstance(expected, Sequence):
             return len(expected) == len(value.parts) and all(map(matches_expected, value.parts, expected))

@@ -66,8 +66,7 @@ def after_think(text: str, delimiter: str = THINK_END) -> str:
 
 
 def outside_thoughts(text: str) -> str:
-    """Return the text without its closed thoughts, for transcripts with several thoughts: text inside a thought is no
-    answer.
+    """Remove the closed thoughts from a text with several thoughts: text inside a thought is no answer.
 
     A closing mark before any opening mark ends a thought that the prompt opened. An unclosed thought stays, as in
     `after_think`.
@@ -82,8 +81,7 @@ def outside_thoughts(text: str) -> str:
 
 
 def ends_in_thought(prompt: str, completion: str) -> bool:
-    """Return whether a completion ends inside a thought, opened by the completion or by the prompt, and so holds no
-    answer."""
+    """Return whether a completion ends inside a thought, opened by itself or by the prompt."""
     opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
     return opened > closed or (closed < 0 and prompt.rstrip().endswith(THINK_START))
 

@@ -76,10 +76,10 @@ class Failures:
     def add(self, now: Calls) -> None:
         """Add the current calls, drop steps outside the window, and check each reward. Raises RunError."""
         self.history, prompts = [*self.history, now._replace(first={})], 0
-        for place in reversed(range(len(self.history))):
-            prompts += self.history[place].prompts
+        for index in reversed(range(len(self.history))):
+            prompts += self.history[index].prompts
             if prompts >= self.enough:  # the fewest latest steps with enough prompts
-                self.history = self.history[place:]
+                self.history = self.history[index:]
                 break
         if any((*now.errors.values(), *now.timeouts.values())):
             for name in self.targets:
@@ -116,5 +116,5 @@ class Failures:
 
 def _failing_tail(history: Sequence[Calls], name: str) -> list[Calls]:
     """Return the latest entries in which every call of this reward failed."""
-    alive = [place for place, entry in enumerate(history) if entry.count_failures(name) < entry.calls]
+    alive = [index for index, entry in enumerate(history) if entry.count_failures(name) < entry.calls]
     return list(history[alive[-1] + 1 :] if alive else history)

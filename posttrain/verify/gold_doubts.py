@@ -1,5 +1,4 @@
-"""Detection of gold answers that can be compared but are probably not the right answers: ids, placeholders, the
-prompt."""
+"""Detection of comparable but probably wrong gold answers: ids, placeholders, the prompt itself."""
 
 from __future__ import annotations
 
@@ -47,8 +46,11 @@ _CHOICE = re.compile(r"\W*(?:(?i:yes|no|true|false|none)|[A-Z](?:[\W_]*[A-H]){0,
 
 
 class Doubt(NamedTuple):
-    """Suspicious pattern in gold answers. what: description. rows: numbers of the affected rows. wrong: such a gold
-    answer can never be right, so the column is unusable if every row is affected."""
+    """Suspicious pattern in gold answers.
+
+    what: description. rows: numbers of the affected rows. wrong: such a gold answer can never be right, so the column
+    is unusable if every row is affected.
+    """
 
     what: str
     rows: tuple[int, ...]
@@ -88,8 +90,10 @@ _TESTS: tuple[tuple[str, Callable[[str], Any], bool, bool], ...] = (  # (descrip
 
 
 def find_column_doubt(found: Sequence[Doubt], total: int) -> Doubt | None:
-    """Return the doubt that makes a column unusable: every gold answer matches a pattern that is never right. None if
-    there is none."""
+    """Return the doubt that makes the column unusable, if any.
+
+    Every gold answer then matches a pattern that is never right.
+    """
     return next((doubt for doubt in found if doubt.wrong and total > 1 and len(doubt.rows) == total), None)
 
 
@@ -114,8 +118,10 @@ def _prompt_text(row: Row) -> str:
 
 
 def _all_the_same(golds: Mapping[int, str], rows: Sequence[Row]) -> Doubt | None:
-    """Detect one gold answer in nearly all rows although their prompts differ: a policy that always writes it earns
-    everything."""
+    """Detect one gold answer in nearly all rows although their prompts differ.
+
+    A policy that always writes it would earn everything.
+    """
     if len(golds) < MIN_ALIKE_ROWS or len({_prompt_text(rows[i]) for i in golds}) < MIN_ALIKE_ROWS:
         return None
     most, count = Counter(golds.values()).most_common(1)[0]
@@ -142,8 +148,10 @@ def _only_text(golds: Mapping[int, str]) -> Doubt | None:
 
 
 def is_only_text(gold: str) -> bool:
-    """Return whether a gold answer has no math value, so that only its own text equals it. Labels of choices do not
-    count."""
+    """Return whether a gold answer has no math value, so that only its own text equals it.
+
+    Labels of choices do not count.
+    """
     from posttrain.verify.math import parse_answer
 
     if _CHOICE.fullmatch(gold) or re.fullmatch(r"-?[\d.,/]+", gold):

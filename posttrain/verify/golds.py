@@ -34,8 +34,10 @@ MAX_ANSWER_CHARS = 100  # maximum characters of x in a solution that ends with `
 
 
 def gold_text(answer: Any) -> str | None:
-    r"""Return the gold answer of a reference solution: its boxes, else the text after the last `####`, else x of `the
-    answer is x`, else the whole text.
+    r"""Return the gold answer of a reference solution.
+
+    That is the content of its boxes, else the text after the last `####`, else x of `the answer is x`, else the whole
+    text.
 
     Several boxes form one list answer. Returns None if there is no usable gold answer (`explain_unusable`).
     """
@@ -69,8 +71,7 @@ def explain_unusable(answer: Any) -> str:
 
 
 def unwrap_json_list(text: str) -> str:
-    """Return the text inside a JSON list with one text, as some data sets write answers (`["18"]` -> `18`); else the
-    text itself."""
+    """Return the text inside a JSON list with one text (`["18"]` -> `18`), else the text itself."""
     try:
         held = json.loads(text) if text.lstrip().startswith('["') else None
     except (ValueError, RecursionError):

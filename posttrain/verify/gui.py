@@ -98,8 +98,7 @@ def _find_objects(text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _action_from_object(item: Mapping[str, Any]) -> Action | None:
-    """Return the action of a JSON object, also if nested in `arguments`, `action` or `parameters`; None if there is
-    none."""
+    """Return the action of a JSON object, also if nested in `arguments`, `action` or `parameters`, or None."""
     for key in ("arguments", "action", "parameters"):
         inner = item.get(key)
         if isinstance(inner, Mapping) and (found := _action_from_object(inner)) is not None:
@@ -133,8 +132,10 @@ def _actions_from_calls(text: str) -> Iterator[Action]:
 
 
 def _find_closing_bracket(text: str, start: int) -> int:
-    """Return the position after the bracket that closes the one before `start`, ignoring brackets in quotes; 0 if none
-    is near."""
+    """Return the position after the bracket that closes the one before `start`; 0 if none is near.
+
+    Brackets in quotes are ignored.
+    """
     depth, quote, position, last = 1, "", start, min(len(text), start + _MAX_CALL_CHARS)
     while position < last and depth:
         character = text[position]
@@ -175,8 +176,7 @@ def _make_action(name: str, values: Sequence[Any], named: Mapping[str, Any]) -> 
 
 
 def _snake(name: str) -> str:
-    """Normalize a name for lookup in KINDS: `doubleClick` -> doubleclick, `LEFT-CLICK` and `left click` ->
-    left_click."""
+    """Normalize a name for lookup in KINDS: `LEFT-CLICK` and `left click` -> left_click."""
     return re.sub(r"[\s-]+", "_", name.strip()).lower()
 
 
@@ -265,8 +265,9 @@ def action_reward(
     gold_coordinates: Coordinates | None = None,
     size: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Score the actions of a completion against the gold actions, in order: {"reward", "type", "arguments",
-    "readable"}.
+    """Score the actions of a completion against the gold actions, in order.
+
+    Returns {"reward", "type", "arguments", "readable"}.
 
     An action of the right kind earns type_weight, plus (1 - type_weight) times the score of its arguments: points in
     the gold box or within `tolerance` of the gold point (in the unit of both); typed text by ANLS (0 below 0.5); equal

@@ -97,14 +97,18 @@ def _is_one_number(answer: str, entry: Any) -> bool:
 
 
 def _uses_the_numbers(answer: str, entry: Any) -> bool:
-    """Return whether the row's numbers are used: the task accepts any four numbers from 1 to 10, so that 1*2*3*4 solves
-    every row."""
+    """Return whether the row's numbers are used.
+
+    The task accepts any four numbers from 1 to 10, so that 1*2*3*4 solves every row.
+    """
     return sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
 
 
 def _is_the_probability(answer: str, entry: Any) -> bool:
-    """Return whether the probability is right: the task compares prefixes, so that 0 is always right, and tolerates
-    0.0001 at any size."""
+    """Return whether the probability is right.
+
+    The task compares prefixes, so that 0 is always right, and tolerates 0.0001 at any size.
+    """
     gold = Fraction(entry["answer"])
     return abs(Fraction(answer.replace(",", "")) - gold) <= min(Fraction(1, 10_000), gold / 100)
 
@@ -138,8 +142,7 @@ _CONDITIONS: dict[str, Callable[[str, Any], bool]] = {
 
 
 def replace_eval(kind: type) -> type:
-    """Return a subclass of the task with `read_literal` in place of `eval` and `exec` in each method that calls
-    them."""
+    """Return a subclass of the task whose methods call `read_literal` in place of `eval` and `exec`."""
     own = {name: _replace_eval_in(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
     return type(kind.__name__, (kind,), {name: method for name, method in own.items() if method})
 
@@ -168,8 +171,9 @@ def read_literal(text: Any, *_: Any) -> Any:
 
 
 def is_formula(text: str, gold: str = "") -> bool:
-    """Return whether a text has only numbers, one-letter variables, + - * / ^ ( ) , =, and math functions, and is small
-    enough.
+    """Return whether a text has only numbers, one-letter variables, + - * / ^ ( ) , =, and math functions.
+
+    It must also be small enough to evaluate.
 
     Names that occur in the gold answer are allowed, too.
     """

@@ -1,5 +1,6 @@
-"""HTTP client for one JSON POST with a total time limit and a size limit, using httpx2 (a dependency of
-huggingface_hub).
+"""HTTP client for one JSON POST with limits on total time and size, using httpx2.
+
+huggingface_hub depends on httpx2, too.
 
 Each process has one client with persistent connections, in an event loop in its own thread, because only there can the
 total time of a request be limited, whatever the server does between two bytes. Redirects are not followed, so that our

@@ -155,8 +155,11 @@ def _same_at_points(one: Expr, other: Expr, free: set[Symbol]) -> bool:
 
 
 def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, Any]]:
-    """Choose values for the variables: small and large, of both signs, integers, and around and beyond the numbers in
-    the formulas, where functions with steps and corners change."""
+    """Choose values for the variables at which the formulas are compared.
+
+    Small and large values of both signs, integers, and values around and beyond the numbers in the formulas, where
+    functions with steps and corners change.
+    """
     draw = random.Random(1)
     sizes = [0.31, 0.87, 0.62, -0.17, 1.43, -0.53, -1.9, 3.7, -6.3, 17.9]
     rows = [[size * draw.uniform(0.9, 1.1) for _ in order] for size in sizes]
@@ -164,9 +167,9 @@ def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, An
     rows += [[draw.randint(low, low + 3) for _ in order] for low in (2, 3, 5, 9)]
     if one.has(*_STEPS) or other.has(*_STEPS) or _has_even_root(one) or _has_even_root(other):
         corners = _corners(one, other)
-        for place, corner in itertools.product(range(len(order)), corners):
+        for position, corner in itertools.product(range(len(order)), corners):
             row = [draw.uniform(-3, 3) for _ in order]
-            row[place] = corner
+            row[position] = corner
             rows.append(row)
         rows += [[draw.choice(corners) for _ in order] for _ in range(20) if len(order) > 1]
     return [{symbol: mpmath.mpf(value) for symbol, value in zip(order, row, strict=True)} for row in rows]
@@ -182,7 +185,7 @@ def _corners(one: Expr, other: Expr) -> list[float]:
         :6
     ]
     near = {a * b for a in (1.0, *numbers) for b in (1.0, *(1 / n for n in numbers))}
-    found = [sign * place * (1 + shift) for place in sorted(near)[:24] for shift in (-0.07, 0.07) for sign in (1, -1)]
+    found = [sign * point * (1 + shift) for point in sorted(near)[:24] for shift in (-0.07, 0.07) for sign in (1, -1)]
     beyond = 3.3
     for number in numbers:
         beyond *= max(number, 1 / number, 1.0) ** 2

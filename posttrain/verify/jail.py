@@ -153,8 +153,7 @@ class _PathRule(ctypes.Structure):
 
 
 def restrict_files(spec: dict) -> None:
-    """Permanently restrict file access with Landlock: read what is readable under namespaces, write only in the scratch
-    folder.
+    """Permanently restrict file access with Landlock: read only what is listed, write only in the scratch folder.
 
     The kernel then also denies access to memory, environment and descriptors of unrestricted processes. Does nothing
     without Landlock (Linux before 5.13, some containers).
@@ -188,8 +187,10 @@ class _Program(ctypes.Structure):
 
 
 def filter_calls(instructions: list) -> None:
-    """Permanently deny system calls to this process and its children. A string constant stands for this process's
-    id."""
+    """Permanently deny system calls to this process and its children.
+
+    A string constant stands for this process's id.
+    """
     lines = [_Instruction(code, yes, no, os.getpid() if isinstance(k, str) else k) for code, yes, no, k in instructions]
     program = _Program(len(lines), (_Instruction * len(lines))(*lines))
     check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "system call filter")
@@ -240,8 +241,10 @@ def measure_usage() -> tuple[int, dict[int, int]]:
 
 
 def address_space(process: str, threads: Iterable[str]) -> dict[int, int]:
-    """Return {thread: kilobytes} of the first thread that has not exited; {} if all have. Threads share their
-    memory."""
+    """Return {thread: kilobytes} of the first thread that has not exited; {} if all have.
+
+    Threads share their memory.
+    """
     for thread in threads:
         with contextlib.suppress(OSError):
             found = status_of(f"/proc/{process}/task/{thread}")
@@ -257,8 +260,7 @@ def status_of(path: str) -> dict[str, str]:
 
 
 def total_memory(spaces: dict[int, int]) -> int:
-    """Return the total kilobytes, counting an address space that several processes share once: a vfork child shares its
-    parent's."""
+    """Return the total kilobytes, counting a shared address space once (a vfork child shares its parent's)."""
     call = _SYS_KCMP.get(platform.machine(), -1)
     distinct: list[int] = []
     for process in spaces:
@@ -268,8 +270,7 @@ def total_memory(spaces: dict[int, int]) -> int:
 
 
 def exceeds_memory(kilobytes: int, spaces: dict[int, int]) -> bool:
-    """Return whether the address spaces exceed the limit, and still do when read again: a process may have exited in
-    between."""
+    """Return whether the address spaces exceed the limit, also when read again: a process may have exited."""
     over = sum(spaces.values()) > kilobytes
     return over and all(total_memory(measure_usage()[1]) > kilobytes for _ in range(MEMORY_RECHECKS))
 
@@ -351,8 +352,7 @@ def run_with_limits(spec: dict) -> str:
 
 
 def end_children(proc: int) -> None:
-    """Kill all processes that this process has started, including those in other sessions: orphans are reparented to
-    it.
+    """Kill all descendants of this process, also those in other sessions: orphans are reparented to it.
 
     proc: a descriptor of /proc, opened before entering the namespaces.
     """
@@ -371,8 +371,10 @@ def end_children(proc: int) -> None:
 
 
 def install_termination_handler(spec: dict, proc: int) -> None:
-    """Install a SIGTERM handler that kills all children, removes the folder and exits. The kernel also sends SIGTERM if
-    the caller dies."""
+    """Install a SIGTERM handler that kills all children, removes the folder and exits.
+
+    The kernel also sends SIGTERM if the caller dies.
+    """
     me, name = os.getpid(), os.path.basename(spec["root"])
     above = os.open(os.path.dirname(spec["root"]), os.O_RDONLY | os.O_DIRECTORY)
     if spec["level"] == "limits":

@@ -81,8 +81,7 @@ def mark_text(text: str, longest: int) -> str:
 
 
 def question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Format the task for a judge: a single user message (and system messages) as it is, longer conversations with
-    roles."""
+    """Format the task for a judge: a single user message as it is, longer conversations with their roles."""
     turns = [(str(m.get("role", "")), str(m.get("content") or "")) for m in messages]
     users = [text for role, text in turns if role == "user"]
     if len(turns) == 1 or (len(users) == 1 and all(role in ("system", "user") for role, _ in turns)):
@@ -91,8 +90,7 @@ def question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_score(reply: str, scale: Sequence[float], pattern: str = SCORE) -> float | None:
-    """Return the last number that the pattern finds, scaled to [0, 1]; None if there is none or it is outside [low,
-    high]."""
+    """Return the last number that the pattern finds, scaled to [0, 1]; None if missing or outside [low, high]."""
     found = re.findall(pattern, reply, re.IGNORECASE)
     if not found:
         return None
@@ -125,13 +123,13 @@ def comparisons(prompts: Sequence[str], opponents: int | None = None) -> list[tu
     opponents: compare each index only with the next `opponents` of its group, cyclically; None: with all.
     """
     groups: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(place)
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(index)
     found: dict[tuple[int, int], None] = {}
     for group in groups.values():
-        for number, place in enumerate(group):
+        for number, index in enumerate(group):
             others = [group[(number + step) % len(group)] for step in range(1, len(group))][:opponents]
-            found |= dict.fromkeys(pair for other in others for pair in ((place, other), (other, place)))
+            found |= dict.fromkeys(pair for other in others for pair in ((index, other), (other, index)))
     return list(found)
 
 
@@ -142,14 +140,13 @@ def blank_preference(first: str, second: str) -> float:
 
 def win_rates(prompts: Sequence[str], verdicts: Mapping[tuple[int, int], float | None]) -> list[float]:
     """Compute each answer's win rate over its comparisons. verdicts: pair -> score of the first answer."""
-    places = range(len(prompts))
-    table = [[_both_orders(verdicts, one, other) for other in places] for one in places]
-    return win_rate_rewards([table], [[[(one, other) in verdicts for other in places] for one in places]])[0]
+    indices = range(len(prompts))
+    table = [[_both_orders(verdicts, one, other) for other in indices] for one in indices]
+    return win_rate_rewards([table], [[[(one, other) in verdicts for other in indices] for one in indices]])[0]
 
 
 def _both_orders(verdicts: Mapping[tuple[int, int], float | None], one: int, other: int) -> float | None:
-    """Return the win probability of one answer over the other: the mean over both orders, skipping unparsed
-    verdicts."""
+    """Return the win probability of one answer: the mean over both orders, skipping unparsed verdicts."""
     first, second = verdicts.get((one, other)), verdicts.get((other, one))
     known = [*([] if first is None else [first]), *([] if second is None else [1 - second])]
     return sum(known) / len(known) if known else None
@@ -179,8 +176,10 @@ def mean_chance(chances: Sequence[float | None]) -> float:
 
 
 def criteria_of(rubric: Any) -> list[tuple[str, float]]:
-    """Parse a rubric into (text, weight) pairs. Entries are texts or {"text", "weight"}; [] for none. Raises
-    ValueError."""
+    """Parse a rubric into (text, weight) pairs.
+
+    Entries are texts or {"text", "weight"}; [] for none. Raises ValueError.
+    """
     listed = [line for line in rubric.splitlines() if line.strip()] if isinstance(rubric, str) else list(rubric or [])
     found = []
     for entry in listed:

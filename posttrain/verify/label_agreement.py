@@ -18,8 +18,7 @@ Verdicts = Sequence[bool | None]
 
 
 def confusion(verdicts: Verdicts, labels: Sequence[bool]) -> dict[str, int]:
-    """Count verdicts by label: {right_right, right_wrong, wrong_right, wrong_wrong, unscored}; the label comes
-    first."""
+    """Count verdicts by label: {right_right, right_wrong, wrong_right, wrong_wrong, unscored}, label first."""
     names = {True: "right", False: "wrong"}
     counts = dict.fromkeys(("right_right", "right_wrong", "wrong_right", "wrong_wrong", "unscored"), 0)
     for verdict, label in zip(verdicts, labels, strict=True):
@@ -42,8 +41,7 @@ def kappa(a: Verdicts, b: Verdicts) -> float | None:
 
 
 def read_labelled(path: Path) -> list[dict[str, Any]]:
-    """Read rows of a JSONL file with `completion` (text), `label` (true, false, 1 or 0) and data columns. Raises
-    DataError."""
+    """Read a JSONL file of rows with `completion`, `label` (true, false, 1 or 0) and columns. Raises DataError."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -67,8 +65,9 @@ def read_labelled(path: Path) -> list[dict[str, Any]]:
 def try_labelled(
     rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Score labeled rows: {"rows", "rewards": name -> {confusion, kappa, wrong_rows}, "pairs": "a, b" -> {kappa,
-    rows}}.
+    """Score labeled rows with the rewards and compare the verdicts with the labels.
+
+    Returns {"rows", "rewards": name -> {confusion, kappa, wrong_rows}, "pairs": "a, b" -> {kappa, rows}}.
 
     A reward's verdict is right if its score is at least scoring.correct_at. Raises RewardError for missing columns.
     """

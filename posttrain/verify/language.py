@@ -90,8 +90,9 @@ def prose(text: str) -> str:
 
 
 def language_share(completion: str, *, language: str = "en", forbid_scripts: Sequence[str] = ()) -> float:
-    """Compute the share of units of the last thought (or of the whole text) in the scripts of the language; 1 without
-    units.
+    """Compute the share of units in the scripts of the language, in the last thought or the whole text.
+
+    1 without units.
 
     Only `prose` is counted. forbid_scripts: any letter of these scripts gives 0. Languages in Latin script are not
     distinguished. Raises ValueError for an unknown language.

@@ -116,8 +116,11 @@ class LoadedReward:
 
     @property
     def knows_gold(self) -> bool:
-        """Whether the reward can recognize a correct answer: it reads the data, is not a judge (which only has an
-        opinion), and does not read the calls of a workflow (it cannot score a completion alone)."""
+        """Whether the reward can recognize a correct answer.
+
+        It must read the data, not be a judge (which only has an opinion), and not read the calls of a workflow (such a
+        reward cannot score a completion alone).
+        """
         return self.reads_data and not self.is_judge and not self.reads_workflow
 
     @property
@@ -131,20 +134,20 @@ class LoadedReward:
         return self.judge_timeout_s is not None
 
     def limit(self, section: Reward) -> float:
-        """Return the time limit of a call in seconds: from the recipe, else from the judge's script, else
-        CALL_SECONDS."""
+        """Return the time limit of a call in seconds: the recipe's, else the judge's, else CALL_SECONDS."""
         return section.timeout_s or self.judge_timeout_s or CALL_SECONDS
 
     @property
     def reads_data(self) -> bool:
-        """Whether the reward reads a data column by name. A reward that does not, or a model, cannot know the gold
-        answer."""
+        """Whether the reward reads a data column by name.
+
+        A reward that does not, or a model, cannot know the gold answer.
+        """
         return bool(self.columns or self.optional_columns or self.names_gold) and not self.in_trainer
 
 
 def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
-    """Load the function that `section.use` names and check `section.params` against its signature. Raises
-    RewardError."""
+    """Load the function that `section.use` names and check `section.params`. Raises RewardError."""
     target = locate(section.use, base_dir)
     function = _load(target, base_dir)
     params = _resolve_file_params(function, target, section.params, base_dir)
@@ -157,8 +160,7 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
 
 
 def _resolve_file_params(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
-    """Resolve the parameters annotated as Path like script paths: relative to the recipe, then to the working
-    directory."""
+    """Resolve parameters annotated as Path: relative to the recipe, then to the working directory."""
     hints = types_of(function) if callable(function) else {}
     return {
         key: find(value, base_dir, f"reward {target}: parameter `{key}`: file", RewardError)
@@ -178,8 +180,10 @@ def _run_script_check(reward: LoadedReward) -> None:
 
 
 def locate(use: str, base_dir: Path | None) -> str:
-    """Resolve `math.accuracy` (shipped), `reward_model`, `file.py:name` or `module:name` to `absolute/file.py:name` or
-    `module:name`."""
+    """Resolve the `use` of a reward to `absolute/file.py:name` or `module:name`.
+
+    use: `math.accuracy` (shipped), `reward_model`, `file.py:name` or `module:name`.
+    """
     if use in MODEL_REWARDS:
         return MODEL_REWARDS[use]
     split = split_function(use)
@@ -209,8 +213,10 @@ def _locate_shipped(use: str, base_dir: Path | None) -> str:
 
 
 def _nearest_shipped(script: str, name: str, files: Mapping[str, Path]) -> str | None:
-    """Return the shipped reward most likely meant: a function of a script with a similar name, else a function with a
-    similar name in any script."""
+    """Return the shipped reward most likely meant, or None.
+
+    Prefers a function of a script with a similar name over a function with a similar name in any script.
+    """
     if not script:
         return nearest(name, [*MODEL_REWARDS, *files])
     for path in (files[one] for one in [nearest(script, files)] if one):
@@ -290,8 +296,10 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
 def _make_callable(
     function: Callable[..., Any], target: str, params: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Instantiate a reward class. Raises RewardError if the class cannot be instantiated or its instances cannot be
-    called."""
+    """Instantiate a reward class.
+
+    Raises RewardError if the class cannot be instantiated or its instances cannot be called.
+    """
     if inspect.isclass(function) and "__call__" not in dir(function):
         raise RewardError(f"reward {target} is a class without `__call__`", hint="def __call__(self, completion, ...)")
     try:
@@ -358,8 +366,10 @@ def _check_params(
 
 
 def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str], key: str = "data") -> None:
-    """Raise RewardError if a reward reads a column that the data lacks; lists all missing columns. key: recipe key of
-    the data."""
+    """Raise RewardError if a reward reads a column that the data lacks; lists all missing columns.
+
+    key: recipe key of the data.
+    """
     known = sorted(set(known_columns))
     problems = []
     for reward in rewards:

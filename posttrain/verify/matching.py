@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 
 def best_pairs(values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    """Return the (row, column) pairs with the largest sum of values, each row and column at most once; only values
-    above 0.
+    """Return the (row, column) pairs with the largest sum of values, using each row and column at most once.
+
+    Only values above 0 are paired.
 
     values: [R, C], all >= 0. Shortest augmenting paths (the Hungarian method), O(min(R, C)^2 max(R, C)).
     """

@@ -32,8 +32,10 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Several values. kind: `list` (without brackets), `set`, `()`, `[]`, `[)`, `(]`, `<>`, `union`, `time`,
-    `system`."""
+    """Several values of one kind.
+
+    kind: `list` (without brackets), `set`, `()`, `[]`, `[)`, `(]`, `<>`, `union`, `time`, `system`.
+    """
 
     kind: str
     members: tuple[Any, ...]

@@ -1,5 +1,4 @@
-"""Units of measurement with prefixes, powers and quotients: `km/h`, `m s^{-2}`, `square feet`, `miles per hour`. Pure
-functions.
+"""Units of measurement: `km/h`, `m s^{-2}`, `square feet`, `miles per hour`. Pure functions.
 
 Sizes are exact if their definition is: an inch is 0.0254 m, a pound 0.45359237 kg.
 """
@@ -174,8 +173,7 @@ def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
 
 
 def find_measure(name: str, choice: int = 0) -> Measure | None:
-    """Return the measure of one word: by its symbol (case-sensitive), or by its name in lower case, singular or
-    plural."""
+    """Return the measure of one word: a case-sensitive symbol, or a name in any case, singular or plural."""
     lower = name.casefold()
     plain = lower[:-1] if lower.endswith("s") and len(lower) > 2 else lower
     if choice and plain in _SECOND:

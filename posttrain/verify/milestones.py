@@ -1,5 +1,4 @@
-"""Milestone reward: run a program with marks printed after the statements that match its milestones (arXiv
-2509.01684)."""
+"""Milestone reward: run a program with marks printed after matching statements (arXiv 2509.01684)."""
 
 from __future__ import annotations
 

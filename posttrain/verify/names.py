@@ -16,8 +16,7 @@ FUNCTION_NAMES = frozenset("fghFGHuvwW")
 
 
 def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
-    """Read a letter with its subscript and primes, and return the symbol, the function application or the constant it
-    denotes."""
+    """Read a letter with subscript and primes; return its symbol, function application or constant."""
     start = reader.position - 1
     name = letter + read_subscript(reader)
     while reader.take("'", "prime"):
@@ -35,8 +34,7 @@ def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
 
 
 def _has_arguments(reader: Reader, name: str) -> bool:
-    """Return whether a bracket after the name holds arguments: for function names, and for `P(A) =` at the start of a
-    side."""
+    """Return whether the bracket after a name holds arguments: of a function, or in `P(A) =` at the start of a side."""
     if not reader.at("("):
         return False
     if name[0] in FUNCTION_NAMES:

@@ -54,8 +54,7 @@ Replacement = str | Callable[[re.Match[str]], str]
 
 
 def _upright(match: re.Match[str]) -> str:
-    r"""Rewrite upright text: `\mathrm{ln}` as a function, `\mathrm{e}` as a letter, `5\,\mathrm{m}` as a unit,
-    `\text{or}` as a separator."""
+    r"""Rewrite upright text: `\mathrm{ln}` as a function, `5\,\mathrm{m}` as a unit, `\text{or}` as a separator."""
     content, before = match["content"].strip().strip("$"), match["number"] or ""
     word = content.strip(" .,:;")
     units = " ".join(re.sub(r"\\(?:[,;: ]|cdot)|~", " ", content).split())
@@ -83,9 +82,8 @@ def _repeating_decimal(match: re.Match[str]) -> str:
 
 
 def _rewrite_binomial(match: re.Match[str], kind: str, *indices: str | None) -> str:
-    """Rewrite C_5^2 of Chinese textbooks as a binomial coefficient and A_5^2 as 5!/3!; C_1^2 stays an indexed
-    letter."""
-    above, below = (indices[place] or indices[place + 1] or "" for place in (0, 2))
+    """Rewrite C_5^2 (Chinese notation) as a binomial coefficient and A_5^2 as 5!/3!, but not C_1^2."""
+    above, below = (indices[position] or indices[position + 1] or "" for position in (0, 2))
     known = kind == "C" and above == "n"
     if above.isdecimal() and below.isdecimal():
         known = 2 < int(above) >= int(below)
@@ -250,11 +248,11 @@ def clean(text: str) -> str:
 def _closes_at_the_end(text: str) -> bool:
     """Return whether the brace at the start closes at the last character."""
     depth = 0
-    for place, character in enumerate(text):
-        if character in "{}" and text[place - 1 : place] != "\\":
+    for position, character in enumerate(text):
+        if character in "{}" and text[position - 1 : position] != "\\":
             depth += 1 if character == "{" else -1
             if depth == 0:
-                return place == len(text) - 1
+                return position == len(text) - 1
     return False
 
 
@@ -307,8 +305,9 @@ def plain(text: str) -> str:
 
 
 def other_readings(text: str, *, gold: bool) -> list[str]:
-    r"""Return other meanings of a text: `0,5` as 0.5, `1e-3` as a power of ten, `(B) 12` as option B or as 12, `5m` as
-    5 meters.
+    r"""Return other meanings of a text.
+
+    `0,5` is 0.5, `1e-3` a power of ten, `(B) 12` option B or 12, `5m` 5 meters.
 
     In a gold answer, a comma between digits separates two answers unless a currency or unit follows.
     """

@@ -8,7 +8,7 @@ _ONES = "zero one two three four five six seven eight nine ten eleven twelve thi
 _ONES += " seventeen eighteen nineteen"
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _VALUES = {word: value for value, word in enumerate(_ONES.split())}
-_VALUES |= {word: 10 * (place + 2) for place, word in enumerate(_TENS.split())}
+_VALUES |= {word: 10 * (index + 2) for index, word in enumerate(_TENS.split())}
 _LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 SCALES = {**_LARGE, "quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
@@ -41,8 +41,7 @@ def changes_number(word: str) -> bool:
 
 
 def value_of(text: str) -> int | None:
-    """Return the number that English words name: `forty-two`, `one hundred and five`, `minus three`; None for other
-    words."""
+    """Return the number in English words: `forty-two`, `one hundred and five`, `minus three`; else None."""
     words = text.casefold().replace("-", " ").split()
     negative = words[:1] in (["minus"], ["negative"])
     words = [word for word in words[negative:] if word != "and"]

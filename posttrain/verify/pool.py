@@ -71,8 +71,10 @@ class Worker:
         self.since = time.monotonic()
 
     def send_chunk(self, chunk: Sequence[Call]) -> None:
-        """Send a chunk of calls. Call only on an idle worker: an idle worker reads immediately, so the send cannot
-        block on a hung call."""
+        """Send a chunk of calls to an idle worker.
+
+        An idle worker reads immediately, so the send cannot block on a hung call.
+        """
         try:
             data = pickle.dumps(list(chunk), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as cause:
@@ -97,8 +99,10 @@ class Worker:
 
     @property
     def exited(self) -> bool:
-        """Whether the process has exited. Uses waitid with WNOWAIT where available, so the process is not reaped and
-        its id is not reused."""
+        """Whether the process has exited.
+
+        Uses waitid with WNOWAIT where available, so the process is not reaped and its id is not reused.
+        """
         if not hasattr(os, "waitid"):
             return self.process.poll() is not None
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -123,8 +127,7 @@ class Worker:
 
     @property
     def last_output(self) -> str:
-        """Last output of the ended process as a clause of an error message; empty if the output went to stderr
-        already."""
+        """Last output of the ended process for an error message; empty if it went to stderr."""
         text = "" if self._on_stderr else self._output.last()
         return f"; it printed last:\n{text}" if text else ""
 
@@ -162,8 +165,7 @@ class Pool:
         self.workers = []
 
     def abandon(self) -> None:
-        """Make the `run` in another thread, and every later `run`, kill the workers and raise RunError until
-        `abandoned` is reset."""
+        """Make `run`, called in any thread, kill the workers and raise RunError until `abandoned` is reset."""
         self.abandoned = True
         for worker in list(self.workers):
             worker.process.kill()  # wakes up `run`, which waits for this worker
@@ -269,8 +271,7 @@ class _Work:
     results: dict[int, Result] = field(default_factory=dict)
 
     def take(self, call_seconds: float, workers: int) -> list[Call]:
-        """Remove and return the next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish
-        together."""
+        """Remove and return the next chunk: about CHUNK_SECONDS of work, less near the end to balance the workers."""
         if self.isolated:
             return [self.isolated.popleft()]
         queue, count = self.concurrent, min(CONCURRENT_CALLS, math.ceil(len(self.concurrent) / workers))
@@ -294,8 +295,9 @@ def make_target(reward: LoadedReward, limit: float) -> Target:
 def make_calls(
     reward: LoadedReward, target: int, first: int, completions: Sequence[Any], arguments: Sequence[Mapping[str, Any]]
 ) -> list[Call]:
-    """Return the calls that score all rows. Row k has the number first + k; a batched call has the number of its first
-    row.
+    """Return the calls that score all rows.
+
+    Row k has the number first + k; a batched call has the number of its first row.
 
     An optional column that only some rows of a batch have is None for the other rows.
     """
@@ -316,8 +318,10 @@ def make_calls(
 
 
 def split_result(call: Call, result: Result) -> list[Result]:
-    """Split the result of a call into one result per row. An error or a timeout applies to every row; the time is
-    divided equally."""
+    """Split the result of a call into one result per row.
+
+    An error or a timeout applies to every row; the time is divided equally.
+    """
     if not isinstance(call.completion, list):
         return [result]
     seconds = result.seconds / len(call.completion)

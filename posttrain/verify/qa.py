@@ -60,8 +60,10 @@ def searched_text(transcript: Sequence[Message]) -> str:
 
 
 def well_formed_search(text: str) -> bool:
-    """Return whether the text is think, any number of (search, information, think), then answer, with only blanks
-    outside the blocks."""
+    """Return whether the text is think, any number of (search, information, think), then answer.
+
+    Only blanks may stand outside the blocks.
+    """
     state, inside = "start", ""
     for piece, is_tag in split_at_tags(text, BLOCKS):
         if not is_tag:
@@ -87,8 +89,9 @@ def search_r1(
     final_format: float = 0.0,
     retrieval: float = 0.0,
 ) -> dict[str, Any]:
-    """Score a transcript (Search-R1): {"reward", "score", "valid", "retrieved"}; reward and score are None without a
-    gold answer.
+    """Score a transcript (Search-R1): {"reward", "score", "valid", "retrieved"}.
+
+    reward and score are None without a gold answer.
 
     score: score of the last answer block by `metric`, 0 without one. valid: `well_formed_search`. retrieved: a gold
     answer occurs in an information block. reward: a right answer earns its score, minus `structure` if not valid (at
@@ -113,8 +116,7 @@ def search_r1(
 
 
 def usefulness(useful: Sequence[float | None] | None) -> float | None:
-    """Return the mean label of the retrieved chunks, 0 without chunks; None if the judge failed on any or all of
-    them."""
+    """Return the mean label of the retrieved chunks, 0 without chunks; None if the judge failed on any."""
     if useful is None or any(label is None for label in useful):
         return None
     return sum(float(label) for label in useful if label is not None) / len(useful) if useful else 0.0
@@ -140,8 +142,9 @@ def reseek(
     max_answer_tags: int = 10,
     max_judged: int | None = None,
 ) -> dict[str, float | None]:
-    """Score a transcript with judge actions (ReSeek): {"reward": outcome + judge, "outcome", "judge"}; None without a
-    gold answer.
+    """Score a transcript with judge actions (ReSeek): {"reward": outcome + judge, "outcome", "judge"}.
+
+    All are None without a gold answer.
 
     outcome: exact match of the last answer outside closed thoughts, divided by 4 if there are more than max_answer_tags
     answer tags.
@@ -186,8 +189,9 @@ def asearcher_reward(
     tags: Sequence[str] = ("think", "search", "access", "answer"),
     actions: Sequence[str] = ("search", "access", "answer"),
 ) -> dict[str, float | None]:
-    """Score the texts of a rollout's turns (ASearcher): {"reward": f1 * format, "f1", "format"}; None without a gold
-    answer.
+    """Score the texts of a rollout's turns (ASearcher): {"reward": f1 * format, "f1", "format"}.
+
+    All are None without a gold answer.
 
     f1: F1 of the word sets of the last answer block and a gold answer after `qa_norm`, the maximum over gold answers; 0
     without a block. format: 1 if in every turn each of `tags` opens as often as it closes, and at most one of `actions`
@@ -213,8 +217,7 @@ def set_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def answer_items(text: str) -> list[str]:
-    """Return the normalized items of an answer block without blanks and duplicates: a JSON list, else split at `;` and
-    newlines."""
+    """Return the distinct normalized items of an answer block: a JSON list, else split at `;` and newlines."""
     items: list[Any] = re.split(r"[;\n]", text)
     if text.strip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):  # not JSON after all
@@ -225,8 +228,9 @@ def answer_items(text: str) -> list[str]:
 def answer_f1(
     completion: str, answer: Sequence[str | Sequence[str]] | str | None, *, format_ok: bool | None = None
 ) -> dict[str, float | None]:
-    """Score the items of the last answer block (A^2Search): {"reward": F1, "precision", "recall"}; None without a gold
-    answer.
+    """Score the items of the last answer block (A^2Search): {"reward": F1, "precision", "recall"}.
+
+    All are None without a gold answer.
 
     answer: one entry per right answer, each a text or a list of its aliases. precision: items that are an alias of any
     right answer / items; recall: right answers named / right answers. All are 0 if format_ok is False or there is no
@@ -255,8 +259,9 @@ def traced_answer(
     judge: Mapping[str, float | None] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> dict[str, float | None]:
-    """Score an answer with its trace (CRAFT): {"reward", "format", "answer", "citation", "judge"}; None without a gold
-    answer.
+    """Score an answer with its trace (CRAFT): {"reward", "format", "answer", "citation", "judge"}.
+
+    All are None without a gold answer.
 
     format: 1 if the text is exactly the components, in order; otherwise every score is 0. answer: exact match.
     citation: F1 of the numbers in the block gold_docs against the row's gold_docs, or set equality; omitted if the
@@ -281,8 +286,7 @@ def traced_answer(
 
 
 def citation_f1(block: str, gold: Sequence[int], how: Literal["f1", "exact"]) -> float:
-    """Compute the F1 of the cited numbers against the gold numbers as sets, or 1 if the sets are equal; 0 if none is
-    cited.
+    """Compute the F1 of the cited against the gold numbers as sets, or exact equality; 0 if none is cited.
 
     Negative numbers and decimals cite nothing. Raises ValueError for an unknown `how`.
     """

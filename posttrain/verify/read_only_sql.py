@@ -51,8 +51,10 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def restrict_to_reading(connection: sqlite3.Connection) -> None:
-    """Set the limits and the authorizer on a connection. The memory limit is per process and can only be lowered
-    later."""
+    """Set the limits and the authorizer on a connection.
+
+    The memory limit is per process and can only be lowered later.
+    """
     connection.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
     connection.execute("PRAGMA temp_store = MEMORY")  # counts toward the heap limit and creates no files
     connection.execute("PRAGMA query_only = ON")

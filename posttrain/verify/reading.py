@@ -57,8 +57,11 @@ class Reader(Cursor):
         return members[0] if len(members) == 1 else Group("list", tuple(members), joined)
 
     def members(self, *, forking: bool = True) -> tuple[list[Any], str]:
-        """Read the items and their separator. With `forking`, an item with a plus-minus gives two members; a tuple with
-        a plus-minus stays one member and is read twice as a whole."""
+        """Read the items and their separator.
+
+        With `forking`, an item with a plus-minus gives two members; a tuple with a plus-minus stays one member and is
+        read twice as a whole.
+        """
         members, joined = self.item() if forking else [self.chain()], ","
         while (separator := self.separator()) is not None:
             if separator != ",":

@@ -19,8 +19,10 @@ _POSITIVE, _NOT_NEGATIVE = ("R^+", "R_+", "R_gt0"), ("R_ge0", "R^+_0")
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """An end of an interval. value: as a formula. at: as a number, for ordering. closed: whether it belongs to the
-    interval."""
+    """An end of an interval.
+
+    value: as a formula. at: as a number, for ordering. closed: whether it belongs to the interval.
+    """
 
     value: Formula
     at: Any
@@ -101,8 +103,7 @@ def _solve_group(group: Group) -> tuple[Pieces, str | None] | None:
 
 
 def _are_intervals(group: Group) -> bool:
-    """Return whether the list is of intervals and not of points, because one has an infinite end: `(-\\infty, 0), (1,
-    \\infty)`."""
+    """Return whether a list is of intervals, not points, as in `(-\\infty, 0), (1, \\infty)`: an end is infinite."""
     members = [one.members for one in group.members if isinstance(one, Group) and one.kind in ("()", "[]", "[)", "(]")]
     ends = [end.expr for pair in members for end in pair if isinstance(end, Formula)]
     return len(members) == len(group.members) and (S.Infinity in ends or S.NegativeInfinity in ends)
@@ -150,8 +151,7 @@ def _solve_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, s
 
 
 def _solve_infinite_bound(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
-    """Return all reals for a bound at infinity, such as `-\\infty < x`, which says nothing; None for other
-    relations."""
+    """Return all reals for a vacuous bound such as `-\\infty < x`; None for other relations."""
     if left.expr is S.NegativeInfinity and relation == "lt" and isinstance(right.expr, Symbol):
         return ALL, right.expr.name
     return (

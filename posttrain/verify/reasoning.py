@@ -33,8 +33,9 @@ _LETTER = re.compile(r"\W*([A-Za-z])\W*")
 
 
 def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]:
-    """Compute format + accuracy (DianJin): {"reward": 0, 1 or 2, "format", "accuracy"}; reward is None without a gold
-    answer.
+    """Compute format + accuracy (DianJin): {"reward": 0, 1 or 2, "format", "accuracy"}.
+
+    reward is None without a gold answer.
 
     format: 1 if the text is exactly one thought and one answer, neither blank. accuracy: 1 if the last answer block, or
     its box, equals the gold answer.
@@ -45,8 +46,7 @@ def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]
 
 
 def conclusion(thought: str) -> str | None:
-    """Return the conclusion of a thought: its last box, else the text after its last "answer is", up to punctuation or
-    line end.
+    """Return the last box of a thought, else the text after its last "answer is" up to punctuation.
 
     An empty box, or an empty text after "answer is", is skipped in favor of an earlier one.
     """
@@ -105,8 +105,8 @@ def shuffled_consistency(
     values are unknown. A letter that is not an option is wrong.
     """
     once, again, gold = letter_of(first), letter_of(second), letter_of(answer)
-    place = -1 if again is None else ord(again) - ord("A")
-    mapped = chr(ord("A") + int(permutation[place])) if 0 <= place < len(permutation) else None
+    index = -1 if again is None else ord(again) - ord("A")
+    mapped = chr(ord("A") + int(permutation[index])) if 0 <= index < len(permutation) else None
     hits = (gold is not None and once == gold, gold is not None and mapped == gold)
     reward = values[{(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 3}[hits]]
     return {"reward": reward, "second_original": mapped, "consistent": once is not None and once == mapped}
@@ -127,8 +127,9 @@ def reflection(
     length_weight: float = 0.1,
     same: Callable[[str, Sequence[str]], bool] = lambda text, golds: exact_match(text, golds) > 0,
 ) -> dict[str, float | None]:
-    """Score an answer that is reflected on and revised (SRPO): {"reward": sum of the parts, "format", "accuracy",
-    "length"}.
+    """Score an answer that is reflected on and revised (SRPO).
+
+    Returns {"reward": sum of the parts, "format", "accuracy", "length"}.
 
     format: format_weight if the text is exactly thought, answer, reflection, thought, answer.
     accuracy, by the first and the last answer (compared by `same`): right and right keep, wrong and right fix, right

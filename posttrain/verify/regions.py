@@ -99,7 +99,7 @@ def read_regions(text: str) -> list[Region] | None:
 
 def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, str]]) -> str | None:
     """Return the last reference before the region, else the label of the JSON object that contains it."""
-    if named := [label for place, label in references if place <= start]:
+    if named := [label for position, label in references if position <= start]:
         return named[-1].strip()
     opening = text.rfind("{", max(0, start - _MAX_ENTRY_CHARS), start)
     closing = text.find("}", end, end + _MAX_ENTRY_CHARS)
@@ -110,8 +110,9 @@ def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, s
 
 
 def gold_regions(answer: Any, column: str = "answer") -> list[Region] | None:
-    """Parse the boxes and points of a gold column: a list of numbers, a list of such lists or of JSON objects, or the
-    text of one.
+    """Parse the boxes and points of a gold column.
+
+    It may be a list of numbers, a list of such lists or of JSON objects, or the text of one.
 
     Returns None for null and NaN, also as text. Raises ValueError for anything else, and for a list with an invalid
     entry.
@@ -170,8 +171,7 @@ def same_scale(
     gold_coordinates: Coordinates | None,
     size: Sequence[float] | None,
 ) -> tuple[list[Region], list[Region]]:
-    """Return both lists in comparable coordinates: unchanged, or as fractions of the picture if their coordinates
-    differ.
+    """Return both lists in comparable coordinates: as fractions of the picture if theirs differ.
 
     gold_coordinates: None means those of the completion. Raises ValueError if pixels must be converted without a size.
     """

@@ -1,5 +1,4 @@
-"""Instantiation of reward classes, with the recipe's parameters split between constructor and call. No heavy
-imports."""
+"""Instantiation of reward classes, splitting the recipe's parameters between constructor and call."""
 
 from __future__ import annotations
 
@@ -9,8 +8,10 @@ from typing import Any
 
 
 def make_callable(function: Callable[..., Any], params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return (callable, parameters of a call). A class is instantiated with the parameters that its constructor
-    takes."""
+    """Return (callable, parameters of a call).
+
+    A class is instantiated with the parameters that its constructor takes.
+    """
     if not inspect.isclass(function):
         return function, dict(params)
     arguments = inspect.signature(function).parameters

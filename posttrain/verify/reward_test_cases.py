@@ -35,8 +35,7 @@ class Writer:
         return self.gold(row)
 
     def with_answer(self, row: Row, answer: Any) -> str:
-        """Write gold as if `answer` were the gold answer; "" if gold does not depend on the column, e.g. a stored
-        text."""
+        """Write gold as if `answer` were the gold answer; "" if gold does not depend on the column."""
         text = self.gold({**row, self.column: answer}) or ""
         return text if text != self.gold(row) else ""
 
@@ -50,8 +49,10 @@ class Writer:
 
 
 def _wrap_answer(before: str, after: str, read: Callable[[str], str | None] = gold_text) -> Writer:
-    """Build a writer that puts the answer between two texts. read: extracts the text to write, by default the answer of
-    a reference solution."""
+    """Build a writer that puts the answer between two texts.
+
+    read: extracts the text to write, by default the answer of a reference solution.
+    """
 
     def write(row: Row) -> str | None:
         answer = answer_text(row.get("answer"))
@@ -143,8 +144,10 @@ def _change_first_leaf(value: Any) -> tuple[Any, bool]:
 
 
 def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | None:
-    """Return variant name -> sample for this row; None if the row has no gold answer. Token counts are a quarter of the
-    characters."""
+    """Return variant name -> sample for this row; None if the row has no gold answer.
+
+    Token counts are a quarter of the characters.
+    """
     gold = write(row)
     if gold is None:
         return None

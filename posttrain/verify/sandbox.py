@@ -69,8 +69,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finished:
-    """Result of a program. status: ended normally, or the limit it exceeded; stdout and stderr are truncated at the
-    limit."""
+    """Result of a program.
+
+    status: ended normally, or the limit it exceeded; stdout and stderr are truncated at the limit.
+    """
 
     status: Status
     exit_code: int
@@ -216,8 +218,7 @@ def _start_jail(spec: int, report: int) -> subprocess.Popen[bytes]:
 def _exchange(
     process: subprocess.Popen[bytes], stdin: bytes, max_bytes: int, give_up: float
 ) -> tuple[bytes, bytes, Status]:
-    """Write the input and read the outputs until both close; stop at `max_bytes` bytes of either output, or at the time
-    `give_up`."""
+    """Write the input and read the outputs until both close, up to `max_bytes` each and the time `give_up`."""
     assert process.stdin and process.stdout and process.stderr
     source, sinks = process.stdin.fileno(), (process.stdout.fileno(), process.stderr.fileno())
     received = {sink: bytearray() for sink in sinks}

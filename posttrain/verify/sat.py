@@ -10,8 +10,7 @@ _LITERAL = re.compile(r"(!?)([A-Z])")
 
 
 def assignment_reward(formula: str, completion: str) -> float:
-    """Return 1 if the last `\\boxed{}` satisfies the formula, 0 if not, -1 without a box, -2 for a malformed
-    formula."""
+    """Return 1 if the last `\\boxed{}` satisfies the formula, 0 if not, -1 without box, -2 if malformed."""
     boxes = _BOX.findall(completion)
     if not boxes:
         return -1.0
@@ -39,7 +38,7 @@ def falsify(formula: str, bits: str) -> str:
     """Return the bits with the variables of the first clause changed so that the clause is false."""
     values = dict(enumerate(bits))
     values |= {ord(letter) - ord("A"): "1" if negated else "0" for negated, letter in literals(formula.split("&")[0])}
-    return "".join(values.get(place, "0") for place in range(max(values) + 1))
+    return "".join(values.get(position, "0") for position in range(max(values) + 1))
 
 
 def literals(clause: str) -> list[tuple[str, str]]:
@@ -48,5 +47,5 @@ def literals(clause: str) -> list[tuple[str, str]]:
 
 
 def _bit(bits: str, letter: str) -> str:
-    place = ord(letter) - ord("A")
-    return bits[place] if place < len(bits) else "0"
+    position = ord(letter) - ord("A")
+    return bits[position] if position < len(bits) else "0"

@@ -1,5 +1,7 @@
-"""Scoring of completions: run the recipe's reward scripts in worker processes, then combine the named scores into one
-reward per row (`combine` is the only place where components are summed)."""
+"""Scoring of completions: run the reward scripts in worker processes and combine their scores.
+
+`combine` is the only place where components are summed into one reward per row.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +94,10 @@ class Scorer:
 
     @cached_property
     def by_row(self) -> bool:
-        """Whether rows can be scored independently: not with batched rewards, whose results depend on the rows in the
-        call, nor with models in this process."""
+        """Whether rows can be scored independently.
+
+        Not with batched rewards, whose results depend on the rows in the call, nor with models in this process.
+        """
         return not any(reward.batched or reward.in_trainer for reward in self.rewards)
 
     def __enter__(self) -> Self:
@@ -176,7 +180,7 @@ class Scorer:
             [s.group for s in samples],
             failed={name: [r.kind != "value" for r in column] for name, _, column in named},
             absent={name: [r is ABSENT for r in column] for name, _, column in named},
-            uids=[str(s.row.get("uid", i)) for i, s in enumerate(samples)],
+            uids=[_uid(s, i) for i, s in enumerate(samples)],
             clips={
                 name: section.clip
                 for i, (name, section, _) in enumerate(named)
@@ -217,8 +221,9 @@ class Scorer:
     def results(
         self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
     ) -> list[list[Result]]:
-        """Run the reward calls and return their results, [component][sample]. Raises RewardError only for a broken
-        contract.
+        """Run the reward calls and return their results, [component][sample].
+
+        Raises RewardError only for a broken contract.
 
         Components that read `correct` run after the correctness component. only: indices of the components to run.
         Thread-safe; calls from several threads run one after the other.
@@ -263,7 +268,7 @@ class Scorer:
                 batch = "batch from " if len(call.completion) > 1 and self.rewards[i].batched else ""
                 where = f"reward {self.rewards[i].name}"
                 raise RewardError(
-                    f"{batch}{source_locations.row(str(samples[row].row.get('uid', row)))}: {result.value}", where=where
+                    f"{batch}{source_locations.row(_uid(samples[row], row))}: {result.value}", where=where
                 )
             for k, of_row in enumerate(split_result(call, result) if self.rewards[i].batched else [result]):
                 found[i][locations[call.number + k][1]] = of_row
@@ -347,11 +352,11 @@ def _first_traceback(samples: Sequence[Sample], results: Sequence[Sequence[Resul
 
 def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: str) -> str:
     """Describe the first result of this kind: `on ROW`, for errors with the traceback; empty if there is none."""
-    place = next((i for i, result in enumerate(column) if result.kind == kind), None)
-    if place is None:
+    index = next((i for i, result in enumerate(column) if result.kind == kind), None)
+    if index is None:
         return ""
-    where = source_locations.row(_uid(samples[place], place))
-    return f"on {where}:\n{column[place].value}" if kind == "error" else f"on {where}"
+    where = source_locations.row(_uid(samples[index], index))
+    return f"on {where}:\n{column[index].value}" if kind == "error" else f"on {where}"
 
 
 def _describe_first_failure(samples: Sequence[Sample], column: Sequence[Result]) -> str:
@@ -376,8 +381,7 @@ def combine(
     clips: Mapping[str, Sequence[float]] | None = None,
     conditions: Mapping[str, Gate] | None = None,
 ) -> list[float | None]:
-    """Compute the weighted sum of the components [N]; None = the row cannot be scored (advantage 0, excluded from all
-    statistics).
+    """Compute the weighted sum of the components [N]; None = not scored (advantage 0, outside all statistics).
 
     Components with weight 0 are only logged. A score of None means that the component does not apply to the row:
       auto              no row of the group has a score: the component is left out for the group; some have: rows of the
@@ -441,8 +445,7 @@ def clip_scores(scores: Column, limits: Sequence[float]) -> Column:
 
 
 def apply_gate(scores: Column, components: Mapping[str, Column], gate: Gate) -> Column:
-    """Return the scores, with 0 for rows where the gate's component has no score or a score below the gate's
-    minimum."""
+    """Return the scores, with 0 where the gate's component has no score or a score below the minimum."""
     name, least = gate
     return [
         score if key is not None and key >= least else 0.0 for score, key in zip(scores, components[name], strict=True)

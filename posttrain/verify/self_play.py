@@ -59,8 +59,9 @@ def explain_rejection(
     min_words: int = 10,
     min_searches: int = 2,
 ) -> str:
-    """Return why a proposed question is rejected before it is asked, "" if it is not: bad length, contains its answer,
-    too few or duplicate searches.
+    """Return why a proposed question is rejected before it is asked; "" if it is not.
+
+    Reasons: bad length, contains its answer, too few or duplicate searches.
 
     Whether the retrieved material answers the question is left to a model.
     """
@@ -81,8 +82,9 @@ class Adversarial(NamedTuple):
 
 
 def adversarial_rewards(passed: Table, valid: Table | None = None) -> Adversarial:
-    """Compute adversarial rewards (RLAC, arXiv 2511.01758): an output that survives the failure its critic names earns
-    1, else the critic does.
+    """Compute adversarial rewards (RLAC, arXiv 2511.01758).
+
+    An output that survives the failure its critic names earns 1, else the critic does.
 
     passed: 1 if the validator finds that the output survives. valid: 0 for a proposal that cannot be checked; the
     generator then earns 1 and the critic 0 (our choice), so that vague critics gain nothing.
@@ -95,8 +97,10 @@ def adversarial_rewards(passed: Table, valid: Table | None = None) -> Adversaria
 
 
 class Judged(NamedTuple):
-    """Result of `self_judged_rewards`. judge_rewards: [N] judgments; player_rewards: [G] judged answers, None = no
-    score."""
+    """Result of `self_judged_rewards`.
+
+    judge_rewards: [N] judgments; player_rewards: [G] judged answers, None = no score.
+    """
 
     judge_rewards: list[float]
     player_rewards: list[float | None]
@@ -116,8 +120,7 @@ def self_judged_rewards(
 
 
 def _rank_agreement(scores: Sequence[float | None], truth: Sequence[float]) -> float:
-    """Compute the share of strictly ordered gold pairs that the scores order alike, minus the share ordered in
-    reverse."""
+    """Compute the share of strictly ordered gold pairs in the same order, minus the share in reverse order."""
     known = [score for score in scores if score is not None]
     pairs = [(i, j) for i in range(len(truth)) for j in range(i) if truth[i] != truth[j]]
     if len(known) < len(scores) or not pairs:

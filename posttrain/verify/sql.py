@@ -23,8 +23,7 @@ _TOKEN = re.compile(
 
 
 def query_in(completion: str) -> str:
-    """Return the SQL of a completion: after the thought, in the last answer block, in the last fence, without a final
-    `;`.
+    """Return the SQL of a completion: after the thought, in the last answer block and fence, without a final `;`.
 
     Nothing after an unclosed `<think>` counts.
     """
@@ -36,8 +35,7 @@ def query_in(completion: str) -> str:
 
 
 def tokens(query: str) -> list[str]:
-    """Return lowercased tokens: names, numbers, quoted texts, `<>` `<=` `>=` `!=` `||`, and other characters one by
-    one."""
+    """Return lowercased tokens: names, numbers, quoted texts, `<>` `<=` `>=` `!=` `||`, single characters."""
     return [match[0] for match in _TOKEN.finditer(query.lower())]
 
 
@@ -53,8 +51,7 @@ def names(query: str) -> set[str]:
 
 
 def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:
-    """Compute the overlap of the n-gram sets of two token lists; if neither has n-grams, 1 if the lists are equal, else
-    0."""
+    """Compute the overlap of two n-gram sets; without n-grams, 1 if the token lists are equal, else 0."""
     grams = [{tuple(side[i : i + n]) for i in range(len(side) - n + 1)} for side in (a, b)]
     return overlap(*grams) if any(grams) else float(list(a) == list(b))
 
@@ -72,8 +69,7 @@ def _open_database(source: str | tuple[str, ...]) -> sqlite3.Connection:
 
 
 def database(db: str | Sequence[str], root: str | None = None) -> sqlite3.Connection:
-    """Return a read-only connection to `db`: a file (below `root`, if given) or the statements that build it in
-    memory."""
+    """Return a read-only connection to a file (below `root`, if given) or to a database built from statements."""
     if isinstance(db, str):
         return _open_database(str(Path(root, db)) if root else db)
     return _open_database(tuple(db))
@@ -116,8 +112,9 @@ def sql_reward(
     timeout_s: float = 2.0,
     root: str | None = None,
 ) -> dict[str, float | None]:
-    """Score a query (Reasoning-SQL): {"reward": weighted sum, "execution", "judge", "syntax", "schema", "ngram"}, at
-    most 8.
+    """Score a query (Reasoning-SQL), at most 8.
+
+    Returns {"reward": weighted sum, "execution", "judge", "syntax", "schema", "ngram"}.
 
     execution: 1 if the rows equal those of the gold query; a query of constants only (`SELECT 2`) is wrong if the gold
     query reads a table. A gold query without rows is matched by any query of a table that returns no rows.

@@ -35,8 +35,7 @@ def _reject_constant(name: str) -> Any:
 
 
 def object_in(text: str) -> tuple[dict[str, Any] | None, float]:
-    """Return (object, form): form 1 if the text is the object, 0.5 if it is one fenced block of it, 0 with text
-    around."""
+    """Return (object, form): 1 if the text is the object, 0.5 if it is one fenced block of it, else 0."""
     stripped = text.strip()
     if (found := read_object(stripped)) is not None:
         return found, 1.0

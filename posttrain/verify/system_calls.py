@@ -83,8 +83,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {  # name -> number on x86-
 def _one_of(
     index: int, values: Sequence[int | str], mask: int = 0xFFFFFFFF, otherwise: int = _DENY
 ) -> list[Instruction]:
-    """Continue if the bits of `mask` in an argument of the call equal one of these values; otherwise return
-    `otherwise`."""
+    """Continue if the masked bits of an argument equal one of these values; else return `otherwise`."""
     tests: list[Instruction] = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [_argument(index), (_AND, 0, 0, mask), *tests, (_RETURN, 0, 0, otherwise)]
 
@@ -146,8 +145,9 @@ def is_supported(machine: str | None = None) -> bool:
 
 
 def filter_program(machine: str | None = None, *, as_user: bool = False) -> list[Instruction]:
-    """Build the BPF program for `machine` (x86_64 or aarch64; default: this machine), for the kernel's `struct
-    sock_filter`.
+    """Build the BPF program for `machine` (x86_64 or aarch64; default: this machine).
+
+    The format is the kernel's `struct sock_filter`.
 
     as_user: for a program that runs with access to the user's own files and processes. Signals to other processes are
     then denied too, and changes of file modes, owners and times are skipped but report success. A program of another

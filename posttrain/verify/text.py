@@ -17,8 +17,7 @@ _CLOSED_QUESTIONS = ("yes", "no", "noanswer")
 
 
 def qa_norm(text: str) -> str:
-    """Normalize a text in this order: lowercase, remove ASCII punctuation, remove the words a, an and the, collapse
-    blanks."""
+    """Lowercase, remove ASCII punctuation, remove the words a, an and the, collapse blanks (in this order)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
@@ -50,8 +49,7 @@ def _same_text(a: str, b: str) -> bool:
 
 
 def contains(text: str, golds: Sequence[str]) -> bool:
-    """Return whether a gold answer occurs in the text, both after `qa_norm`; one that normalizes to nothing never
-    does."""
+    """Return whether a gold answer occurs in the text, both after `qa_norm`; an empty one never does."""
     within = qa_norm(text)
     return any(gold in within for gold in map(qa_norm, golds) if gold)
 

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 
 class Token(NamedTuple):
-    """One token. kind: `number`, `letter`, `word` (text in words), `command` (without its backslash), `relation` or
-    `sign`."""
+    """One token.
+
+    kind: `number`, `letter`, `word` (text in words), `command` (without its backslash), `relation` or `sign`.
+    """
 
     kind: str
     text: str

@@ -47,8 +47,10 @@ JUDGED_ROWS = 8  # rows on which injections are tried; a judge costs more than a
 
 @dataclass(frozen=True)
 class Cell:
-    """Scores of one component on one kind of completion: mean (None if there are no scores) and counts of calls without
-    a score."""
+    """Scores of one component on one kind of completion.
+
+    mean: None without scores; other fields: counts of calls without a score.
+    """
 
     mean: float | None
     abstained: int
@@ -157,8 +159,7 @@ Counts = dict[str, tuple[int, int]]  # name of a probe -> (rows on which it pays
 
 
 def _try_probes(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
-    """Count the probes that pay by the correctness component, and by the weighted sum; gold is scored together with the
-    probes."""
+    """Count the probes that pay by the correctness component, and by the weighted sum of all components."""
     tried = {i: {"gold": HackProbe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
     samples = [sample for i, found in tried.items() for sample in make_samples(rows[i], found, i)]
     if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
@@ -186,8 +187,7 @@ def _count_paid(
 
 
 def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
-    """Test whether an answer that names a variable of the scorer earns more, on every row, than a similar meaningless
-    name."""
+    """Test whether answering with a name of the scorer's variables earns more than a meaningless name, on every row."""
     reward = scorer.rewards[scorer.correctness]
     texts = [name_answers(row, write, scorer_names(reward.function)) for row in rows]
     if reward.is_judge or not rows or not all(texts):
@@ -205,8 +205,10 @@ def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Cou
 
 
 def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, str]]) -> list[dict[str, float]]:
-    """Return the scores of each row's texts, raised to at least the score of the first text, a wrong answer; a missing
-    score counts as that minimum."""
+    """Return the scores of each row's texts, at least the score of the first text, a wrong answer.
+
+    A missing score counts as that minimum.
+    """
     pairs = [
         (i, row, text) for i, (row, of_row) in enumerate(zip(rows, texts, strict=True)) for text in of_row.values()
     ]

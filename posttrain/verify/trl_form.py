@@ -44,8 +44,7 @@ def conversation(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:
-    """Return a completion in TRL's form: a list with one message if the row's prompt is a conversation, else the
-    text."""
+    """Return a completion in TRL's form: a list of one message if the prompt is a conversation, else the text."""
     return text if conversation(row) is None else [{"role": "assistant", "content": text}]
 
 

@@ -214,8 +214,10 @@ class Runner:
 
 
 def _copy_shared_arguments(chunk: Sequence[Call]) -> None:
-    """Deep-copy lists and dicts shared by several calls, such as a column of their row, so that a reward that mutates
-    its arguments does not affect other completions of the prompt."""
+    """Deep-copy lists and dicts that several calls share, such as a column of their row.
+
+    A reward that mutates its arguments then does not affect other completions of the prompt.
+    """
     given = Counter(id(value) for call in chunk for value in call.arguments.values())
     for call in chunk:
         for name, value in call.arguments.items():

@@ -55,8 +55,8 @@ class Workflow:
 
     def children(self, role: str | None = None, of: RoleCall | None = None) -> list[RoleCall]:
         """Return the calls that continue the scored call (or `of`), of one role or of all roles."""
-        place = self.number if of is None else next(n for n, call in enumerate(self.calls) if call is of)
-        return [call for call in self.calls if call.parent == place and role in (None, call.role)]
+        index = self.number if of is None else next(n for n, call in enumerate(self.calls) if call is of)
+        return [call for call in self.calls if call.parent == index and role in (None, call.role)]
 
     def by(self, role: str) -> list[RoleCall]:
         """Return the calls of a role."""
