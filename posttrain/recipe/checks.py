@@ -71,7 +71,7 @@ def _check_kl_coef(recipe: st.RlRecipe) -> Found:
 def _check_seeds(recipe: st.PipelineRecipe) -> Found:
     for seed, times in Counter(recipe.seeds).items():
         if times > 1:
-            yield "seeds", f"{seed} is given {times} times: the same run is no second one", "write other seeds"
+            yield "seeds", f"{seed} is given {times} times: the runs would be identical", "write other seeds"
 
 
 def _check_eval_settings(recipe: st.EvalRecipe) -> Found:

@@ -11,7 +11,7 @@ from posttrain.recipe.section import Count, DataName, Idle, Positive, Section, S
 from posttrain.recipe.select_sections import Selection
 
 # Marks of keys that belong to a single source, and of keys that only sources with splits have.
-ONE_SOURCE = Idle(".mix", "beside `data.mix`: it belongs to one source", "write it in an entry of `data.mix`")
+ONE_SOURCE = Idle(".mix", "with `data.mix`: it belongs to one source", "write it in an entry of `data.mix`")
 NO_SPLITS = Idle(
     "form = gym|task|accepted|function|file", "with {source}, which has no splits and no configurations", note=True
 )

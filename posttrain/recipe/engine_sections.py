@@ -102,7 +102,7 @@ class Vllm(Section):
     sleep: Annotated[
         bool,
         Idle("server", "with `server`, which has its own GPU, and nothing to hand over"),
-        Idle("stage != rl and engine = vllm", "in {stage}: nothing else wants the engine's memory", note=True),
+        Idle("stage != rl and engine = vllm", "in {stage}: nothing else needs the engine's memory", note=True),
     ] = Field(False, description="free the engine's memory during the update")
     merge_adapter: Annotated[
         bool, Idle("stage = rl and not model.lora", "without an adapter", "remove it, or train one: `model.lora`")
@@ -111,15 +111,15 @@ class Vllm(Section):
         description="with LoRA: merge the adapter into the base weights at every weight sync; false: only the "
         "adapter is sent and the engine applies it separately, which is exact but slower",
     )
-    server: Annotated[
-        Server | None, Idle("engine != vllm", "with {.engine} {engine}", "write `engine: vllm` beside it")
-    ] = Field(None, description="generate on other GPUs or machines")
+    server: Annotated[Server | None, Idle("engine != vllm", "with {.engine} {engine}", "also write `engine: vllm`")] = (
+        Field(None, description="generate on other GPUs or machines")
+    )
     tensor_parallel: Annotated[
         Positive,
         Refused(
             "stage != rl and engine = vllm and tensor_parallel > 1 and not server",
             "{stage} generates in one process with one GPU",
-            "write `{.server}` beside it, e.g. `{devices: [0, 1]}`",
+            "also write `{.server}`, e.g. `{devices: [0, 1]}`",
         ),
     ] = Field(
         1,
@@ -180,7 +180,7 @@ class EngineSection(Section):
         Idle(
             "engine != vllm",
             "with {.engine} {engine}",
-            "write `engine: vllm` beside it, or remove it",
+            "also write `engine: vllm`, or remove it",
             note=True,
             below=True,
         ),

@@ -13,12 +13,16 @@ from posttrain.recipe.requirements import Scope
 # (key, condition under which it conflicts with images, why)
 _REFUSED = (
     ("sampler", "values in sampler.needs", "reads the policy's states of prompts without their images"),
-    ("objective.behavior_model", "objective.behavior_model", "reads texts alone"),
-    ("model.parallel.context", "model.parallel.context > 1", "cuts lines of rows anywhere, within an image as well"),
-    ("model.parallel.tensor", "model.parallel.tensor > 1", "divides language models: transformers plans no tower"),
-    ("model.parallel.expert", "model.parallel.expert > 1", "was not proven beside a vision tower"),
-    ("search", "search", "grows answers on texts alone"),
-    ("tree", "tree", "grows turns on texts alone"),
+    ("objective.behavior_model", "objective.behavior_model", "reads text only"),
+    ("model.parallel.context", "model.parallel.context > 1", "splits packed rows anywhere, also inside an image"),
+    (
+        "model.parallel.tensor",
+        "model.parallel.tensor > 1",
+        "divides language models only: transformers has no plan for vision towers",
+    ),
+    ("model.parallel.expert", "model.parallel.expert > 1", "is untested with a vision tower"),
+    ("search", "search", "samples answers from text only"),
+    ("tree", "tree", "samples turns from text only"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),
 )
 # Keys below it conflict with images anywhere in a rollout, the other keys only with images in the prompt.

@@ -160,7 +160,7 @@ def locate_file(path: Path) -> Path:
         raise RecipeError(f"{path} is a folder, not a file")
     if not path.exists():
         near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else [])
-        raise RecipeError(f"there is no file {path}", hint=near)
+        raise RecipeError(f"file not found: {path}", hint=near)
     refuse_special(path, "file", RecipeError)
     return path
 

@@ -80,11 +80,11 @@ def parts(recipe: Any) -> list[Part]:
         whole = [Ingredient(model.model, model.parameters) for model in recipe.models]
         return [_make_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
     found = []
-    for number, piece in enumerate(recipe.slices):
-        listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in piece.sources]
-        first, end = piece.sources[0].layer_range
-        base = piece.base_model or recipe.base_model
-        found.append(_make_part(recipe, f"slices.{number}.", listed, base, piece.parameters, end - first))
+    for number, part_slice in enumerate(recipe.slices):
+        listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in part_slice.sources]
+        first, end = part_slice.sources[0].layer_range
+        base = part_slice.base_model or recipe.base_model
+        found.append(_make_part(recipe, f"slices.{number}.", listed, base, part_slice.parameters, end - first))
     return found
 
 
@@ -112,8 +112,8 @@ def _make_part(
 def named_models(recipe: Any) -> list[str]:
     """Return every model that the recipe names, once each; the base comes first."""
     listed = [model.model for model in recipe.models]
-    listed += [source.model for piece in recipe.slices for source in piece.sources]
-    bases = [recipe.base_model, *(piece.base_model for piece in recipe.slices)]
+    listed += [source.model for part_slice in recipe.slices for source in part_slice.sources]
+    bases = [recipe.base_model, *(part_slice.base_model for part_slice in recipe.slices)]
     return list(dict.fromkeys(name for name in [*bases, *listed] if name))
 
 
@@ -202,16 +202,16 @@ def _check_inputs(recipe: Any) -> Found:
         yield "slices", f"{recipe.merge_method} takes whole models", "write `models`"
     if recipe.slices and recipe.parameters.granularity == "global":
         yield "parameters.granularity", "`global` needs whole models, not slices", "write `models`"
-    for number, piece in enumerate(recipe.slices):
-        at, names = f"slices.{number}.sources", [source.model for source in piece.sources]
-        lengths = {source.layer_range[1] - source.layer_range[0] for source in piece.sources}
+    for number, part_slice in enumerate(recipe.slices):
+        at, names = f"slices.{number}.sources", [source.model for source in part_slice.sources]
+        lengths = {source.layer_range[1] - source.layer_range[0] for source in part_slice.sources}
         if len(lengths) > 1:
             listed = " and ".join(str(length) for length in sorted(lengths))
             yield at, f"a slice takes the same number of layers of every model, not {listed}", "correct a `layer_range`"
         if len(set(names)) < len(names):
-            yield at, "a model stands twice in one slice", "list it once; layers are stacked by several slices"
-        base = piece.base_model or recipe.base_model
-        firsts = {source.layer_range[0] for source in piece.sources}
+            yield at, "a model is listed twice in one slice", "list it once; layers are stacked by several slices"
+        base = part_slice.base_model or recipe.base_model
+        firsts = {source.layer_range[0] for source in part_slice.sources}
         if base and base not in names and len(firsts) > 1 and recipe.merge_method != "passthrough":
             yield at, f"the layers of the base {base} are not given", "list it among the sources"
 
@@ -236,7 +236,7 @@ def _check_block(method: str, place: str, block: MergeParameters, params: Mappin
 
 
 def _check_range(path: str, key: str, setting: Any) -> Found:
-    """Yield the numbers of a setting, also in lists and behind filters, that are out of range for their key."""
+    """Yield the numbers of a setting, also in lists and under filters, that are out of range for their key."""
     if isinstance(setting, list):
         if not setting:
             yield path, "the list is empty", "write a number, or one for the first and one for the last layer"
@@ -251,14 +251,14 @@ def _check_range(path: str, key: str, setting: Any) -> Found:
 def _check_counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
     count = len(part.models)
     right = {"one_model": count == 1, "two_models": count == 2, "several_models": count >= 2}
-    beside = " beside the base" if part.base else ""
+    besides = " besides the base" if part.base else ""
     at = f"{part.at}sources" if part.at else "models"
     for need in needs:
         if need in _COUNT_NAMES and not right[need] and (recipe.models or recipe.slices):
             stacked = "; layers are stacked by `slices`" if recipe.merge_method == "passthrough" and not part.at else ""
-            yield at, f"{recipe.merge_method} takes {_COUNT_NAMES[need]}{beside}, here are {count}{stacked}", ""
+            yield at, f"{recipe.merge_method} takes {_COUNT_NAMES[need]}{besides}, here are {count}{stacked}", ""
     if "base_model" in needs and part.base and not count:
-        yield at, "no model beside the base", "list the models whose differences are added"
+        yield at, "no model besides the base", "list the models whose differences are added"
 
 
 def _check_tokenizer(recipe: Any) -> Found:
@@ -310,9 +310,9 @@ def _check_adapters(recipe: Any) -> Found:
 def _parameter_blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
     yield "parameters", recipe.parameters
     inputs: list[tuple[str, MergeModel | SliceSource]] = [(f"models.{n}", one) for n, one in enumerate(recipe.models)]
-    for number, piece in enumerate(recipe.slices):
-        yield f"slices.{number}.parameters", piece.parameters
-        inputs += [(f"slices.{number}.sources.{n}", one) for n, one in enumerate(piece.sources)]
+    for number, part_slice in enumerate(recipe.slices):
+        yield f"slices.{number}.parameters", part_slice.parameters
+        inputs += [(f"slices.{number}.sources.{n}", one) for n, one in enumerate(part_slice.sources)]
     for place, one in inputs:
         yield f"{place}.parameters", one.parameters
 

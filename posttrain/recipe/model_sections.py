@@ -129,12 +129,12 @@ class Parallel(Section):
         Positive,
         Refused(
             "expert > 1 and tensor > 1",
-            "each was proven beside `shard` and `replicate`, not beside the other",
+            "both are tested with `shard` and `replicate` only, not together",
             "write one of them",
         ),
         Refused(
             "expert > 1 and context > 1",
-            "each was proven beside `shard` and `replicate`, not beside the other",
+            "both are tested with `shard` and `replicate` only, not together",
             "write one of them",
         ),
     ] = Field(
@@ -167,7 +167,7 @@ class Model(Section):
         ),
         Refused(
             "divided and dtype = float16",
-            "float16 was not proven together with model.parallel",
+            "float16 is untested with model.parallel",
             "write bfloat16 or float32",
         ),
     ] = Field(
@@ -230,7 +230,7 @@ class Model(Section):
         Refused(
             "activation_offloading and not gradient_checkpointing",
             "only the inputs of checkpointed layers are offloaded",
-            "write `model.gradient_checkpointing: true` beside it",
+            "also write `model.gradient_checkpointing: true`",
         ),
     ] = Field(False, description="move the inputs of checkpointed layers to host memory until the backward pass")
     shard: bool = Field(False, description="short for `parallel: {shard: auto}`")

@@ -10,16 +10,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import UserError
-from posttrain.recipe.needs import (
-    GIVERS,
-    LACKS,
-    MAKERS,
-    OF_STALE_ROLLOUTS,
-    REFUSED,
-    REFUSED_CONTROLLERS,
-    SAMPLERS,
-    TOGETHER,
-)
+from posttrain.recipe import needs
 from posttrain.recipe.requirements import Found, Scope, refuse
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
@@ -35,19 +26,19 @@ def check_components(recipe: RlRecipe) -> Found:
     facts: dict[str, Any] = {"alone": alone, "for_all_right": for_all_right}
     for key, section in recipe.active_components():
         for need in sorted(section.needs - given):
-            what = f"`{section.use}` needs {need}: {LACKS.get(need, 'nothing in this recipe gives them')}"
+            what = f"`{section.use}` needs {need}: {needs.LACKS.get(need, 'nothing in this recipe gives them')}"
             right = "use another component"
-            if need in MAKERS:
+            if need in needs.MAKERS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
-                right = f"write `advantage: {MAKERS[need][0]}`"
+                right = f"write `advantage: {needs.MAKERS[need][0]}`"
             yield f"{key}.use", what, right
         for action in section.described.get("exclusive", []):
             if (owner := owners.setdefault(action, section)) is not section:
                 yield f"{key}.use", f"`{section.use}` and `{owner.use}` both {action}", "keep one of them"
         facts |= {"kind": key.partition(".")[0], "filters": section in recipe.keeps}
-        facts |= {name: section.needs & set(needs) for name, needs in TOGETHER.items()}
+        facts |= {name: section.needs & set(words) for name, words in needs.TOGETHER.items()}
         scope = Scope((((), recipe), ((), section), ((), facts)))
-        for place, rows in REFUSED.items():
+        for place, rows in needs.REFUSED.items():
             yield from refuse(scope, rows, place if place != "use" else f"{key}.use")
 
 
@@ -55,15 +46,15 @@ def provided_fields(recipe: RlRecipe) -> set[str]:
     """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
     everything that its kind can."""
     scope, advantage = Scope((((), recipe),)), recipe.advantage
-    found = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
-    found |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
+    found = {field for when, fields in needs.GIVERS.values() if scope.holds(when) for field in fields}
+    found |= {field for field, makers in needs.MAKERS.items() if advantage.is_function or advantage.use in makers}
     return found | fields_from_sampler(recipe)
 
 
 def fields_from_sampler(recipe: RlRecipe) -> set[str]:
     """Return the fields that the recipe's sampler provides to components. A user's sampler may provide any of them."""
-    every = set().union(*SAMPLERS.values())
-    return every if recipe.sampler.is_function else SAMPLERS.get(recipe.sampler.use, set())
+    every = set().union(*needs.SAMPLERS.values())
+    return every if recipe.sampler.is_function else needs.SAMPLERS.get(recipe.sampler.use, set())
 
 
 def rollouts_are_groups(recipe: RlRecipe) -> bool:
@@ -76,18 +67,20 @@ def check_channels(recipe: RlRecipe) -> Found:
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
     clips = {n: r.params["channel"] for n, r in enumerate(recipe.regularisers) if r.use == "channel_clip"}
     separate = advantage.params.get("separate") and recipe.loss.use != "clip_channels"
-    apart = list(range(1, len(parts))) if separate else []
-    for number in apart if advantage.use == "channels" else ():
+    separate_channels = list(range(1, len(parts))) if separate else []
+    for number in separate_channels if advantage.use == "channels" else ():
         if number not in clips.values():
-            what = f"channel {number} stands apart from the advantage, and no loss has it"
+            what = f"channel {number} is separate from the advantage, and no loss uses it"
             right = f"write `regularisers: [{{use: channel_clip, channel: {number}}}]`, or `separate: false`"
             yield "advantage.separate", what, right
     for n, channel in clips.items() if advantage.use in ("channels", "copo") else ():
-        if channel not in apart:
+        if channel not in separate_channels:
             right = (
-                f"one of {', '.join(map(str, apart))}" if apart else "remove it: its channels are in the loss already"
+                f"one of {', '.join(map(str, separate_channels))}"
+                if separate_channels
+                else "remove it: its channels are in the loss already"
             )
-            yield f"regularisers.{n}.channel", f"`advantage: {advantage.use}` leaves no channel {channel} apart", right
+            yield f"regularisers.{n}.channel", f"`advantage: {advantage.use}` has no separate channel {channel}", right
 
 
 def check_classes(recipe: RlRecipe) -> Found:
@@ -109,7 +102,7 @@ def check_controllers(recipe: RlRecipe) -> Found:
         largest = max(section.params.get("values", ()), default=0)
         facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
         scope = Scope((((), recipe), ((), section), ((), {**facts, "of_rollout": key.startswith("rollout.")})))
-        yield from refuse(scope, REFUSED_CONTROLLERS, f"controllers.{key}")
+        yield from refuse(scope, needs.REFUSED_CONTROLLERS, f"controllers.{key}")
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
@@ -117,7 +110,7 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     if not recipe.rollout.staleness:
         return []
     scope, key = Scope((((), recipe),)), f"rollout.staleness {recipe.rollout.staleness}"
-    return [key + scope.fill(text) for when, text in OF_STALE_ROLLOUTS if scope.holds(when)]
+    return [key + scope.fill(text) for when, text in needs.OF_STALE_ROLLOUTS if scope.holds(when)]
 
 
 def band_notes(recipe: RlRecipe) -> list[str]:
@@ -140,8 +133,8 @@ WITHOUT_RATIO = {"reinforce", "nash_mp", "oreo", "oreo_step", "direct_advantage"
 def compares_with_sampler(recipe: RlRecipe) -> bool:
     """Return whether the loss itself reads the log-probs of the sampling policy in addition to those at the start of
     the step."""
-    weighs = not recipe.loss.is_group_loss and "rollout_logp" in recipe.loss.needs
-    return weighs or recipe.loss.use in WITHOUT_RATIO
+    reads_sampler = not recipe.loss.is_group_loss and "rollout_logp" in recipe.loss.needs
+    return reads_sampler or recipe.loss.use in WITHOUT_RATIO
 
 
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")

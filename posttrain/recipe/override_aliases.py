@@ -25,14 +25,14 @@ def suggest_override(typed: str, value: str, stages: Sequence[type[Stage]]) -> s
         if key := _find_same_key(typed, paths):
             inner = next((f"{key}.{one}" for one in ("path", "source") if f"{key}.{one}" in paths), key)
             return f"write {inner}={value}"  # a section given as a value means its path or source
-        if said := replacement_hint(last, stage.model_fields["stage"].default):
-            named = re.match(r"write `([\w.]+)`(?: \([^)]*\))?$", said)
-            return f"write {named[1]}={value}" if named else said
+        if hint := replacement_hint(last, stage.model_fields["stage"].default):
+            named = re.match(r"write `([\w.]+)`(?: \([^)]*\))?$", hint)
+            return f"write {named[1]}={value}" if named else hint
         if "." in typed and (near := nearest(typed, paths, alike=0.85)):
             return f"did you mean {near}={value}?"
     for stage in stages:
-        if "." in typed and (said := replacement_hint(typed.replace(".", "_"), stage.model_fields["stage"].default)):
-            return said
+        if "." in typed and (hint := replacement_hint(typed.replace(".", "_"), stage.model_fields["stage"].default)):
+            return hint
         if "." in typed and last in keys.GENERIC_KEYS:
             continue
         if ends := keys.keys_by_last_part(stage).get(last):

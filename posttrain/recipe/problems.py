@@ -108,8 +108,12 @@ _BOUNDS: dict[str, Callable[[Item], str]] = {
     "less_than": lambda i: f"must be less than {_limit(i['ctx']['lt'])}, not {format_value(i['input'])}",
     "less_than_equal": lambda i: f"must be at most {_limit(i['ctx']['le'])}, not {format_value(i['input'])}",
     "string_too_short": lambda _: "must not be empty",
-    "too_short": lambda i: f"needs {_entries(i['ctx']['min_length'])} or more, has {i['ctx']['actual_length']}",
-    "too_long": lambda i: f"takes {_entries(i['ctx']['max_length'])}, has {i['ctx']['actual_length']}",
+    "too_short": lambda i: (
+        f"needs {count_noun(i['ctx']['min_length'], 'entry', 'entries')} or more, has {i['ctx']['actual_length']}"
+    ),
+    "too_long": lambda i: (
+        f"takes {count_noun(i['ctx']['max_length'], 'entry', 'entries')}, has {i['ctx']['actual_length']}"
+    ),
 }
 
 _TYPES = {
@@ -135,10 +139,6 @@ _TYPES = {
 
 def _limit(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
-
-
-def _entries(count: int) -> str:
-    return f"{count} entr{'y' if count == 1 else 'ies'}"
 
 
 def _describe_expected(item: Item) -> str:
@@ -273,8 +273,8 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     name = stage.model_fields["stage"].default
     section = ".".join(str(part) for part in above if not isinstance(part, int))
     elsewhere = keys.keys_by_last_part(stage).get(key) if not section or key not in keys.GENERIC_KEYS else None
-    if said := replacement_hint(key, name) or (section and replacement_hint(f"{section}_{key}", name)):
-        return said
+    if hint := replacement_hint(key, name) or (section and replacement_hint(f"{section}_{key}", name)):
+        return hint
     if near := nearest(key, known, alike=0.9):  # typing error, even if the key exists in another section
         return f"did you mean `{near}`?"
     if begun := [name for name in known if name.startswith(f"{key}_")][:2]:
@@ -284,8 +284,8 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     if elsewhere:
         above_it = [path.rpartition(".")[0] for path in elsewhere[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
-    if said := _other_component(key, keys.section_at(stage, above), parent):
-        return said
+    if hint := _other_component(key, keys.section_at(stage, above), parent):
+        return hint
     path = f"{section}.{key}".lstrip(".")
     users = [other for other, model in keys.BY_NAME.items() if other != name and path in keys.all_paths(model)]
     if users:

@@ -49,7 +49,7 @@ def compare_rewards(rewards: Sequence[Reward]) -> Found:
         elif other not in names:
             others = [one for one in names if one != name]
             right = did_you_mean(other, others) or f"the other rewards: {', '.join(others) or 'none'}"
-            yield f"{key}.on", f"reward {name} has a condition on `{other}`, which is no reward", right
+            yield f"{key}.on", f"reward {name} has a condition on `{other}`, which is not a reward", right
         elif name in chain[1:]:
             yield f"{key}.on", f"the conditions go in a circle: {' -> '.join(chain)}", "remove one of them"
         if other in canaries and reward.weight:

@@ -39,7 +39,7 @@ class PromptVariants(ComponentSection):
         return word in self.needs or ":" in self.use
 
 
-ONE_SIZE = "remove one of them, or take a sampler with groups of one size"
+ONE_SIZE = "remove one of them, or use a sampler with groups of equal size"
 
 
 class PromptSamplerSection(ComponentSection):
@@ -171,7 +171,7 @@ class Select(ComponentSection):
     use: Annotated[
         str,
         Refused(
-            "replay.adds_rows", "stored rows bring their advantages alone, and not which tokens `{use}` has chosen"
+            "replay.adds_rows", "stored rows carry only their advantages, not the tokens that `{use}` has selected"
         ),
     ]
 
@@ -201,7 +201,9 @@ class Loss(ComponentSection):
     kinds: ClassVar = ("loss", "group_loss")
     use: Annotated[
         str,
-        Refused("replay and is_group_loss", "`{use}` does not weigh rollouts by the policy that sampled them", A_RATIO),
+        Refused(
+            "replay and is_group_loss", "`{use}` does not weight rollouts by the policy that sampled them", A_RATIO
+        ),
         Refused(
             "replay and use = nash_mp|oreo|oreo_step|direct_advantage|critic"
             " or replay and use = reinforce and not rollout_logp in corrections.needs",
@@ -226,7 +228,7 @@ class Loss(ComponentSection):
         bool,
         Idle(
             "aggregation = local_token_mean",
-            "with aggregation local_token_mean, whose micro-batches weigh by all of their rows",
+            "with aggregation local_token_mean, whose micro-batches are weighted by all of their rows",
         ),
         Idle("aggregations = token_mean", "with aggregation token_mean, which counts no rows"),
     ] = Field(True, description="count rows without trained tokens in the number of rows")
@@ -248,7 +250,7 @@ class Kl(ComponentSection):
         str,
         Refused(
             "has_kl and where = loss and use = k1",
-            "k1 in the loss has gradient 1 for every token, whatever the reference says",
+            "k1 in the loss has gradient 1 for every token, independent of the reference",
             "use k2 or k3",
         ),
         Refused(
@@ -295,7 +297,7 @@ class Kl(ComponentSection):
         ModelName | None,
         Refused(
             "reference and critic.path",
-            "a critic that was trained apart reads the starting policy",
+            "a critic that was trained separately reads the starting policy",
             "remove one of the two",
         ),
         Refused("reference and model.divided", "a separate reference model cannot be divided among GPUs", "remove it"),
@@ -306,7 +308,9 @@ class Kl(ComponentSection):
     reset_at: Annotated[
         Positive | None,
         Refused("reset_at and reference", "the reference is another model (`kl.reference`)", "remove one of the two"),
-        Refused("reset_at and critic.path", "a critic that was trained apart reads the first reference", "remove it"),
+        Refused(
+            "reset_at and critic.path", "a critic that was trained separately reads the first reference", "remove it"
+        ),
         Refused(
             "reset_at and model.divided", "the reference of a divided model is divided too", "remove model.parallel"
         ),
@@ -395,7 +399,7 @@ class Solutions(Section):
         UnsolvedSft | None,
         Refused(
             "sft and rollout.max_gen_batches > 1",
-            "groups that failed are replaced before the step, and none is collected",
+            "failed groups are replaced before the step, and none is collected",
             "write `rollout.max_gen_batches: 1`",
         ),
     ] = Field(None, description="supervised steps on the solutions of unsolved prompts (`relift`)")

@@ -66,8 +66,8 @@ def unread_credit(key: str, *, of_channels: bool = True) -> tuple[Refused, ...]:
     right = "remove it, or write `loss: clip`"
     own, what = f"{key} and own_credit in loss.needs", "changes advantages, and loss `{loss.use}` reads"
     found = (Refused(own, f"{what} rewards or correctness", right),)
-    beside = f"{key} and loss.use = clip_channels"
-    return (*found, Refused(beside, f"{what} each channel separately", right)) if of_channels else found
+    channels = f"{key} and loss.use = clip_channels"
+    return (*found, Refused(channels, f"{what} each channel separately", right)) if of_channels else found
 
 
 class RlRecipe(ToolUseStage, Tracked):
@@ -106,9 +106,7 @@ class RlRecipe(ToolUseStage, Tracked):
         Refused(
             "replay and prompt_variants", "a stored rollout answers the data's prompt, and `prompt_variants` change it"
         ),
-        Refused(
-            "replay and solutions.in_group", "a given solution stands in each group already (`solutions.in_group`)"
-        ),
+        Refused("replay and solutions.in_group", "each group already contains a given solution (`solutions.in_group`)"),
         Refused(
             "replay and rollout.several_rows",
             "a rollout of several rows (`rollout.shape`, `rollout.workflow`) is stored row by row, and they belong "
@@ -151,7 +149,7 @@ class RlRecipe(ToolUseStage, Tracked):
         list[CorrectionSection],
         Refused(
             "corrections and loss.is_group_loss",
-            "loss `{loss.use}` has one value a group: there are no tokens to weigh",
+            "loss `{loss.use}` has one value a group: there are no tokens to weight",
             "remove them",
         ),
     ] = Field(default_factory=list, description="weights and masks on the policy-gradient term")

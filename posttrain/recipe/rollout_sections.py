@@ -17,7 +17,7 @@ ONE_SET_OF_WEIGHTS = (
 )
 ONE_ADAPTER = (
     "a vLLM server has one adapter for all roles",
-    "leave out `rollout.vllm.server`: vLLM beside the trainer has several",
+    "remove `rollout.vllm.server`: vLLM next to the trainer has several",
 )
 STORED_ROWS = "rollout.engine stored trains on the rows' completions"
 MOVING = "is for rollouts that are sampled while the trainer changes its weights"
@@ -29,13 +29,13 @@ def _refuse_beside(key: str) -> tuple[Refused, ...]:
     """Return the marks of what cannot be combined with rollouts of several rows, made by a shape or a workflow."""
     return (
         Refused(f"{key} and engine = stored", "rollout.engine stored samples nothing"),
-        Refused(f"{key} and acts", "with `tools` or an `environment` a rollout goes on by their replies"),
+        Refused(f"{key} and acts", "with `tools` or an `environment` a rollout continues with their replies"),
         Refused(f"{key} and prompt_variants", "`prompt_variants` also change the start of a rollout"),
         Refused(f"{key} and opponent", "the opponent's answers are single completions"),
         Refused(f"{key} and replay", "`replay` stores single rows, and a rollout has several"),
         Refused(f"{key} and solutions.in_group", "a given solution is one row"),
         Refused(
-            f"{key} and rounds in sampler.needs", "sampler `{sampler.use}` draws a prompt again in a further round"
+            f"{key} and rounds in sampler.needs", "sampler `{sampler.use}` samples a prompt again in a further round"
         ),
         Refused(f"{key} and limits in sampler.needs", "sampler `{sampler.use}` limits single completions and turns"),
         Refused(f"{key} and scoring.split", "`scoring.split` divides single completions"),
@@ -67,7 +67,7 @@ class ShapedSampling(Sampling):
     shape: Annotated[
         RolloutShape | None,
         Refused("shape.described and not shape.has_one_answer", "a rollout of `{shape.use}` has several answers"),
-        Refused("shape and acts", "with `tools` or an `environment` a completion goes on by their replies"),
+        Refused("shape and acts", "with `tools` or an `environment` a completion continues with their replies"),
         Refused("shape and tree", "`tree` decides what is sampled for a prompt"),
         Refused("shape and workflow", "`workflow` decides what is sampled for a prompt"),
         Refused("shape and search", "`search` makes one completion of steps"),
@@ -148,7 +148,7 @@ class Rollout(EngineSection, Sampling):
         ),
         Refused(
             "groups in replay.needs and group_size = 1",
-            "`{replay.use}` joins a group, and a rollout stands alone",
+            "`{replay.use}` joins a group, and each rollout is alone",
             "write 2 or more",
         ),
     ] = Field(8, description="completions per prompt, the group of group-relative methods")
@@ -168,7 +168,7 @@ class Rollout(EngineSection, Sampling):
         ),
         Refused(
             "max_gen_batches > 1 and replay.replaces",
-            "groups that failed are replaced by other prompts before a stored rollout could join them",
+            "failed groups are replaced by other prompts before a stored rollout can join them",
             "write 1",
         ),
     ] = Field(
@@ -226,7 +226,7 @@ class Rollout(EngineSection, Sampling):
     shape: Annotated[
         RolloutShape | None,
         *_refuse_beside("shape"),
-        Refused("goes_on in shape.needs and staleness", "rollouts that have not ended go on with the newest weights"),
+        Refused("goes_on in shape.needs and staleness", "unfinished rollouts continue with the newest weights"),
         Refused(
             "goes_on in shape.needs and sampler.use != uniform",
             "sampler `{sampler.use}` learns from a prompt's rollouts, and these end in different steps",

@@ -34,7 +34,7 @@ class Run(Section):
     """Length of the run, its output directory, and what is stored there."""
 
     output: str | None = Field(None, description="run directory; default: runs/RECIPE/TIME-HASH")
-    seed: Seed = Field(0, description="seed of all random draws of the run")
+    seed: Seed = Field(0, description="seed of all random numbers of the run")
     steps: Positive | None = Field(None, description="optimiser steps (RL: rollout batches)")
     epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
     save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")

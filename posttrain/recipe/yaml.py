@@ -154,7 +154,7 @@ class _Builder:
         if id(node) in self.built:
             return self.built[id(node)]
         if id(node) in self.open:
-            self.problem(node, "an alias stands inside its own anchor")
+            self.problem(node, "an alias inside its own anchor")
             return Node(None, self.origin(node))
         if node.tag not in _TAGS:
             self.problem(node, f"the tag {node.tag} is not used in recipes", hint="remove it")

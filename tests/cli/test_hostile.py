@@ -23,7 +23,7 @@ MERGED = "a: &a {x: 1}\n" + "".join(
 TEXTS = {
     "aliases that multiply": (SFT + LAUGHS, "more than 10,000 values, counting those of aliases every time"),
     "mappings that multiply": (SFT + MERGED, "more than 10,000 values"),
-    "an alias in itself": (SFT + "defaults: &a [*a]\n", "an alias stands inside its own anchor"),
+    "an alias in itself": (SFT + "defaults: &a [*a]\n", "an alias inside its own anchor"),
     "20,000 unknown keys": (SFT + "".join(f"key{n}: {n}\n" for n in range(20_000)), "too many for a recipe"),
     "5,000 unknown keys": (SFT + "".join(f"key{n}: {n}\n" for n in range(5_000)), "and 4970 mistakes more"),
     "5,000 unknown keys of a section": (

@@ -29,7 +29,7 @@ def test_rewards_are_written_with_what_they_read_and_nothing_else(call: Call, fo
 
     assert (folder / "made_rewards.py").read_text(encoding="utf-8") == "\n\n\n".join(
         [
-            '"""Reward functions as they stand in trl_script.py, with what they read."""\n\n'
+            '"""Reward functions copied from trl_script.py, with what they read."""\n\n'
             "from __future__ import annotations\n\nimport re",
             'NUMBER = re.compile(r"-?\\d+")',
             "HALF = 0.5",
@@ -66,7 +66,7 @@ def test_what_is_computed_is_named_with_its_line(call: Call) -> None:
     computed = next(one for one in found["left_out"] if one["key"] == "gradient_accumulation_steps")
     assert "gradient_accumulation_steps=len" in lines[computed["line"] - 1]
     assert computed["why"] == "`len('four')` is computed: write the value"
-    note = f"gradient_accumulation_steps of line {computed['line']} is computed there: a default stands for it here"
+    note = f"gradient_accumulation_steps of line {computed['line']} is computed there: the default is used here"
     assert any(one.startswith(note) for one in found["differs"])
 
 

@@ -157,7 +157,7 @@ def test_a_file_of_mergekit_says_no_stage_and_may_hold_its_seed(tmp_path: Path) 
     [
         (MERGEKIT.replace("[0, 2]", "[1, 2]", 1), "the same number of layers of every model, not 1 and 2"),
         (MERGEKIT.replace("[0, 2]", "[2, 2]"), r"layer_range \[2, 2\] holds no layer"),
-        (MERGEKIT.replace("./a", "./base"), "a model stands twice in one slice"),
+        (MERGEKIT.replace("./a", "./base"), "a model is listed twice in one slice"),
         (MERGEKIT.replace("slices:", "models: [{model: a}]\nslices:"), "either `models` or `slices`"),
         (MERGEKIT.replace("merge_method", "  - sources: []\nmerge_method"), "sources"),
         (f"{MERGEKIT}---\n{MERGEKIT}", "make each document a stage of a pipeline"),
@@ -175,7 +175,7 @@ def test_a_file_of_mergekit_says_no_stage_and_may_hold_its_seed(tmp_path: Path) 
             "`b` is none of the models",
         ),
         (MERGEKIT.replace("slerp", "ties"), "ties has no parameter t"),
-        (MERGEKIT.replace("slerp", "model_stock"), "at least two models beside the base, here are 1"),
+        (MERGEKIT.replace("slerp", "model_stock"), "at least two models besides the base, here are 1"),
         ("merge_method: ties\nmodels: [{model: a}]\n", "adds differences to a base"),
         ("merge_method: slerp\nmodels: [{model: a, parameters: {gamma: 1}}, {model: b}]\n", "no parameter gamma"),
         (

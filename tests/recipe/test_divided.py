@@ -46,7 +46,7 @@ BASE: dict[str, Any] = {
             {"kl": {"use": "full", "coef": 1.0}},
             "model.parallel.tensor: `full` compares whole vocabularies",
         ),
-        ({"parallel": {"tensor": 2, "expert": 2}}, {}, "model.parallel.expert: each was proven beside `shard`"),
+        ({"parallel": {"tensor": 2, "expert": 2}}, {}, "model.parallel.expert: both are tested with `shard`"),
         ({"parallel": {"expert": 2}, "compile": True}, {}, "model.compile: the number of tokens of an expert"),
         ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),

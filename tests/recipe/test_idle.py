@@ -123,7 +123,7 @@ REFUSED = [
     ("sft", ["data.weight=2.0"], "data.weight: does nothing without `data.mix`", None),
     ("sft", ["data={mix: [{source: a.jsonl, weight: 2.0}]}"], "data.mix.0.weight: does nothing in a mixture of one",
      None),
-    ("sft", ["data={skip: 2, mix: [{source: a.jsonl}]}"], "data.skip: does nothing beside `data.mix`", None),
+    ("sft", ["data={skip: 2, mix: [{source: a.jsonl}]}"], "data.skip: does nothing with `data.mix`", None),
     ("sft", ["model.revision=v1"], "model.revision: does nothing with tiny", ["model.path=some/hub"]),
     ("rl", ["environment={use: gym, horizon: 5}"], "environment.horizon: does nothing without `environment.simul",
      ["environment.simulations=2", "advantage=mc_critic"]),

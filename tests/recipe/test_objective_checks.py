@@ -68,17 +68,17 @@ SUMMED = {**PARTED, "separate": False}
         ({"loss": {"use": "gspo", "clip_low": 0.2}}, "never clips", {"loss": {"use": "gspo", "clip_low": 3e-4}}),
         (
             {"keep": "dynamic_sampling", "group_rewards": ["length_zscore"]},
-            "drops the groups that are all right",
+            "drops the all-correct groups",
             {"keep": {"use": "dynamic_sampling", "metric": "reward"}},
         ),
         (
             {"keep": ["some_right", "mixed"], "group_rewards": [{"use": "remaining_length", "max_length": 9}]},
-            "keep.1.use: `mixed` drops the groups that are all right, needed by `remaining_length`",
+            "keep.1.use: `mixed` drops the all-correct groups, needed by `remaining_length`",
             {"keep": "some_right"},
         ),
         ({"corrections": ["tis", "minirl"]}, "both correct", {"corrections": ["tis"]}),
         ({"corrections": ["tis"], "loss": "decoupled_ppo"}, "both correct", {"corrections": []}),
-        ({"corrections": ["tis"], "loss": "copg"}, "there are no tokens to weigh", {"corrections": []}),
+        ({"corrections": ["tis"], "loss": "copg"}, "there are no tokens to weight", {"corrections": []}),
         ({"loss": "rl_plus"}, "rollouts mixed with given solutions", {"loss": "cispo"}),
         ({"advantage": "agent"}, "rollouts of calls by role", {"advantage": "group"}),
         ({"regularisers": ["value"]}, "no component makes them", {"advantage": "gae"}),
@@ -89,8 +89,12 @@ SUMMED = {**PARTED, "separate": False}
             {"batch": {"minibatches": 32}},
         ),
         ({"loss": {"use": "pacs", "aggregation": "token_mean"}}, "does nothing: loss `pacs`", {"loss": "pacs"}),
-        ({"controllers": {"kl.cof": "grpo_d"}}, "is no number that can change", {"controllers": {"kl.coef": "grpo_d"}}),
-        ({"controllers": {"loss.aggregation": "grpo_d"}}, "is no number that can change", {"controllers": {}}),
+        (
+            {"controllers": {"kl.cof": "grpo_d"}},
+            "is not a number that can change",
+            {"controllers": {"kl.coef": "grpo_d"}},
+        ),
+        ({"controllers": {"loss.aggregation": "grpo_d"}}, "is not a number that can change", {"controllers": {}}),
         (
             {"controllers": {"rollout.max_new_tokens": {"use": "stages", "values": [256, 1024], "until": [5]}}},
             "goes up to 1024",
@@ -100,12 +104,12 @@ SUMMED = {**PARTED, "separate": False}
         ({"controllers": {"kl.coef": "adaptive_kl"}}, "kl.coef is 0: it stays 0", {"kl": {"coef": 0.01}}),
         (
             {"controllers": {"regularisers.0.coef": "safe"}, "regularisers": ["kl_old"], "batch": TWO},
-            "nothing measures it: it never changes regularisers.0.coef",
+            "nothing computes it: it never changes regularisers.0.coef",
             {"kl": {"coef": 0.01}},
         ),
         (
             {"advantage": "per_turn", "scoring": {"split": "lines"}, "rollout": {"group_size": 4}},
-            "gives less than 5 completions no advantage, and a prompt has 4",
+            "gives groups of fewer than 5 completions no advantage, and a prompt has 4",
             {"rollout": {"group_size": 5}},
         ),
         ({"loss": "copg", "factors": ["adora"]}, "reads rewards or correctness", {"loss": "clip"}),
@@ -118,10 +122,10 @@ SUMMED = {**PARTED, "separate": False}
         ({"loss": "gdc", "kl": IN_REWARD}, "reads no advantages", {"kl": {"coef": 0.1}}),
         ({"advantage": "gdpo", "kl": IN_REWARD}, "reads single rewards", {"advantage": "group"}),
         ({"loss": "disco", "group_rewards": ["kimi_length"]}, "reads correctness alone", {"loss": "copg"}),
-        ({"advantage": PARTED}, "channel 1 stands apart", {"regularisers": ["channel_clip"]}),
-        ({"advantage": PARTED}, "no loss has it", {"loss": "clip_channels"}),
+        ({"advantage": PARTED}, "channel 1 is separate", {"regularisers": ["channel_clip"]}),
+        ({"advantage": PARTED}, "no loss uses it", {"loss": "clip_channels"}),
         ({"advantage": SUMMED, "regularisers": ["channel_clip"]}, "in the loss already", {"regularisers": []}),
-        ({"advantage": "copo", "regularisers": ["channel_clip"]}, "leaves no channel 1", {"regularisers": []}),
+        ({"advantage": "copo", "regularisers": ["channel_clip"]}, "has no separate channel 1", {"regularisers": []}),
         (
             {"advantage": "copo", "loss": "clip_channels", "advantage_transforms": ["novelty"]},
             "reads each channel separately",
@@ -169,7 +173,7 @@ def test_the_numbers_of_a_recipe(tmp_path: Path) -> None:
     assert "loss.clip_high" not in found, "null is no number"
 
 
-BETWEEN = "rollouts are drawn between two updates, and no time is won"
+BETWEEN = "rollouts are sampled between two updates, and no time is saved"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ BETWEEN = "rollouts are drawn between two updates, and no time is won"
         (
             {"staleness": 2, "engine": "vllm"},
             {},
-            [" without rollout.partial: rollouts are older than with 1, and only slow rewards win time"],
+            [" without rollout.partial: rollouts are older than with 1, and time is saved only with slow rewards"],
         ),
         ({"staleness": 2, "engine": "vllm", "partial": True}, {}, []),
         (
@@ -193,7 +197,7 @@ BETWEEN = "rollouts are drawn between two updates, and no time is won"
         (
             {"staleness": 1, "engine": "vllm"},
             {"loss": "copg", "corrections": []},
-            [": loss `copg` does not weigh rollouts by the policy that drew them"],
+            [": loss `copg` does not weight rollouts by the policy that sampled them"],
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_all_faults_of_a_text_are_collected(monkeypatch: pytest.MonkeyPatch) -> 
         "  hint: set it, write a default `${NOPE:-value}`, or `$${NOPE}` for this text itself",
         "x.yaml:6:4  a list entry without a value\n  hint: remove the `-` or write null",
         "x.yaml:7:5  the tag !odd is not used in recipes\n  hint: remove it",
-        "x.yaml:8:4  an alias stands inside its own anchor",
+        "x.yaml:8:4  an alias inside its own anchor",
     ]
 
 

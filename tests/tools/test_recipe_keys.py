@@ -24,10 +24,10 @@ from posttrain.tools.tool_set import offer_of
         ("debug/rl", "tool_format=xml", "tool_format: does nothing without"),
         ("debug/rl", "credit_assignment=salt", "needs turn_ids"),
         ("debug/rl", "advantage=gigpo", "needs turn_ids"),
-        ("debug/rl", "advantage=per_turn", "turns, or steps of `scoring.split`, and rewards of them"),
+        ("debug/rl", "advantage=per_turn", "turns, or steps of `scoring.split`, and rewards for them"),
         ("debug/tools", "scoring.split=lines", "the parts are the model's turns"),
         ("debug/tools", "advantage=agent", "rollouts of calls by role"),
-        ("debug/tools", "advantage=mc_critic", "plays from the state before each turn"),
+        ("debug/tools", "advantage=mc_critic", "simulations from the state before each turn"),
         (
             "debug/tools",
             "tools=[] tool_prompt=auto environment={use: gym, simulations: 5} advantage=mc_actions",

@@ -137,8 +137,8 @@ def test_a_critic_is_trained_alone_and_read_frozen(cli: Any, tmp_path: Path) -> 
     assert torch.equal(load_file(checkpoint / "critic.safetensors")["weight"], head["weight"])
     elsewhere = [*command, "run.steps=2", "--output", str(tmp_path / "other")]
     assert "holds no critic: critic.safetensors is missing" in cli.refused(*elsewhere, f"critic.path={tmp_path}")
-    assert "trained apart" in cli.refused(*elsewhere, "critic.path=null")
-    assert "stays as it is" in cli.refused(*elsewhere, "loss={use: oreo}")
+    assert "trained separately" in cli.refused(*elsewhere, "critic.path=null")
+    assert "is frozen" in cli.refused(*elsewhere, "loss={use: oreo}")
     assert "scoring.split" in cli.refused(*elsewhere, "scoring.split=null")
 
 

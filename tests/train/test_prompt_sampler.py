@@ -215,11 +215,11 @@ def _prompt(n: int) -> Any:
         ({"keep": "kl_rollback", "kl": {"coef": 0.1}}, "a sampler that sets it"),
         (
             {"sampler": "taco", "keep": "kl_rollback", "kl": {"coef": 0.1}, "rollout": {"max_gen_batches": 3}},
-            "measured when all rollouts are there",
+            "computed when all rollouts are complete",
         ),
         ({"sampler": "curriculum_stage", "rollout": {"engine": "stored", "group_size": 1}}, "nothing is sampled"),
         ({"sampler": "xrpo", "opponent": {}, "group_rewards": ["versus_opponent"]}, "the opponent answers once"),
-        ({"sampler": "gdro", "algorithm": "riskpo"}, "needs groups of one size"),
+        ({"sampler": "gdro", "algorithm": "riskpo"}, "needs groups of equal size"),
         ({"sampler": {"use": "xrpo", "rounds": 1}}, "rounds 1"),
         ({"sampler": {"use": "xrpo", "n_min": 4, "n_max": 2}}, "n_max 2 is less than n_min 4"),
         ({"sampler": {"use": "curriculum_stage", "boundaries": [0.9, 0.1]}}, "rising"),

@@ -339,7 +339,10 @@ def test_held_out_prompts_are_answered_as_rollouts_are(ran: Callable[..., list[V
     ("changes", "message"),
     [
         ({"sampling": {"shape": EXITS}}, "a rollout of `serial_exit` has several answers"),
-        ({"sampling": {"shape": CHUNKS}, "tools": [{"use": "calculator"}]}, "a completion goes on by their replies"),
+        (
+            {"sampling": {"shape": CHUNKS}, "tools": [{"use": "calculator"}]},
+            "a completion continues with their replies",
+        ),
     ],
 )
 def test_an_evaluation_has_one_answer_a_prompt(home: Path, changes: Values, message: str) -> None:
@@ -464,12 +467,12 @@ def test_a_wrong_function_is_named(home: Path, cli: Any, name: str, message: str
     ("changes", "message"),
     [
         ({"rollout": {"engine": "stored", "group_size": 1}}, r"rollout\.engine stored samples nothing"),
-        ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout goes on by their replies"),
+        ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout continues with their replies"),
         ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
         ({"replay": "success"}, "`replay` draws single rows"),
         ({"opponent": {"ema": 0.1}}, "single completions"),
         ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
-        ({"sampler": "xrpo"}, "draws a prompt again in a further round"),
+        ({"sampler": "xrpo"}, "samples a prompt again in a further round"),
     ],
 )
 def test_what_cannot_stand_beside_a_shape_is_refused(home: Path, changes: Values, message: str) -> None:

@@ -303,7 +303,7 @@ def test_plan_counts_the_paths(home: Path, cli: Any) -> None:
     ("changes", "message"),
     [
         ({"rollout": {"temperature": 0.0}}, "branches of `mcts` would all be the same"),
-        ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout goes on by their replies"),
+        ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout continues with their replies"),
         ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
         ({"replay": "success"}, "`replay` draws single rows"),
         ({"rollout": {"engine": "stored"}}, r"rollout\.engine stored samples nothing"),

@@ -93,13 +93,13 @@ def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, rollout: Va
     ("changes", "message"),
     [
         ({"advantage": "gae"}, "`gae` compares their rewards"),
-        ({"rollout": {"staleness": 1}, "corrections": ["tis"]}, "go on with the newest weights"),
+        ({"rollout": {"staleness": 1}, "corrections": ["tis"]}, "continue with the newest weights"),
         ({"sampler": {"use": "gdro"}}, "these end in different steps"),
         ({"keep": "mixed"}, "these end in different steps"),
         ({"loss": {"mask_truncated": True}}, "drops what has not ended"),
         (
             {"algorithm": "grpo", "advantage": "extended_gae", "rollout": {"shape": {"use": "serial_exit"}}},
-            "rollouts that go on in the next step",
+            "rollouts that continue in the next step",
         ),
     ],
 )

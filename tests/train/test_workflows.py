@@ -334,7 +334,7 @@ def test_a_wrong_workflow_is_named(home: Path, cli: Any, name: str, message: str
         ),
         (None, {"rewards": [{"use": "math.accuracy", "roles": ["actor"]}]}, "does nothing without `rollout.workflow`"),
         (CRITIQUE, {"advantage": "from_role"}, "calls no `planner`"),
-        (CRITIQUE, {"tools": [{"use": "calculator"}]}, "a rollout goes on by their replies"),
+        (CRITIQUE, {"tools": [{"use": "calculator"}]}, "a rollout continues with their replies"),
         (CRITIQUE, {"replay": "success"}, r"rollout of several rows \(`rollout.shape`, `rollout.workflow`\)"),
         (CRITIQUE, {"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "are roles, and refilling counts prompts"),
         (CRITIQUE, {"rollout": {"shape": {"use": "serial_exit"}}}, "each decide what a rollout is"),

@@ -17,7 +17,7 @@ from posttrain.recipe.yaml import display_path
 
 # Transforms that run last: they need to know how the batch is divided, or come after the first reward.
 LAST_TRANSFORMS = ("updates", "steps_of_rl", "entropy_bonus", "overlong_buffer")
-_DEFAULT = "a default stands for it here, write the value"
+_DEFAULT = "the default is used here, write the value"
 _NO_EVAL = "nothing is evaluated here, write `eval` with rows that are not trained on"
 _FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
 
@@ -44,8 +44,8 @@ def convert(
         entry = foreign.table.entry(computed.key)
         known = entry is not None and entry[0] == foreign.table.older.get(computed.key, computed.key)
         if known and computed.key not in foreign.given:
-            stands = _NO_EVAL if computed.key == "eval_dataset" else _DEFAULT
-            draft.note(f"{computed.key} of line {computed.line} is computed there: {stands}")
+            consequence = _NO_EVAL if computed.key == "eval_dataset" else _DEFAULT
+            draft.note(f"{computed.key} of line {computed.line} is computed there: {consequence}")
     for note in foreign.notes:
         draft.note(note)
     draft.put("stage", found, "")

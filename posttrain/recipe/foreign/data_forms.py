@@ -19,7 +19,7 @@ ALPACA = (
 
 _ALPACA_INPUT = (
     "alpaca rows with a non-empty `input`: axolotl writes them in other words, with the input below `### Input:`; "
-    "here it stands below the instruction, in the words of rows without one (a source FILE.py:FUNCTION can write both)"
+    "here it follows the instruction, in the format of rows without one (a source FILE.py:FUNCTION can write both)"
 )
 
 

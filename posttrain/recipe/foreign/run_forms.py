@@ -25,7 +25,7 @@ def _trackers(draft: Draft, given: Given, _: str) -> None:
         if name in TRACKERS:
             _track(draft, str(name), project, draft.origin(given.key))
         elif name not in _NO_TRACKER:
-            draft.leave(given, f"{name} is no tracker of these: {', '.join(TRACKERS)}")
+            draft.leave(given, f"{name} is not one of the trackers {', '.join(TRACKERS)}")
 
 
 def _tracker_project(draft: Draft, given: Given, _: str) -> None:

@@ -41,7 +41,7 @@ def write_rewards(rewards: Sequence[ScriptReward]) -> str:
     parts = dict(part for reward in rewards for part in reward.parts)
     texts = [text for _, text in sorted(parts.items())]
     imports = [text for text in texts if text.startswith(("import ", "from "))]
-    head = f'"""Reward functions as they stand in {rewards[0].script}, with what they read."""'
+    head = f'"""Reward functions copied from {rewards[0].script}, with what they read."""'
     top = [head, "from __future__ import annotations", *(["\n".join(dict.fromkeys(imports))] if imports else [])]
     return "\n\n\n".join(["\n\n".join(top), *(text for text in texts if text not in imports)]) + "\n"
 

@@ -35,12 +35,12 @@ class _Raw:
     quoted."""
 
     line: int
-    pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # text, expand, quoted
+    fragments: list[tuple[str, bool, bool]] = field(default_factory=list)  # text, expand, quoted
     array: list[_Raw] | None = None  # entries of NAME=(...)
 
     @property
     def plain(self) -> str:
-        return "".join(text for text, _, _ in self.pieces)
+        return "".join(text for text, _, _ in self.fragments)
 
 
 def commands(text: str) -> list[list[Word]]:
@@ -90,12 +90,12 @@ def _assign(word: _Raw, match: re.Match[str], scope: dict[str, list[Word]], *, k
 
 def _without_name(word: _Raw, length: int) -> _Raw:
     """Return the value of an assignment: the word without its first `length` characters."""
-    pieces = []
-    for text, expand, quoted in word.pieces:
+    fragments = []
+    for text, expand, quoted in word.fragments:
         cut = min(length, len(text))
         length -= cut
-        pieces.append((text[cut:], expand, quoted))
-    return _Raw(word.line, pieces)
+        fragments.append((text[cut:], expand, quoted))
+    return _Raw(word.line, fragments)
 
 
 def _heredoc_of(words: Sequence[_Raw]) -> tuple[str, str] | None:
@@ -112,7 +112,7 @@ def _expand_word(raw: _Raw, scope: Mapping[str, Sequence[Word]], *, whole: bool 
     """
     words = [Word("", raw.line)]
     quoted_any = False
-    for text, expand, quoted in raw.pieces:
+    for text, expand, quoted in raw.fragments:
         quoted_any |= quoted
         array = re.fullmatch(rf"\$\{{({_NAME})\[[@*]\]\}}", text) if expand else None
         if array:
@@ -217,11 +217,11 @@ class _Reader:
     def add(self, text: str, *, expand: bool = False, quoted: bool = False) -> None:
         if self.word is None:
             self.word = _Raw(self.line)
-        pieces = self.word.pieces
-        if pieces and pieces[-1][1:] == (expand, quoted) and not expand:
-            pieces[-1] = (pieces[-1][0] + text, expand, quoted)
+        fragments = self.word.fragments
+        if fragments and fragments[-1][1:] == (expand, quoted) and not expand:
+            fragments[-1] = (fragments[-1][0] + text, expand, quoted)
         else:
-            pieces.append((text, expand, quoted))
+            fragments.append((text, expand, quoted))
 
     def end_word(self) -> None:
         if self.word is not None:
@@ -319,7 +319,7 @@ class _Reader:
             end = re.search(rf"^\s*{re.escape(mark)}\s*$", self.text[self.at :], re.MULTILINE)
             body = self.take(end.start() if end else len(self.text) - self.at)
             self.take(end.end() - end.start() if end else 0)
-            word.pieces = [("<<" + body.replace("\\\n", " "), False, True)]
+            word.fragments = [("<<" + body.replace("\\\n", " "), False, True)]
         self.heredocs = []
 
 

@@ -230,7 +230,7 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
     group = int(draft.get("num_generations", "trl.num_generations", default=8))
     prompts = max(1, completions // group)
     if prompts * group != completions:
-        draft.note(f"{completions} completions a step are no whole groups of {group}: {prompts} prompts are drawn")
+        draft.note(f"{completions} completions per step are not a multiple of {group}: {prompts} prompts are used")
     draft.put("rollout.prompts_per_step", prompts, f"{origin} / {group} completions a prompt")
     if (updates := generated // accumulated) > 1:
         draft.put(
@@ -248,7 +248,7 @@ def _note_packed_rows(draft: Draft, size: int) -> None:
     tokens = f", up to {size * int(length)} tokens ({size} packs of {length})" if isinstance(length, int) else ""
     draft.note(
         f"batch.size counts rows: there an update had {count_noun(size, 'pack')} of many rows{tokens}; multiply"
-        " batch.size by the rows of a pack (`posttrain plan` tells tokens a step) or lower optim.lr"
+        " batch.size by the rows of a pack (`posttrain plan` shows tokens per step) or lower optim.lr"
     )
 
 

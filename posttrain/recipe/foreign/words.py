@@ -49,9 +49,9 @@ class Entry:
 
     def replacement_hint(self, key: str, stage: str) -> str:
         """Return what to write instead of `key` in a recipe of `stage`; "" if the general hints already cover it."""
-        said = self.say if isinstance(self.say, str) else self.say.get(stage, self.say.get("", ""))
-        if said or self.left:
-            return said or self.left
+        sentence = self.say if isinstance(self.say, str) else self.say.get(stage, self.say.get("", ""))
+        if sentence or self.left:
+            return sentence or self.left
         if self.remove:
             return f"remove it; {self.remove}"
         target = self.target(stage)
