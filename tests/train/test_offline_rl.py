@@ -83,7 +83,7 @@ def test_what_cannot_be_trained_on_is_told(cli: Any, tmp_path: Path) -> None:
     assert "longer than rollout.max_new_tokens 4" in said and "rollout.max_new_tokens: 10" in said
     assert "completion" in cli.refused(*write(*rows), "rollout.prompts_per_step=1")
     assert "a row has one" in cli.refused(*write(rows[0]), "rollout.group_size=2")
-    assert "nobody knows" in cli.refused(*write(rows[0]), "corrections=[{use: tis}]")
+    assert "whose log-probs are unknown" in cli.refused(*write(rows[0]), "corrections=[{use: tis}]")
 
 
 STORED: dict[str, Any] = {

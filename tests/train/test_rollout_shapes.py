@@ -468,8 +468,8 @@ def test_a_wrong_function_is_named(home: Path, cli: Any, name: str, message: str
     [
         ({"rollout": {"engine": "stored", "group_size": 1}}, r"rollout\.engine stored samples nothing"),
         ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout continues with their replies"),
-        ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
-        ({"replay": "success"}, "`replay` draws single rows"),
+        ({"prompt_variants": "templates"}, "`prompt_variants` also change"),
+        ({"replay": "success"}, "`replay` stores single rows"),
         ({"opponent": {"ema": 0.1}}, "single completions"),
         ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
         ({"sampler": "xrpo"}, "samples a prompt again in a further round"),

@@ -304,8 +304,8 @@ def test_plan_counts_the_paths(home: Path, cli: Any) -> None:
     [
         ({"rollout": {"temperature": 0.0}}, "branches of `mcts` would all be the same"),
         ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout continues with their replies"),
-        ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
-        ({"replay": "success"}, "`replay` draws single rows"),
+        ({"prompt_variants": "templates"}, "`prompt_variants` also change"),
+        ({"replay": "success"}, "`replay` stores single rows"),
         ({"rollout": {"engine": "stored"}}, r"rollout\.engine stored samples nothing"),
         ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
     ],
