@@ -17,8 +17,10 @@ Baseline = Literal["brpo", "v1", "v2", "none"]
 
 
 class AnytimeAdvantages(NamedTuple):
-    """Advantages of BRPO. thought [..., G, S]: advantage of the tokens of each segment between two budgets; answers
-    [..., G, S, A]: advantage of each answer.
+    """Advantages of BRPO for thoughts and answers.
+
+    thought [..., G, S]: advantage of the tokens of each segment between two budgets; answers [..., G, S, A]: advantage
+    of each answer.
     """
 
     thought: Tensor
@@ -28,8 +30,7 @@ class AnytimeAdvantages(NamedTuple):
 def budget_relative(
     scores: Tensor, budget_probs: Tensor, *, discount: float = 2.0, variance_reduction: Baseline = "brpo"
 ) -> AnytimeAdvantages:
-    """Compute BRPO advantages (AnytimeReasoner, arXiv 2505.13438): a thought is credited with the scores of its answers
-    at later budgets.
+    """Credit a thought with the scores of its answers at later budgets (BRPO, AnytimeReasoner, arXiv 2505.13438).
 
     scores [..., G, S, A]: scores of the A answers after each of the S cuts of G thoughts. budget_probs [S]: weights of
     the budgets; they need not sum to 1. With q = mean over answers and R[g,s] = sum over k >= s of p_k q[g,k], the
@@ -62,8 +63,9 @@ def _suffix_sum(values: Tensor) -> Tensor:
 
 
 class ExitRewards(NamedTuple):
-    """Rewards and advantages of S-GRPO. rewards [B][K]: of the answers of each thought, earliest exit first;
-    advantages: of all answers, flattened.
+    """Rewards and advantages of S-GRPO.
+
+    rewards [B][K]: of the answers of each thought, earliest exit first; advantages: of all answers, flattened.
     """
 
     rewards: list[list[float]]
@@ -71,11 +73,10 @@ class ExitRewards(NamedTuple):
 
 
 def exit_decay(correct: Sequence[Sequence[float]], *, decay: float = 2.0) -> ExitRewards:
-    """Compute S-GRPO rewards (arXiv 2505.07686): the k-th right answer from the earliest exit earns decay^-(k-1), wrong
-    answers 0.
+    """Reward right answers of a thought with decay^-(k-1), k from the earliest exit on (S-GRPO, arXiv 2505.07686).
 
-    correct [B][K]: 0 or 1, in the order of the exits, with the answer of the full thought last. The advantage is the
-    reward minus the mean of the K rewards.
+    Wrong answers get 0. correct [B][K]: 0 or 1, in the order of the exits, with the answer of the full thought last.
+    The advantage is the reward minus the mean of the K rewards.
     """
     rewards: list[list[float]] = []
     for row in correct:
@@ -88,11 +89,10 @@ def exit_decay(correct: Sequence[Sequence[float]], *, decay: float = 2.0) -> Exi
     "group_reward", "exit_decay", paper="2505.07686", needs=("correct", "all_correct", "trajectory_ids", "step_ids")
 )
 def decay_exits(batch: RolloutBatch, *, decay: float = 2.0) -> Tensor:
-    """Reward the k-th right answer of a thought, from the earliest exit on, with decay^-(k-1) and wrong answers with 0
-    -> [N] (S-GRPO, `rollout.shape: serial_exit`).
+    """Reward the k-th right answer of a thought, from the earliest exit on, with decay^-(k-1) -> [N] (S-GRPO).
 
-    A row without a score keeps NaN, and counts as wrong for later exits. The result replaces the rewards: length or
-    format terms beside correctness are not included.
+    For `rollout.shape: serial_exit`. Wrong answers get 0. A row without a score keeps NaN, and counts as wrong for
+    later exits. The result replaces the rewards: length or format terms beside correctness are not included.
     """
     assert batch.correct is not None and batch.trajectory_ids is not None and batch.step_ids is not None
     rewards = require_rewards(batch)
@@ -118,14 +118,13 @@ _PRIORS: dict[Prior, Callable[[int], Tensor]] = {
 def advantage_at_budgets(
     batch: RolloutBatch, *, prior: Prior = "linear", discount: float = 2.0, baseline: Baseline = "brpo"
 ) -> Tensor:
-    """Credit the tokens of a thought with the scores of its answers at their budget and later ones -> [N,T] (BRPO,
-    `rollout.shape: budgets`).
+    """Credit the tokens of a thought with the scores of its answers at their budget and later ones -> [N,T] (BRPO).
 
-    The last row of a rollout is its thought, whose `part_ids` give the budget that each token belongs to; the other
-    rows are answers, with the number of their budget. prior: weights of the budgets: `linear` 1, 2, 3, ..., `uniform`,
-    or `base` (the last budget alone). See `budget_relative` for discount and baseline. No division by a std. An answer
-    without a score counts as the mean of the answers at its cut, or 0 if none has a score. Raises AssertionError for a
-    batch without trajectory_ids.
+    For `rollout.shape: budgets`. The last row of a rollout is its thought, whose `part_ids` give the budget that each
+    token belongs to; the other rows are answers, with the number of their budget. prior: weights of the budgets:
+    `linear` 1, 2, 3, ..., `uniform`, or `base` (the last budget alone). See `budget_relative` for discount and
+    baseline. No division by a std. An answer without a score counts as the mean of the answers at its cut, or 0 if none
+    has a score. Raises AssertionError for a batch without trajectory_ids.
     """
     assert batch.trajectory_ids is not None and batch.step_ids is not None and batch.part_ids is not None
     rewards, parts = require_rewards(batch).double(), torch.where(batch.mask, batch.part_ids, 0)

@@ -28,21 +28,22 @@ RANGE_TOLERANCE = 1e-6
 def beta_norm(
     batch: RolloutBatch, *, reward_min: float = 0.0, reward_max: float = 1.0, weight_max: float = 1e6
 ) -> Tensor:
-    """Normalize rewards by a Beta density of the group's pass rate: (R - p) / f(p; alpha, beta) -> [N], R in [0, 1], p
-    the group mean.
+    """Normalize rewards by a Beta density of the group's pass rate -> [N] (BNPO).
 
-    alpha = beta = 1 is plain centering, 3/2 is division by the std up to a constant; the spread of the pass rates
-    decides where between the two the batch lies. Rewards are scaled by (R - reward_min) / (reward_max - reward_min). A
-    reward outside of that range has no Beta density and is refused, so a penalty below 0 needs a lower reward_min. This
-    is BNPO, not TRL's `bnpo`. See `beta_normalised`.
+    (R - p) / f(p; alpha, beta), with R in [0, 1] and p the mean of the group. alpha = beta = 1 is plain centering, 3/2
+    is division by the std up to a constant; the spread of the pass rates decides where between the two the batch lies.
+    Rewards are scaled by (R - reward_min) / (reward_max - reward_min). A reward outside of that range has no Beta
+    density and is refused, so a penalty below 0 needs a lower reward_min. This is BNPO, not TRL's `bnpo`. See
+    `beta_normalised`.
     """
     return beta_normalised(batch, reward_min=reward_min, reward_max=reward_max, weight_max=weight_max).advantages
 
 
 @dataclass(frozen=True)
 class BetaNormalised:
-    """Result of `beta_normalised`: advantages [N]; weights [K] by group, in ascending order of the group ids; alpha and
-    beta of the density.
+    """Result of `beta_normalised`.
+
+    advantages [N]; weights [K] by group, in ascending order of the group ids; alpha and beta of the density.
     """
 
     advantages: Tensor

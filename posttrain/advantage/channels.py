@@ -33,15 +33,15 @@ def gdpo(
     eps: float = 1e-4,
     batch_norm: BatchNorm = "sequence",
 ) -> Tensor:
-    """Compute the sum of w_k (r_k - mean) / (std + eps) by group and component, then normalize it over the batch ->
-    [N].
+    """Normalize each reward component by group, add them with weights, and normalize over the batch -> [N] (GDPO).
 
-    Weights act on the normalized components. They default to the recipe's reward weights; `weights` overrides those
-    that it names, and 0 drops a component. conditions: component -> gate; outside its gate a component is 0 (for
-    example, length counts only where the answer is right: {length: {on: accuracy, min: 1.0}}). A missing component
-    (NaN) adds 0; a row without any component is excluded from the batch statistics and gets 0. batch_norm: `sequence`
-    is (s - mean) / (std + eps) over the rows; `token` over all trained tokens -> [N,T], as in the authors' verl code;
-    `none` skips it. Standard deviations have ddof 1. With a single component this is GRPO with a second normalization.
+    The weighted sum of w_k (r_k - mean) / (std + eps) is normalized a second time over the batch. Weights act on the
+    normalized components. They default to the recipe's reward weights; `weights` overrides those that it names, and 0
+    drops a component. conditions: component -> gate; outside its gate a component is 0 (for example, length counts only
+    where the answer is right: {length: {on: accuracy, min: 1.0}}). A missing component (NaN) adds 0; a row without any
+    component is excluded from the batch statistics and gets 0. batch_norm: `sequence` is (s - mean) / (std + eps) over
+    the rows; `token` over all trained tokens -> [N,T], as in the authors' verl code; `none` skips it. Standard
+    deviations have ddof 1. With a single component this is GRPO with a second normalization.
     """
     return gdpo_terms(batch, weights=weights, conditions=conditions, eps=eps, batch_norm=batch_norm)["advantages"]
 
@@ -79,14 +79,13 @@ def gdpo_terms(
 def channels(
     batch: RolloutBatch, *, channels: list[Channel], eps: float = 1e-6, separate: bool = False
 ) -> ChannelAdvantages:
-    """Compute one advantage per channel: (r - mean) / (std + eps) among the channel's rows of the group, times its
-    weight -> [N].
+    """Normalize the reward of each channel among its rows of the group, times its weight -> [N].
 
-    A channel's reward is the sum of its components times their factors. Rows outside `among` are excluded from the
-    statistics and get 0, as does the only row of its group. The advantage is the sum over the channels. With `separate`
-    (HDPO) the advantage is that of the first channel, and the regulariser `channel_clip` trains on the other channels,
-    numbered from 1, one each; this differs from the sum at clipped tokens where signs differ, and in the denominators.
-    Raises UserError if no channel is given.
+    (r - mean) / (std + eps). A channel's reward is the sum of its components times their factors. Rows outside `among`
+    are excluded from the statistics and get 0, as does the only row of its group. The advantage is the sum over the
+    channels. With `separate` (HDPO) the advantage is that of the first channel, and the regulariser `channel_clip`
+    trains on the other channels, numbered from 1, one each; this differs from the sum at clipped tokens where signs
+    differ, and in the denominators. Raises UserError if no channel is given.
     """
     if not channels:
         raise UserError("advantage `channels` has no channel")
@@ -96,9 +95,7 @@ def channels(
 
 
 def channel_rewards(batch: RolloutBatch, channel: Channel) -> Tensor:
-    """Return the reward of a channel [N]: 0 where its condition fails, NaN outside `among` or if every component is
-    missing.
-    """
+    """Return the reward of a channel [N]: 0 if its condition fails, NaN outside `among` or without components."""
     table = torch.stack([factor * get_component(batch, name) for name, factor in channel["rewards"].items()]).double()
     rewards = torch.where(table.isnan().all(0), torch.nan, table.nan_to_num(nan=0.0).sum(0))
     if channel.get("condition"):
@@ -107,9 +104,7 @@ def channel_rewards(batch: RolloutBatch, channel: Channel) -> Tensor:
 
 
 def channel_advantages(batch: RolloutBatch, channel: Channel, eps: float) -> Tensor:
-    """Compute (r - mean) / (std + eps) of the group over the rows with the channel's reward [N], without the channel's
-    weight.
-    """
+    """Compute (r - mean) / (std + eps) of the group over the rows with the channel's reward [N], unweighted."""
     return normalize_by_group(channel_rewards(batch, channel), batch.group_ids, eps=eps)
 
 

@@ -33,8 +33,9 @@ Mode = Literal[
 
 @dataclass(frozen=True)
 class BlendedAdvantages:
-    """Parts of COPO. entropy [K] in bits; local, overall, weight [N]: the advantages are weight * local and (1 -
-    weight) * overall.
+    """Parts of COPO's advantages.
+
+    entropy [K] in bits; local, overall, weight [N]: the advantages are weight * local and (1 - weight) * overall.
     """
 
     entropy: Tensor
@@ -53,17 +54,17 @@ def copo(
     use_coef: bool = False,
     eps: float = 1e-6,
 ) -> ChannelAdvantages:
-    """Blend group and batch advantages by the agreement of a group's answers, so all-right and all-wrong groups have a
-    gradient too -> [N].
+    """Blend group and batch advantages by how much a group's answers agree -> [N] (COPO).
 
-    Consistency-aware policy optimisation. Local: (reward - mean of the group) / (std + eps). Global: (R - mean of R
-    over prompts) / (std + eps), R the mean reward of the prompt, times 1 - lam H with use_coef (lam = (1 - 1/n) / log2
-    n, n rows in the group). H: entropy in bits of the group's answers; all rows without an answer are one category. The
-    weight of the local part is sigmoid(k (H - b)) where the mode's condition holds, else 0. Conditions: soft: always;
-    soft_with_zero (the released run): reward not 0; soft_with_forced: local advantage not 0; only_zero and only_forced:
-    the same conditions with weight 1; only_local and only_global: one part alone. Where answers agree (H below b) the
-    global part dominates. The channels are weight * local and (1 - weight) * global, the advantage is their sum; loss
-    `clip_channels` gives each channel its own surrogate, as the authors do.
+    Groups that are all right or all wrong have a gradient too. Consistency-aware policy optimisation. Local: (reward -
+    mean of the group) / (std + eps). Global: (R - mean of R over prompts) / (std + eps), R the mean reward of the
+    prompt, times 1 - lam H with use_coef (lam = (1 - 1/n) / log2 n, n rows in the group). H: entropy in bits of the
+    group's answers; all rows without an answer are one category. The weight of the local part is sigmoid(k (H - b))
+    where the mode's condition holds, else 0. Conditions: soft: always; soft_with_zero (the released run): reward not 0;
+    soft_with_forced: local advantage not 0; only_zero and only_forced: the same conditions with weight 1; only_local
+    and only_global: one part alone. Where answers agree (H below b) the global part dominates. The channels are weight
+    * local and (1 - weight) * global, the advantage is their sum; loss `clip_channels` gives each channel its own
+    surrogate, as the authors do.
     """
     blend = copo_terms(batch, k=k, b=b, mode=mode, use_coef=use_coef, eps=eps)
     local, overall = blend.weight * blend.local, (1 - blend.weight) * blend.overall

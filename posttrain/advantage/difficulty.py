@@ -25,8 +25,9 @@ def prompt_gdro(
     z_std_floor: float = 1e-3,
     score_clip: float = 5.0,
 ) -> Tensor:
-    """Give more weight to rows of difficulty bins whose loss stays high -> [N], with the bins and average losses S of
-    the sampler `gdro` before the step.
+    """Give more weight to rows of difficulty bins whose loss stays high -> [N].
+
+    The bins and their average losses S are those of the sampler `gdro` before the step.
 
     `code`: q = (1-gamma) softmax(eta S) + gamma/K over the K bins of the batch; the weight of a row is q of its bin
     over the mean of q over rows, at most max_weight. zscore: S is standardized over all bins seen, within +-z_cap.

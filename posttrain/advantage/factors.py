@@ -21,8 +21,10 @@ from posttrain.registry import register
 
 @dataclass(frozen=True)
 class GroupFactor:
-    """A factor: `by_row` [N]; `by_group` [K], the same in ascending order of the group ids; `measure` [K], the quantity
-    that the factor was computed from.
+    """A factor by row and by group.
+
+    `by_row` [N]; `by_group` [K], the same in ascending order of the group ids; `measure` [K]: the quantity that the
+    factor was computed from.
     """
 
     by_row: Tensor
@@ -105,9 +107,7 @@ def _log_sum_exp(values: Tensor, key: Tensor, groups: int) -> Tensor:
 
 
 def mean_logp(batch: RolloutBatch) -> Tensor:
-    """Compute the mean log-prob of the trained tokens of each row under the policy that sampled it [N]; 0 for an empty
-    row.
-    """
+    """Compute the mean log-prob of each row's trained tokens under the sampling policy [N]; 0 for an empty row."""
     return row_mean(require_field(batch.old_logp, "old_logp"), batch.mask)
 
 
@@ -182,9 +182,7 @@ def negative_scale(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5)
 
 
 def negative_scale_terms(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5) -> GroupFactor:
-    """Compute the factor of `negative_scale` before it is restricted to negative advantages; its measure is the mean
-    reward.
-    """
+    """Compute the factor of `negative_scale` for advantages of any sign; its measure is the mean reward."""
     group = number_groups(batch.group_ids)
     mean = group_mean(require_rewards(batch), group)
     scale = (base + coef * mean).clamp(0, 1)
@@ -256,8 +254,9 @@ def duration(
 
 
 def duration_weights(durations: Tensor, *, floor: float = 0.0, cap: float | None = None) -> Tensor:
-    """Compute weights [N] from durations [N] in any unit (NaN = not measured); without limits the measured rows have
-    mean weight 1.
+    """Compute weights [N] from durations [N] in any unit (NaN = not measured).
+
+    Without limits the measured rows have mean weight 1.
     """
     known = ~durations.isnan()
     mean = torch.where(known, durations, 0.0).sum() / known.sum().clamp(min=1)

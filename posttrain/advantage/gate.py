@@ -1,5 +1,4 @@
-"""Gates: row masks that restrict a length or reward term to right rows, easy groups, a share of the batch or later
-steps.
+"""Gates: row masks that restrict a term to right rows, easy groups, a share of the batch or later steps.
 
 GRPO-lambda (a share of the batch), ConciseR (groups that are all right), GDPO (a component counts only where another
 one does) and Kimi k1.5 (a warm-up) are all a `Gate` that `evaluate_gate` turns into rows.
@@ -56,8 +55,9 @@ def get_component(batch: RolloutBatch, name: str) -> Tensor:
 
 
 def is_correct(batch: RolloutBatch) -> Tensor:
-    """Return the rows whose answer is right, bool [N]; unknown counts as not right. Raises ValueError for a batch
-    without correctness.
+    """Return the rows whose answer is right, bool [N]; unknown counts as not right.
+
+    Raises ValueError for a batch without correctness.
     """
     if batch.correct is None:
         raise ValueError("the batch has no correctness")

@@ -41,21 +41,21 @@ def group(
 
 @register("advantage", "reward")
 def reward(batch: RolloutBatch) -> Tensor:
-    """Return the reward itself as the advantage -> [N]; 0 for unscored rows. For losses that read rewards directly
-    (`oreo`, `direct_advantage`), and for completions without a group.
+    """Return the reward itself as the advantage -> [N]; 0 for unscored rows.
+
+    For losses that read rewards directly (`oreo`, `direct_advantage`), and for completions without a group.
     """
     return require_rewards(batch).nan_to_num(0.0)
 
 
 @register("advantage", "rloo", paper="2402.14740", needs=("groups",))
 def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool = False) -> Tensor:
-    """Subtract the mean of the OTHER rewards of the group -> [N]: an unbiased baseline, because a row is not part of
-    its own.
+    """Subtract the mean of the other rewards of the group (leave-one-out) -> [N].
 
-    Equal to n / (n - 1) * (reward - mean of the group), n its scored rows: with groups of one size only the step size
-    differs from Dr. GRPO; with unequal sizes small groups weigh more (n = 2 doubles). RLOO is usually run with one
-    update per batch and the KL inside the reward. normalize: also apply (A - mean) / (std + 1e-4) over the scored rows
-    of the batch, as TRL offers.
+    The baseline is unbiased, because a row is not part of its own. Equal to n / (n - 1) * (reward - mean of the group),
+    n its scored rows: with groups of one size only the step size differs from Dr. GRPO; with unequal sizes small groups
+    weigh more (n = 2 doubles). RLOO is usually run with one update per batch and the KL inside the reward. normalize:
+    also apply (A - mean) / (std + 1e-4) over the scored rows of the batch, as TRL offers.
     """
     rewards = require_rewards(batch)
     found = normalize_by_group(rewards, batch.group_ids, scale="none", singleton=singleton, leave_one_out=True)
@@ -67,8 +67,9 @@ def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool 
 
 @register("advantage", "batch")
 def whole_batch(batch: RolloutBatch, *, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-    """Normalize rewards over the whole batch: (reward - mean) / (std + eps) -> [N], over all scored rows. Groups may be
-    single rows.
+    """Normalize rewards over the whole batch: (reward - mean) / (std + eps) -> [N].
+
+    Over all scored rows; groups may be single rows.
 
     Groups are ignored: an all-right group gets a positive and an all-wrong group a negative advantage, so the advantage
     also reflects prompt difficulty (centering by group removes that). Fewer than two scored rows, or equal rewards,
@@ -103,10 +104,10 @@ def agent(
 
 
 def normalize_by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normaliser: Any) -> Tensor:
-    """Normalize the mean reward of each trajectory within its group and give it to all rows [N] (steps or calls) of the
-    trajectory.
+    """Normalize the mean reward of each trajectory within its group and give it to all rows of the trajectory [N].
 
-    normaliser: keywords of `normalize_by_group`. A trajectory counts once, however many rows it has.
+    Rows are steps or calls. normaliser: keywords of `normalize_by_group`. A trajectory counts once, however many rows
+    it has.
     """
     key = combine_ids(group_ids, trajectory_ids)
     count = group_sum((~rewards.isnan()).to(rewards.dtype), key)

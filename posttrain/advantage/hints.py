@@ -1,6 +1,4 @@
-"""ADHint: advantages for groups that mix rollouts continuing a hint with rollouts of the plain prompt, normalized
-apart.
-"""
+"""ADHint: advantages for groups of hinted and plain rollouts, which are normalized separately."""
 
 from __future__ import annotations
 
@@ -84,11 +82,10 @@ def protect_hint_tokens(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> 
     note="The paper damps hint tokens whose entropy departs from the continuation's; the formula is a guess.",
 )
 def hint_consistency(batch: RolloutBatch) -> Tensor:
-    """Weight hint tokens by min(H, H') / max(H, H'), H' the continuation's mean entropy; other tokens by 1 -> [N,T]
-    (ADHint).
+    """Weight hint tokens by how close their entropy is to the continuation's; other tokens by 1 -> [N,T] (ADHint).
 
-    The weight is 1 if both entropies are below 1e-8, and 0 in rows with a negative advantage, whose hint must not be
-    pushed down.
+    min(H, H') / max(H, H'), H' the continuation's mean entropy. The weight is 1 if both entropies are below 1e-8, and 0
+    in rows with a negative advantage, whose hint must not be pushed down.
     """
     advantages = require_field(batch.advantages, "advantages")
     rows = advantages if advantages.dim() == 1 else sampled_token_advantages(batch, advantages)
@@ -97,9 +94,7 @@ def hint_consistency(batch: RolloutBatch) -> Tensor:
 
 
 def sampled_token_advantages(batch: RolloutBatch, advantages: Tensor) -> Tensor:
-    """Reduce token advantages to row advantages [N]: the mean over the tokens that the policy sampled, without the
-    hint.
-    """
+    """Average token advantages over the sampled tokens of each row, without the hint [N]."""
     sampled = batch.mask & ~require_field(batch.hint_mask, "hint_mask").bool()
     return row_mean(advantages, sampled)
 

@@ -46,11 +46,10 @@ def dynamic_sampling(
 def group_has_spread(
     metric: Tensor, group_ids: Tensor, *, tol: float = 0.0, ignore: Tensor | None = None, keep_single: bool = True
 ) -> Tensor:
-    """Return the rows [N] whose group has max - min of metric [N] > tol, or is a single row. Rows in `ignore` [N] do
-    not count.
+    """Return the rows [N] whose group has max - min of metric [N] > tol, or is a single row.
 
-    max - min and not the std: in floating point the std of three times 0.1 is not 0. Raises UserError for a row outside
-    of `ignore` whose metric is NaN.
+    Rows in `ignore` [N] do not count. max - min and not the std: in floating point the std of three times 0.1 is not 0.
+    Raises UserError for a row outside of `ignore` whose metric is NaN.
     """
     counted = torch.ones_like(group_ids, dtype=torch.bool) if ignore is None else ~ignore
     unknown = counted & metric.isnan()
@@ -96,8 +95,9 @@ def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
 
 
 def count_admitted(kappa: float, mixed: int, solved: int) -> int:
-    """Return how many solved groups to keep beside the mixed ones: floor(kappa * mixed / (1 - kappa)), at most all;
-    kappa is their share.
+    """Return how many solved groups to keep beside the mixed ones, so that kappa is their share.
+
+    floor(kappa * mixed / (1 - kappa)), at most all.
     """
     if kappa <= 0:
         return 0
@@ -145,11 +145,10 @@ def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999)
 
 @register("keep", "kl_rollback", paper="2505.20777", needs=("old_logp", "ref_logp", "kl_threshold"))
 def kl_rollback(batch: RolloutBatch) -> Tensor:
-    """Drop groups whose mean token KL to the reference is above the threshold of the sampler `taco` -> rows that stay,
-    bool [N].
+    """Drop groups whose mean token KL to the reference is above a threshold -> rows that stay, bool [N].
 
-    The sampler puts their prompts aside. The KL is the mean over a group's trained tokens of the k3 estimate; a KL
-    equal to the threshold stays.
+    The threshold is that of the sampler `taco`, which puts their prompts aside. The sampler puts their prompts aside.
+    The KL is the mean over a group's trained tokens of the k3 estimate; a KL equal to the threshold stays.
     """
     threshold = batch.sampler_state.get("kl_threshold")
     if threshold is None:
@@ -166,8 +165,9 @@ def kl_rollback(batch: RolloutBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Refill:
-    """State of collecting groups over generation batches until `want` have passed the filter. Immutable: `add` returns
-    the next state.
+    """State of collecting groups over generation batches until `want` groups have passed the filter.
+
+    Immutable: `add` returns the next state.
 
     max_batches: limit of generation batches, 0 = no limit. `kept` holds one tuple per batch with one flag per group.
     """

@@ -22,9 +22,9 @@ from posttrain.registry import register
 
 @register("group_reward", "kimi_length", paper="2501.12599", needs=("groups", "correct"))
 def kimi_length(batch: RolloutBatch, *, weight: float = 0.5, gate: Gate | None = None) -> Tensor:
-    """Add weight * t to the reward: t = 1/2 - (L - shortest) / (longest - shortest) for right rows, min(0, t) for wrong
-    ones.
+    """Add a bonus for right rows that are shorter than their group, and a penalty for long ones (Kimi k1.5).
 
+    reward + weight * t, t = 1/2 - (L - shortest) / (longest - shortest) for right rows, min(0, t) for wrong ones.
     shortest and longest are over all rows of the group, including wrong and truncated ones; equal lengths give 0. The
     paper does not state the weight (others use 0.4 to 1); it first trains without the term: `gate: {from_step: 100}`.
     open-r1 counts characters, posttrain tokens.
@@ -85,8 +85,7 @@ def truncation_tiers(
     target_lengths: tuple[float, ...] = (4000, 2000),
     gate: Gate | None = None,
 ) -> Tensor:
-    """Set positive rewards to 0 beyond the group's target length: the easier the group, the shorter the target
-    (DA-DLER).
+    """Set positive rewards to 0 beyond a target length, which is shorter for easier groups (DA-DLER).
 
     q: share of the group that is right within the largest target. The level is the number of thresholds <= q;
     target_lengths go from the hardest level to the easiest. The paper does not state on which side a q equal to a
@@ -102,8 +101,7 @@ def truncation_tiers(
 def select_target_lengths(
     batch: RolloutBatch, *, thresholds: tuple[float, ...] = (0.5,), target_lengths: tuple[float, ...] = (4000, 2000)
 ) -> dict[str, Tensor]:
-    """Return the share of right answers within the largest target (`ratio` [K]) and the `target_length` [K] of each
-    group.
+    """Return the pass rate within the largest target (`ratio` [K]) and the `target_length` [K] of each group.
 
     Raises UserError unless there is one more target than thresholds.
     """

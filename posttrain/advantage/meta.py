@@ -1,6 +1,4 @@
-"""Advantages from per-turn scores: checklist scores compared turn by turn (CM2) and step rewards by kind of step
-(RLVMR).
-"""
+"""Advantages from per-turn scores: checklist scores by turn (CM2) and step rewards by kind of step (RLVMR)."""
 
 from __future__ import annotations
 
@@ -102,8 +100,9 @@ def meta_reasoning(
     norm_std: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Add the episode's advantage and the turn's advantage among turns of the same kind (RLVMR) -> [N,T], one value per
-    turn.
+    """Add the episode's advantage and the turn's advantage among turns of its kind -> [N,T] (RLVMR).
+
+    One value per turn.
 
     Episode: the row's reward minus the mean over the prompt's rollouts. Turn: weight * (the turn's `step_reward` minus
     its mean over all turns of the prompt with the same `tag`). norm_std: each part is also divided by (std + eps),

@@ -38,15 +38,15 @@ def effective_rank(
     max_len: int = 512,
     clip: float = 5.0,
 ) -> Remembered:
-    """Add a bonus of min(max(Phi, 0), |A| / kappa) to the advantages, from the effective rank of hidden states -> shape
-    of A.
+    """Add a bonus to the advantages from the effective rank of hidden states -> shape of A (VERL).
 
-    Remembers running means of the three measures between steps. ER: exp of the entropy of the singular values of the
-    centered hidden states (`effective_ranks`). er: ER of the whole completion; erv, era: mean first and second
-    differences of ER over windows that grow by `stride` tokens, within the last max_len tokens. dev(x) = (x - its
-    running mean) / |running mean|, within +-clip. beta = sigmoid(gain * dev(era)); Phi = weight * (beta tanh(dev(er)) +
-    (1 - beta) tanh(dev(erv))). Running means start at 0 and are updated with rate ema_alpha; the first step adds
-    nothing. Rows with A = 0 stay 0. Costs length / stride decompositions per row: with 512 rows, seconds.
+    A + min(max(Phi, 0), |A| / kappa). Remembers running means of the three measures between steps. ER: exp of the
+    entropy of the singular values of the centered hidden states (`effective_ranks`). er: ER of the whole completion;
+    erv, era: mean first and second differences of ER over windows that grow by `stride` tokens, within the last max_len
+    tokens. dev(x) = (x - its running mean) / |running mean|, within +-clip. beta = sigmoid(gain * dev(era)); Phi =
+    weight * (beta tanh(dev(er)) + (1 - beta) tanh(dev(erv))). Running means start at 0 and are updated with rate
+    ema_alpha; the first step adds nothing. Rows with A = 0 stay 0. Costs length / stride decompositions per row: with
+    512 rows, seconds.
     """
     advantages = require_field(batch.advantages, "advantages")
     hidden = require_field(batch.hidden, "hidden")
@@ -68,8 +68,9 @@ def effective_rank(
 
 @dataclass(frozen=True)
 class RankBonus:
-    """Result of `add_rank_bonus`: advantages in the given shape; phi, er, erv, era [N]; ema_next: the running means
-    after this step.
+    """Result of `add_rank_bonus`.
+
+    advantages in the given shape; phi, er, erv, era [N]; ema_next: the running means after this step.
     """
 
     advantages: Tensor
@@ -113,10 +114,10 @@ def add_rank_bonus(
 
 
 def effective_ranks(rows: Sequence[Tensor]) -> Tensor:
-    """Compute exp(-sum p ln(p + 1e-8)) [N], p the singular values of a row's centered states [L, D] over (their sum +
-    1e-8).
+    """Compute the effective rank of the hidden states of each row [N]: exp of the entropy of the singular values.
 
-    0 if L < 2. In float64. Rows of similar length are decomposed together, because a GPU is slow row by row.
+    exp(-sum p ln(p + 1e-8)), p the singular values of a row's centered states [L, D] over (their sum + 1e-8). 0 if L <
+    2. In float64. Rows of similar length are decomposed together, because a GPU is slow row by row.
     """
     found = torch.zeros(len(rows), dtype=torch.float64, device=rows[0].device if rows else None)
     for indices in _batch_by_length([len(row) for row in rows], rows[0].shape[-1] if rows else 1):
@@ -129,8 +130,9 @@ def effective_ranks(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _batch_by_length(lengths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Yield row indices in batches of similar length, longest first, at most MAX_ELEMENTS numbers each; rows of one
-    state are skipped.
+    """Yield row indices in batches of similar length, longest first, at most MAX_ELEMENTS numbers each.
+
+    Rows of fewer than two states are skipped.
     """
     pending = sorted((n for n, length in enumerate(lengths) if length > 1), key=lambda n: -lengths[n])
     while pending:
@@ -141,8 +143,7 @@ def _batch_by_length(lengths: Sequence[int], width: int) -> Iterator[list[int]]:
 
 
 def singular_values(states: Tensor, lengths: Tensor) -> Tensor:
-    """Compute the singular values [B, K], in any order, of the first lengths [B] of the states [B, L, D], minus their
-    mean.
+    """Compute the singular values [B, K], in any order, of the centered first lengths [B] of the states [B, L, D].
 
     Padding states are set to 0 and add singular values of 0. float64 states are decomposed directly, because roots of
     eigenvalues of a Gram matrix turn rounding into rank. For narrower dtypes the Gram matrix in float64 is a hundred

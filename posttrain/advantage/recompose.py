@@ -17,13 +17,12 @@ from posttrain.registry import register
 
 @register("select", "rorecomp", paper="2509.25958", needs=("groups", "correct"))
 def rorecomp(batch: RolloutBatch, *, alpha: float = 0.5) -> Selection:
-    """Select the ceil(alpha n) shortest of each group's right rows and the ceil(alpha n) longest of its wrong rows
-    (RoRecomp).
+    """Select the shortest of each group's right rows and the longest of its wrong rows (RoRecomp).
 
-    Advantages come from the whole group, so the baseline does not change. Ties by row number; rows of unknown
-    correctness are dropped. alpha 1 is plain GRPO. Reconstructed from the abstract and a review: the paper does not
-    state the share. With `replay: compensation` the other rows are trained on later; otherwise they are dropped.
-    Together with a length reward, brevity is rewarded twice.
+    ceil(alpha n) of the n right, and of the n wrong, rows. Advantages come from the whole group, so the baseline does
+    not change. Ties by row number; rows of unknown correctness are dropped. alpha 1 is plain GRPO. Reconstructed from
+    the abstract and a review: the paper does not state the share. With `replay: compensation` the other rows are
+    trained on later; otherwise they are dropped. Together with a length reward, brevity is rewarded twice.
     """
     return Selection(batch.mask & select_priority_rows(batch, alpha=alpha)[:, None], denominator="kept")
 

@@ -1,6 +1,4 @@
-"""Group rewards beyond a weighted sum: a capped reward model, a rank among other items, and a comparison with an
-opponent.
-"""
+"""Group rewards beyond a weighted sum: a capped reward model, a rank among items, a comparison with an opponent."""
 
 from __future__ import annotations
 

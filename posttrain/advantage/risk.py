@@ -40,8 +40,9 @@ def riskpo(
     divide_by_std: bool = False,
     eps: float = 1e-6,
 ) -> Remembered:
-    """Compute the mixed value at risk of bundles of prompts -> [N]; remembers the quantiles q_lo and q_hi of the bundle
-    scores.
+    """Compute the mixed value at risk of bundles of prompts -> [N] (RiskPO).
+
+    Remembers the quantiles q_lo and q_hi of the bundle scores.
 
     Every `bundle_size` consecutive prompts form a bundle; its j-th sample is the j-th rollout of each prompt, its score
     R the sum of their rewards. `paper`: a = -(1 + omega) (q_lo - R)+ + (R - q_lo)+ - (R - q_hi)+ + q_lo - q_hi: never
@@ -86,8 +87,9 @@ def riskpo(
 
 @dataclass(frozen=True)
 class RiskTerms:
-    """Result of `risk_terms`: bundle_scores, bundle_advantages [bundles, G], NaN for a dropped bundle; advantages [B *
-    G]; q_next (lo, hi).
+    """Result of `risk_terms`.
+
+    bundle_scores, bundle_advantages [bundles, G], NaN for a dropped bundle; advantages [B * G]; q_next (lo, hi).
     """
 
     bundle_scores: Tensor

@@ -1,6 +1,4 @@
-"""Selectors of rows and tokens to train on. A selector also decides whether the loss divides by all or by selected
-tokens.
-"""
+"""Selectors of rows and tokens to train on; they also decide whether the loss divides by all or by selected tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ Denominator = Literal["all", "kept"]
 
 @register("select", "high_entropy_tokens", paper="2506.01939", needs=("entropy",))
 def high_entropy_tokens(batch: RolloutBatch, *, rho: float = 0.2) -> Selection:
-    """Select the share rho of trained tokens with the highest entropy -> mask [N,T]; the loss divides by all trained
-    tokens.
+    """Select the share rho of trained tokens with the highest entropy -> mask [N,T].
+
+    The loss divides by all trained tokens.
 
     Threshold: the (1 - rho) quantile of the entropy over the trained tokens of the whole batch, with linear
     interpolation. Ties stay, so at least rho is selected. A KL term stays on all tokens. The source reports clear gains
@@ -31,10 +30,9 @@ def high_entropy_tokens(batch: RolloutBatch, *, rho: float = 0.2) -> Selection:
 
 
 def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
-    """Return the (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated; infinite without a
-    token.
+    """Return the (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated.
 
-    A scalar.
+    Infinite without a token. A scalar.
     """
     entropy = require_field(batch.entropy, "entropy").detach()
     ascending = entropy[batch.mask].sort().values
@@ -64,8 +62,9 @@ def step_entropy(batch: RolloutBatch, *, keep: float = 0.8, scope: Literal["grou
 
 @dataclass(frozen=True)
 class StepSelection:
-    """Result of `step_terms`. step_entropy [N]: mean entropy over a row's trained tokens, 0 for an empty row; step_mask
-    [N] bool: selected rows.
+    """Result of `step_terms`.
+
+    step_entropy [N]: mean entropy over a row's trained tokens, 0 for an empty row; step_mask [N] bool: selected rows.
     """
 
     step_entropy: Tensor
@@ -168,8 +167,9 @@ def _variance(values: list[float]) -> float:
 
 
 def select_top_tokens(score: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Return the max(1, ceil(fraction * M)) of the M trained tokens with the largest score [N,T], bool; ties by row,
-    position.
+    """Return the share `fraction` of the trained tokens with the largest score [N,T], bool.
+
+    max(1, ceil(fraction * M)) of the M trained tokens; ties by row, position.
     """
     cells = mask.flatten().nonzero()[:, 0]
     if not len(cells):
@@ -190,8 +190,9 @@ class SelectionSizes:
 
 
 def d3s_schedule(progress: float, *, n_init: int, n_final: int, k_init: float, k_final: float) -> SelectionSizes:
-    """Interpolate the number of rows and the token share linearly from initial to final values at `progress` (0 to 1 of
-    the run).
+    """Interpolate the number of rows and the token share linearly from initial to final values.
+
+    progress: 0 to 1 of the run.
     """
     p = min(max(progress, 0.0), 1.0)
     return SelectionSizes(math.floor((1 - p) * n_init + p * n_final + 0.5), (1 - p) * k_init + p * k_final)

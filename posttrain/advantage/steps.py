@@ -41,8 +41,9 @@ def gigpo(
     similarity: float | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Add omega * the step advantage to the episode advantage, one value per turn -> [N,T] (GiGPO). A turn of the model
-    is a step.
+    """Add the advantage of a turn among turns of the same state to that of the episode -> [N,T] (GiGPO).
+
+    Episode advantage + omega * step advantage, one value per turn; a turn of the model is a step.
 
     Episode: the row's reward, normalized within the prompt. Step: the discounted return of a turn's rewards (per-turn
     rewards, with the remainder of the row's reward at its last turn), normalized over the turns of the prompt's
@@ -58,8 +59,10 @@ def gigpo(
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Turns as separate rows: `batch` has S of them, ordered by row and turn; `step_of_token` [N,T] is -1 where the
-    mask is 0.
+    """Turns as separate rows.
+
+    `batch` has S rows, ordered by row and turn; `step_of_token` [N,T] is the step of each token, -1 where the mask is
+    0.
     """
 
     batch: RolloutBatch
@@ -116,8 +119,7 @@ def mark_first_trained(turns: Tensor, mask: Tensor) -> Tensor:
 
 
 def number_turns(turns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a number for each trained token's turn, ordered by row and turn, and the row and the turn [S] of each
-    number.
+    """Number the turns of trained tokens by row and turn; also return the row and the turn [S] of each number.
 
     turns [N,T]: counted from 0 where mask is True.
     """
@@ -167,8 +169,9 @@ def gigpo_terms(
 
 
 def returns_by_trajectory(rewards: Tensor, trajectory: Tensor, steps: Tensor, gamma: float) -> Tensor:
-    """Compute the return of each row [N]: its reward + gamma * the return of the trajectory's next step, in order of
-    `steps`.
+    """Compute the discounted return of each row [N] over the later steps of its trajectory.
+
+    Its reward + gamma * the return of the trajectory's next step, in order of `steps`.
     """
     reward, returns = rewards.tolist(), [0.0] * len(rewards)  # lists need a single transfer from the device
     running: dict[int, float] = {}

@@ -26,8 +26,10 @@ from posttrain.registry import register
 def format_diversity(
     batch: RolloutBatch, *, on: ScoreName = "mode", decay: Literal["cosine", "none"] = "cosine"
 ) -> Tensor:
-    """Multiply the reward by scale = 1 + (G/F - 1) * (1 + cos(pi * step / total_steps)) / 2; F of the group's G rows
-    have the row's format.
+    """Scale up rewards of rare formats early in training (ARM's Ada-GRPO) -> [N].
+
+    reward * scale, scale = 1 + (G/F - 1) * (1 + cos(pi * step / total_steps)) / 2; F of the group's G rows have the
+    row's format.
 
     ARM's Ada-GRPO: early in training, rare formats are protected from extinction; at the end every scale is 1. `on`
     names the component with the number of the format; negative or NaN means that no format was recognized: such rows
@@ -38,8 +40,9 @@ def format_diversity(
 
 
 def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
-    """Compute the factor [N] of `format_diversity`, from G/F at step 0 to 1 at the last step; with decay `none` it
-    stays at G/F.
+    """Compute the factor [N] of `format_diversity`, from G/F at step 0 to 1 at the last step.
+
+    With decay `none` it stays at G/F.
     """
     key = number_groups(batch.group_ids)
     pair = torch.unique(torch.stack([key.double(), _get_category(batch, on)], 1), dim=0, return_inverse=True)[1]
@@ -62,8 +65,9 @@ def difficulty_tag(
     tag_weight: float = 0.5,
     length_weight: float = 0.5,
 ) -> Tensor:
-    """Add tag_weight * r_tag + length_weight * r_len: the model predicts how hard the question is, and should answer
-    accordingly.
+    """Reward predicting how hard the question is, and answering accordingly (AdaCtrl) -> [N].
+
+    reward + tag_weight * r_tag + length_weight * r_len.
 
     AdaCtrl, following its code. A group is easy if its share of right answers is above the threshold (equal: hard).
     r_tag: 1 if the tag (`on`: 0 easy, 1 hard) matches the group's difficulty, 0 if not, -1 without a tag. r_len applies
@@ -127,8 +131,9 @@ def curiosity(
     most: float = 1.0,
     cost: float = 0.05,
 ) -> Tensor:
-    """Add bonus * max(rate - share, 0) for rows that called a tool, and subtract cost * (calls above most) (Pixel
-    Reasoner).
+    """Reward tool calls while few rows of the group make one, and charge for excess calls (Pixel Reasoner) -> [N].
+
+    reward + bonus * max(rate - share, 0) for rows with a call - cost * (calls above most).
 
     share: rows of the group with a call, so a rarely used tool is rewarded until `rate` of the rows use it. A row with
     unknown calls has neither term.
@@ -185,9 +190,7 @@ def tool_terms(
 
 
 def fewest_calls(batch: RolloutBatch, *, on: str, best: PartialColumn | None) -> Tensor:
-    """Return the fewest calls of a right row of each group, or of its column `best` if that is smaller [K]; -1 =
-    unknown.
-    """
+    """Return the fewest calls of a right row of each group, or of its column `best` if smaller [K]; -1 = unknown."""
     calls = get_component(batch, on).double()
     enough = torch.where(is_correct(batch) & ~calls.isnan(), calls, torch.inf)
     if best is not None and best in batch.columns:  # the column is absent if no row of the batch has a value
@@ -253,9 +256,7 @@ def budget_terms(
 
 
 def uncertainty(batch: RolloutBatch) -> Tensor:
-    """Compute the mean over the trained tokens of 1 - (p of the likeliest token - p of the second) [N]; 0 without
-    tokens.
-    """
+    """Compute 1 - (p of the likeliest token - p of the second), averaged over trained tokens [N]; 0 without tokens."""
     if batch.topk_logp is None:
         return torch.zeros(len(batch), dtype=torch.float64, device=batch.mask.device)
     top = torch.where(batch.mask[:, :, None], batch.topk_logp[..., :2].double(), 0.0).exp()

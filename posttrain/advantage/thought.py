@@ -26,8 +26,9 @@ def decs(
     start: ScoreName = "necessary_prefix/start",
     end: ScoreName = "necessary_prefix/end",
 ) -> Tensor:
-    """Normalize the rewards of DECS by position: (r_ij - mean_j) / (std_j + eps) over the group's rows at position j ->
-    [N,T].
+    """Normalize the rewards of DECS over the group's rows at each position -> [N,T].
+
+    (r_ij - mean_j) / (std_j + eps) over the rows at position j.
 
     r_ij is `decs_rewards`, which depends on correctness alone and not on the rewards. Positions without a trained token
     get 0. Do not combine it with another length reward. Groups of one give 0.
@@ -51,13 +52,12 @@ def decs_rewards(
     start: str = "necessary_prefix/start",
     end: str = "necessary_prefix/end",
 ) -> Tensor:
-    """Return rewards by position [N,T]: 0 in wrong rows, r_plus in right ones (also after their end), less at redundant
-    positions.
+    """Return rewards by position [N,T]: 0 in wrong rows, r_plus in right ones, less at redundant positions.
 
-    Redundant positions have r_plus - (r_plus - r_zero) * L / max_length. They run from component `start` (token
-    position; negative or missing: none) up to, not including, `end`, the last token of the thought. redundant_top
-    `r_zero` is the paper's equation, r_zero - (r_plus - r_zero) * L / max_length; the authors' code, and their text,
-    have r_plus. Unknown correctness: NaN.
+    Right rows also have r_plus after their end. Redundant positions have r_plus - (r_plus - r_zero) * L / max_length.
+    They run from component `start` (token position; negative or missing: none) up to, not including, `end`, the last
+    token of the thought. redundant_top `r_zero` is the paper's equation, r_zero - (r_plus - r_zero) * L / max_length;
+    the authors' code, and their text, have r_plus. Unknown correctness: NaN.
     """
     position = torch.arange(batch.mask.shape[1], device=batch.mask.device)
     first = get_component(batch, start).double().nan_to_num(nan=-1.0)[:, None]
@@ -72,8 +72,9 @@ def decs_rewards(
 
 @register("credit_assignment", "control_token", paper="2505.13379", needs=("every_token",))
 def control_token(batch: RolloutBatch, *, alpha: float = 0.001) -> Tensor:
-    """Rescale advantages [N,T] so that their token mean is alpha * (mean over first tokens) + (mean over later tokens)
-    (DeGRPO).
+    """Rescale advantages so that the mode token and the later tokens have separate means -> [N,T] (DeGRPO).
+
+    The token mean becomes alpha * (mean over first tokens) + (mean over all later tokens).
 
     The first token chooses the mode (`<short>` or `<think>`); with an ordinary token mean its weight would depend on
     the completion lengths. Use with `loss.aggregation: token_mean`; a clipped surrogate scales with its advantage. The

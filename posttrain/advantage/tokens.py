@@ -111,8 +111,7 @@ def scored_mask(batch: RolloutBatch) -> Tensor:
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:
-    """Return rewards by token [N,T]: the batch's token rewards, or the row's reward at its last trained token; 0
-    elsewhere.
+    """Return token rewards [N,T]: the batch's, or the row's reward at its last trained token; 0 elsewhere.
 
     Rewards by turn (`turn_rewards`) are at the ends of their turns, and the remainder of the row's reward at the last
     token.
@@ -125,8 +124,9 @@ def token_rewards(batch: RolloutBatch) -> Tensor:
 
 
 def earned_by_turn(batch: RolloutBatch) -> Tensor:
-    """Return the part of the row's reward that turns earned [N,T], at each turn's last trained token; 0 without rewards
-    by turn.
+    """Return the part of the row's reward that each turn earned [N,T], at the turn's last trained token.
+
+    0 without rewards by turn.
     """
     if batch.turn_rewards is None:
         return torch.zeros(batch.mask.shape, dtype=require_rewards(batch).dtype, device=batch.mask.device)

@@ -23,8 +23,9 @@ from posttrain.registry import register
 def confidence(
     batch: RolloutBatch, *, alpha: float = 0.3, low_frac: float = 0.2, skip_all_correct: bool = False
 ) -> Tensor:
-    """Add alpha * (confidence in the prompt - confidence in the answer) to the advantages -> [N] (ProGRPO's advantage
-    re-weighting).
+    """Lower the advantage of confident answers relative to their prompt -> [N] (ProGRPO).
+
+    A + alpha * (confidence in the prompt - confidence in the answer).
 
     Confidence of a token sequence: exp of the mean of its ceil(low_frac * n) lowest log-probs, 1 if the sequence is
     empty. Right answers that the policy was sure of get less, which keeps its entropy up. Groups whose rewards sum to 0
@@ -54,8 +55,9 @@ def confidences(batch: RolloutBatch, *, low_frac: float = 0.2) -> dict[str, Tens
 
 
 def sequence_confidence(logp: Tensor, mask: Tensor, low_frac: float) -> Tensor:
-    """Compute exp of the mean of the ceil(low_frac * n), at least 1, lowest of the n log-probs of each row [N,T] ->
-    [N].
+    """Compute exp of the mean of the lowest log-probs of each row [N,T] -> [N].
+
+    The ceil(low_frac * n) lowest, at least 1, of the row's n log-probs.
     """
     ascending = torch.where(mask, logp.detach(), torch.inf).sort(-1).values
     count = mask.sum(-1)

@@ -18,8 +18,9 @@ from posttrain.registry import register
 def tree_steps(
     batch: RolloutBatch, *, temp: float = 1.0, q_max: float = 1.0, final: Literal["value", "reward"] = "value"
 ) -> Tensor:
-    """Compute tanh(V / temp) * q_max of a token's node minus the mean final score of the tree's paths -> [N,T]
-    (DeepSearch).
+    """Credit tokens with the value of their tree node minus the mean final score of the tree -> [N,T] (DeepSearch).
+
+    tanh(V / temp) * q_max of a token's node minus the mean final score of the tree's paths.
 
     The final score is the value of a path's last node (1 for a right end and -1 for a wrong one), or the row's reward.
     The last node gets the final score instead of its tanh. A single path subtracts 0. A row without a trained token, or
@@ -51,11 +52,11 @@ def step_advantages(
     temp: float = 1.0,
     q_max: float = 1.0,
 ) -> list[list[float]]:
-    """Compute the advantage of each step of each path [N][steps]: tanh(V / temp) * q_max minus the mean final score of
-    its group.
+    """Compute the advantage of each step of each path [N][steps] from node values.
 
-    A group of one path subtracts 0. final [N]: the score of the last step, which is that of the whole path, or one
-    number for all; None: the score of its node.
+    tanh(V / temp) * q_max minus the mean of the final scores of the paths of its group. A group of one path subtracts
+    0. final [N]: the score of the last step, which is that of the whole path, or one number for all; None: the score of
+    its node.
     """
     scores = [[math.tanh(v / temp) * q_max for v in row] for row in node_value]
     if isinstance(final, int | float):

@@ -14,8 +14,9 @@ from posttrain.registry import register
 
 
 class WindowTargets(NamedTuple):
-    """Targets of T-PPO, all [N,T]. advantages; policy_mask: tokens of this window; value_targets and value_mask: of
-    finished rows only.
+    """Targets of T-PPO, all [N,T].
+
+    advantages; policy_mask: tokens of this window; value_targets and value_mask: of finished rows only.
     """
 
     advantages: Tensor
@@ -26,13 +27,12 @@ class WindowTargets(NamedTuple):
 
 @register("advantage", "extended_gae", paper="2506.15050", needs=("values", "finished", "new_tokens"))
 def advantage_of_window(batch: RolloutBatch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> Credit:
-    """Compute generalized advantages of this step's tokens, for finished and unfinished rollouts -> [N,T] (T-PPO,
-    `rollout.shape: windows`).
+    """Compute generalized advantages of this step's tokens, for finished and unfinished rollouts -> [N,T] (T-PPO).
 
-    Tokens of earlier steps get 0. The state after an unfinished rollout has the value of its last state; see
-    `extended_gae`. The critic learns from all tokens of finished rollouts only: the returns of other rollouts are NaN.
-    whiten: (A - mean) / sqrt(variance + 1e-8) over this step's trained tokens. A finished row without a reward is
-    excluded. Raises ValueError for a batch without `finished`.
+    For `rollout.shape: windows`. Tokens of earlier steps get 0. The state after an unfinished rollout has the value of
+    its last state; see `extended_gae`. The critic learns from all tokens of finished rollouts only: the returns of
+    other rollouts are NaN. whiten: (A - mean) / sqrt(variance + 1e-8) over this step's trained tokens. A finished row
+    without a reward is excluded. Raises ValueError for a batch without `finished`.
     """
     finished = require_field(batch.finished, "finished")
     mask = batch.mask & ~(finished & require_rewards(batch).isnan())[:, None]

@@ -37,8 +37,7 @@ Action = TypeVar("Action", bound=Hashable)
     note="Reconstructed from a description; the rule for equal turns (one step of history) is a guess.",
 )
 def salt(batch: RolloutBatch) -> Tensor:
-    """Replace the advantage of turns with the same state and action by the mean of their trajectories' advantages ->
-    [N,T] (SALT).
+    """Average advantages over turns with the same state and action across trajectories -> [N,T] (SALT).
 
     `edge_ids` marks such turns within a group (see `number_edges`); a turn that no other rollout took keeps its
     trajectory's advantage. Steps that good and bad rollouts share are thus neither reinforced nor penalized. Raises
@@ -64,8 +63,7 @@ def salt(batch: RolloutBatch) -> Tensor:
 
 
 def number_edges(trajectories: Sequence[Sequence[Sequence[str]]], history: int = 1) -> list[list[int]]:
-    """Return a number for each step [state, action, next state] of the trajectories of one prompt; equal steps share a
-    number.
+    """Number the steps [state, action, next state] of the trajectories of one prompt; equal steps share a number.
 
     Steps are equal if their action, their next state and the last `history` states up to their own are equal (fewer at
     the start of a trajectory). Runs of white space are equal. A larger history merges less.
@@ -124,8 +122,9 @@ def decoupled_turns(
     weight: float | None = 0.5,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Give the last turn the group advantage of the reward, and earlier turns also coef times that of `tool` -> [N,T]
-    (DTPO).
+    """Compute separate advantages for the last turn and for earlier, tool-calling turns -> [N,T] (DTPO).
+
+    The last turn has the group advantage of the reward, earlier turns that plus coef times the one of `tool`.
 
     Both are (r - mean) / (std + eps) within the group. weight: with aggregation `token_mean` the loss becomes weight
     times the mean over tokens of earlier turns, plus the mean over tokens of last turns, so that many short calls do
@@ -165,8 +164,9 @@ def answer_gain(
     gamma: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward a turn for how much it raised the likelihood of the right answer; the last turn gets the row's reward ->
-    [N,T] (IGPO).
+    """Reward a turn for how much it raised the likelihood of the right answer -> [N,T] (IGPO).
+
+    The last turn gets the row's reward.
 
     Before each turn, a forward pass of the policy at the start of the step computes the mean log-prob of the tokens of
     the column `answer` after the conversation so far and `closing`. prob: a gain is the difference of the exponentials,
@@ -216,11 +216,10 @@ def information_gain_terms(
 def turn_rewards(
     answer_mean_logp: Tensor, outcome: Tensor, turns: Tensor, *, kind: Literal["prob", "logprob"] = "prob"
 ) -> Tensor:
-    """Compute the gain of each turn, and the outcome at the last turn -> [N,S]; NaN from a row's number of `turns` [N]
-    on.
+    """Compute the gain of each turn, and the outcome at the last turn -> [N,S].
 
-    answer_mean_logp [N,S]: mean log-prob of the true answer's tokens before the first turn, after the first, ... and
-    before the last one. prob: differences of its exp; logprob: of itself.
+    NaN from a row's number of `turns` [N] on. answer_mean_logp [N,S]: mean log-prob of the true answer's tokens before
+    the first turn, after the first, ... and before the last one. prob: differences of its exp; logprob: of itself.
     """
     known = answer_mean_logp.exp() if kind == "prob" else answer_mean_logp
     gains = torch.full_like(known, torch.nan)
@@ -237,8 +236,9 @@ def turn_advantages(
     gamma: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute discounted sums over the turns of normalized turn rewards [N,S] -> [N,S]; 0 from a row's number of
-    `turns` [N] on.
+    """Normalize turn rewards [N,S] and sum them, discounted, over the later turns -> [N,S].
+
+    0 from a row's number of `turns` [N] on.
 
     separate: (x - mean) / (population std + eps) over all gains of the group in one pool and its outcomes in another;
     joint: in one pool; none: not normalized. A pool of fewer than two values, or with std < eps, gives 0. Rows without
@@ -345,8 +345,7 @@ def critic_terms(
     ),
 )
 def mc_actions(batch: RolloutBatch, *, gamma: float = 0.9, eps: float = 1e-5, illegal: float = -1.0) -> Tensor:
-    """Compare the actions of a group in one state by the mean return of random playouts after each -> [N] (ProAct's
-    MC-GRPO).
+    """Compare actions in one state by the mean return of random playouts after each -> [N] (ProAct's MC-GRPO).
 
     See `action_advantages`. A turn that is not a legal action has value `illegal`. gamma: of the playouts
     (`environment.simulations`), whose class needs `actions()`; its `action(text)` maps a turn to an action, and without

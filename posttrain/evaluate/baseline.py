@@ -1,6 +1,4 @@
-"""Comparison of an evaluation with an earlier one on the same problems: difference, efficiency, and sources of the
-gain.
-"""
+"""Comparison of an evaluation with an earlier one: difference, efficiency, and sources of the gain."""
 
 from __future__ import annotations
 
@@ -35,10 +33,9 @@ def compute_efficiency(
 
 
 def find_baseline(baseline: str, base_dir: Path) -> Path:
-    """Return the baseline's run directory from its path or that of its problems.jsonl, relative to base_dir or the
-    working directory.
+    """Return the run directory of a baseline, given as that directory or as its problems.jsonl.
 
-    Raises RecipeError if it holds no evaluation.
+    Paths are relative to base_dir or the working directory. Raises RecipeError if it holds no evaluation.
     """
     for path in (base_dir / baseline, Path(baseline)):
         folder = path.parent if path.name == PROBLEMS else path
@@ -80,8 +77,9 @@ def compare_with_baseline(
 def _compare_capability(
     pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], settings: EvalSettings
 ) -> dict[str, Any] | None:
-    """Compute accuracy_capability over problems with equally many judged samples in both runs; None without such
-    problems.
+    """Compute accuracy_capability over problems with equally many judged samples in both runs.
+
+    None without such problems.
     """
     comparable = [(a, b) for a, b in pairs if a["scored"] == b["scored"] and a["scored"]]
     if not comparable:

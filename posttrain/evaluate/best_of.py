@@ -69,11 +69,10 @@ def get_pick_score(record: Record, by: str) -> float | None:
 def best_of(
     records: Sequence[Record], by: str, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return a row for each n: `accuracy` of the pick by the score `by`, with its interval over problems, and mean
-    `score`.
+    """Compute the accuracy and mean score of the best of n completions by the score `by`, one row for each n.
 
-    Completions without a score, or whose correctness could not be judged, are not candidates. Without judged
-    completions (`generate`) rows have no accuracy, only the score.
+    `accuracy` has an interval over problems. Completions without a score, or whose correctness could not be judged, are
+    not candidates. Without judged completions (`generate`) rows have no accuracy, only the score.
     """
     problems = [[r for r in samples if get_pick_score(r, by) is not None] for samples in group_by_problem(records)]
     judged = any(r.get("correct") is not None for samples in problems for r in samples)

@@ -11,8 +11,10 @@ Points = NDArray[np.float64]
 
 
 class Clusters(NamedTuple):
-    """Result of k-means. labels [n]: the cluster of each point. centres [k, d]: the cluster means. spread: mean squared
-    distance of a point to its centre.
+    """Result of k-means.
+
+    labels [n]: the cluster of each point. centres [k, d]: the cluster means. spread: mean squared distance of a point
+    to its centre.
     """
 
     labels: NDArray[np.int64]
@@ -36,8 +38,10 @@ def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iteration
 
 
 def choose_initial_centres(points: Points, k: int, rng: np.random.Generator) -> Points:
-    """Choose k of the points: the first at random, each next one with probability proportional to its squared distance
-    from the nearest chosen one (k-means++).
+    """Choose k of the points as initial centres (k-means++).
+
+    The first is random, each next one with probability proportional to its squared distance from the nearest chosen
+    one.
     """
     chosen = [int(rng.integers(len(points)))]
     while len(chosen) < k:

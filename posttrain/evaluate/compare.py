@@ -102,8 +102,9 @@ def read_problems(run: Path) -> dict[Problem, Mapping[str, Any]]:
 
 
 def number_problems(uids: Sequence[str]) -> list[Problem]:
-    """Return (uid, number of earlier occurrences) for each uid, in order, since a source listed twice gives each
-    problem twice.
+    """Return (uid, number of earlier occurrences) for each uid, in order.
+
+    A source that is listed twice gives each problem twice.
     """
     seen: Counter[str] = Counter()
     found = []

@@ -95,8 +95,9 @@ class Conversation:
         return {"uid": "chat", "messages": self.messages, **({"images": self.images} if self.images else {})}
 
     def find_image(self, name: str) -> str:
-        """Return the source of an image file for `pending`. Raises DataError for a file that is not an image, or a
-        text-only model.
+        """Return the source of an image file for `pending`.
+
+        Raises DataError for a file that is not an image, and for a text-only model.
         """
         if self.loaded.images is None:
             raise DataError(f"{self.name} sees no images", hint="load a vision-language model")
@@ -109,8 +110,9 @@ class Conversation:
         return Image(source, limits.min_pixels, limits.max_pixels)
 
     def ask(self, text: str) -> Iterator[str | Answer]:
-        """Send a message and yield pieces of text, and an Answer after each turn of the model (several turns with
-        tools).
+        """Send a message and yield pieces of text, and an Answer after each turn of the model.
+
+        With tools there may be several turns.
 
         The images of `pending` replace PLACE in the text, or come before it. Raises DataError, after removing the
         message again, if the template refuses it or the window has no room for it.
@@ -211,10 +213,9 @@ class Conversation:
 
 
 def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iterator[Sequence[int]]:
-    """Yield the tokens that `sample(emit)` passes to `emit`, as they come; `sample` runs in a thread, and its error is
-    raised here.
+    """Run `sample(emit)` in a thread and yield the tokens that it passes to `emit`, as they come.
 
-    Leaving the iteration early sets `stop` and waits until `sample` has returned.
+    An error of `sample` is raised here. Leaving the iteration early sets `stop` and waits until `sample` has returned.
     """
     tokens: queue.SimpleQueue[Sequence[int] | BaseException | None] = queue.SimpleQueue()
 
@@ -243,8 +244,9 @@ def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iter
 def sample_with_transformers(
     loaded: LoadedModel, prompt: Prompt, sampling: Sampling, seed: int, emit: Emit, stop: threading.Event
 ) -> None:
-    """Sample one completion with transformers' `generate`, passing each token to `emit`, until EOS, the limit, or
-    `stop`.
+    """Sample one completion with transformers' `generate`, passing each token to `emit`.
+
+    Ends at EOS, the limit, or `stop`.
     """
     import torch
     from transformers import StoppingCriteriaList

@@ -119,10 +119,10 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
 
 
 def count_labels(rows: Sequence[Row], column: str) -> Report | None:
-    """Count the values of a column: `distinct`, `top` [[value, share]], `entropy` in bits, over the `rows` rows with a
-    value.
+    """Count the values of a column.
 
-    None if fewer than 8 rows have a value.
+    Returns `distinct`, `top` [[value, share]], and `entropy` in bits, over the `rows` rows with a value. None if fewer
+    than 8 rows have a value.
     """
     values = [str(row[column]).strip() for row in rows if row.get(column) is not None]
     if len(values) < MIN_ROWS:

@@ -22,11 +22,10 @@ _BLOCK = 2_000_000  # resampled indices in memory at a time
 
 
 def pass_at_k(n: Sequence[int], c: Sequence[int], k: Sequence[int]) -> dict[int, float | None]:
-    """Estimate the chance that at least one of k samples is right, unbiased, as the mean over problems (arXiv
-    2107.03374).
+    """Estimate the chance that at least one of k samples is right, averaged over problems (arXiv 2107.03374).
 
-    n, c [M]: samples and right samples of each problem; k: the values wanted. Per problem 1 - C(n-c, k) / C(n, k), in
-    exact integers. A k above the n of any problem gives None: pass@k is never extrapolated.
+    Unbiased. n, c [M]: samples and right samples of each problem; k: the values wanted. Per problem 1 - C(n-c, k) /
+    C(n, k), in exact integers. A k above the n of any problem gives None: pass@k is never extrapolated.
     """
     _same_length(n, c)
     return {size: mean(pass_contributions(n, c, size)) for size in k}
@@ -53,8 +52,9 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
 
 @dataclass(frozen=True)
 class Average:
-    """avg@k. `per_problem`: values of the problems with a scored sample, in order; left_out: number of problems without
-    one.
+    """Result of avg@k.
+
+    `per_problem`: values of the problems with a scored sample, in order; left_out: number of problems without one.
     """
 
     per_problem: list[float]
@@ -78,8 +78,9 @@ def drop_unscored(row: Sequence[float | None]) -> list[float]:
 
 @dataclass(frozen=True)
 class Vote:
-    """Result of one problem's vote. `leaders`: the first member of each class with the most votes, in order of
-    appearance.
+    """Result of one problem's vote.
+
+    `leaders`: the first member of each class with the most votes, in order of appearance.
     """
 
     leaders: list[int]
@@ -232,8 +233,9 @@ def paired_difference(
 
 
 def _means_of_indices(data: np.ndarray, indices: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the means of values at the given rows of indices; raise ValueError for an empty row or an index out of
-    range.
+    """Return the means of values at the given rows of indices.
+
+    Raises ValueError for an empty row or an index out of range.
     """
     rows = [np.asarray(row, dtype=np.int64) for row in indices]
     if not rows or any(row.size == 0 or row.min() < 0 or row.max() >= data.size for row in rows):

@@ -21,8 +21,10 @@ Rate = Callable[[Sequence[Rollout]], Sequence[float]]
 
 @dataclass(frozen=True)
 class EvidenceReader:
-    """Prepends evidence to the question of traces. texts: the corpus, None = a column of the row. ends: step
-    delimiters. asks: returns the need for evidence of each trace; None = always.
+    """Prepends evidence to the question of traces.
+
+    texts: the corpus, None = a column of the row. ends: step delimiters. asks: returns the need for evidence of each
+    trace; None = always.
     """
 
     settings: Evidence

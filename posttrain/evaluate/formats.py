@@ -22,12 +22,12 @@ Grade = Callable[[Sequence[Any]], Sequence[dict[str, Any]]]
 def consensus_of_formats(
     recipe: EvalRecipe, formats: FormatConsensus, directory: RunDirectory, prompts: Sequence[Prompt], grade: Grade
 ) -> dict[str, Any]:
-    """Evaluate greedy answers in three cheap formats, and in the long one if they disagree -> {"problems", "agreed",
-    "accuracy", "tokens"}.
+    """Evaluate greedy answers in three cheap formats, and in the long one if they disagree.
 
-    agreed: share of problems whose three cheap answers are equal; their answer counts, and the long one is not
-    generated. accuracy: over judged problems. tokens: mean over problems of the tokens of all generations. Completions
-    are in consensus.jsonl and consensus_long.jsonl; a stopped run resumes from them.
+    Returns {"problems", "agreed", "accuracy", "tokens"}. agreed: share of problems whose three cheap answers are equal;
+    their answer counts, and the long one is not generated. accuracy: over judged problems. tokens: mean over problems
+    of the tokens of all generations. Completions are in consensus.jsonl and consensus_long.jsonl; a stopped run resumes
+    from them.
     """
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     greedy = recipe.model_copy(update={"sampling": recipe.sampling.model_copy(update={"temperature": 0.0})})

@@ -144,7 +144,7 @@ def _make_reader(
 def _make_trees(
     recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> tuple[Grade, EngineWrapper, int]:
-    """Return the function that describes the trees, the wrapper of the engine that grows them, and the extra tokens.
+    """Return what describes the trees, the wrapper of the engine that grows them, and the extra tokens.
 
     The extra tokens are those by which a tree may exceed max_new_tokens.
     """
@@ -166,8 +166,7 @@ def _make_trees(
 def _make_workflow(
     recipe: GenerateRecipe, section: PlayWorkflow, prompts: Sequence[Prompt]
 ) -> tuple[Grade, EngineWrapper, int]:
-    """Return the function that describes workflow rollouts, the wrapper of the engine that runs them, and the extra
-    tokens.
+    """Return what describes workflow rollouts, the wrapper of the engine that runs them, and the extra tokens.
 
     The extra tokens are those by which a call may exceed its prompt and max_new_tokens. Runs the workflow once on
     made-up tokens and raises its errors.

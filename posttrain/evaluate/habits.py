@@ -26,7 +26,9 @@ def count_habits(trace: str) -> dict[str, int]:
 
 
 def compute_habit_rates(traces: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return for each habit {`count`: mean count per trace, `share`: share of the traces that show it}; {} without
+    """Compute how often each habit occurs in traces.
+
+    Returns for each habit {`count`: mean count per trace, `share`: share of the traces that show it}; {} without
     traces.
     """
     found = [count_habits(trace) for trace in traces]

@@ -121,8 +121,9 @@ def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
 
 
 def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
-    """Return the names of the tasks to load, each once; `*` matches any letters, and FILE.yaml is a task file. Raises
-    UserError.
+    """Return the names of the tasks to load, each once.
+
+    `*` matches any letters, and FILE.yaml is a task file. Raises UserError.
     """
     names: list[str] = []
     for name in recipe.tasks:
@@ -212,8 +213,9 @@ def values_by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
 
 
 def metric_interval(values: Sequence[float], value: float, error: Any, recipe: HarnessRecipe) -> Interval:
-    """Compute the interval of a number: a bootstrap for a mean over problems, else lm-eval's standard error `error`, if
-    any.
+    """Compute the interval of a metric: a bootstrap for a mean over problems, else from lm-eval's standard error.
+
+    error: that standard error, if any.
     """
     if values and abs(float(np.mean(values)) - value) <= MEAN_TOLERANCE:
         return bootstrap_ci(values, level=recipe.level, resamples=recipe.bootstrap, seed=recipe.run.seed)

@@ -43,8 +43,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.answers: list[Rollout] = []
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the answers to requests, whose `args` are a prompt and sampling settings; requests with equal settings
-        are batched.
+        """Return the answers to requests; requests with equal sampling settings are batched.
+
+        The `args` of a request are a prompt and sampling settings.
         """
         del disable_tqdm
         kinds: dict[str, list[int]] = {}
@@ -115,9 +116,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         return text
 
     def _make_counter(self, progress: Progress, before: int) -> Callable[[list[Rollout]], None]:
-        """Return the callback that an engine calls with the rollouts of each finished prompt, to update the progress
-        display.
-        """
+        """Return the callback of an engine that counts finished rollouts in the progress display."""
         finished: list[Rollout] = []
 
         def on_complete(rollouts: list[Rollout]) -> None:

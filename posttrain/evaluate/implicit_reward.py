@@ -1,5 +1,4 @@
-"""Implicit reward of a DPO-trained model: the log-ratio of its answers to the reference model, token by token
-(2404.12358).
+"""Implicit reward of a DPO-trained model: its log-ratio to the reference model, token by token (2404.12358).
 
     rewards:
       - use: implicit_reward
@@ -66,8 +65,9 @@ def score(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     base_dir: str = ".",
 ) -> list[Score]:
-    """Return beta times the log-ratio of path to reference, summed over the tokens of each completion; None for an
-    empty one.
+    """Return beta times the log-ratio of path to reference, summed over the tokens of each completion.
+
+    None for an empty completion.
 
     Logged parts: `lowest`, the lowest prefix sum, and `lowest_at`, its position as a share of the tokens (0: no prefix
     sum is below 0). A drop that is not recovered means that the model considers the answer wrong from there on.

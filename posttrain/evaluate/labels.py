@@ -56,9 +56,7 @@ def label_report(
 
 
 def expected_calibration_error(confidence: Sequence[float], right: Sequence[bool]) -> float | None:
-    """Compute the mean over questions of |accuracy - mean confidence| of the questions in their bin; None without
-    questions.
-    """
+    """Compute the mean over questions of |accuracy - mean confidence| of their bin; None without questions."""
     bins: dict[int, list[int]] = {}
     for index, value in enumerate(confidence):
         bins.setdefault(min(int(value * BINS), BINS - 1), []).append(index)

@@ -129,9 +129,7 @@ def _score_members(
     centred: bool,
     weights: dict[str, float] | None,
 ) -> MemberScores:
-    """Score rows with one model: each head is a member of the ensemble, and all labels of a model together are one
-    member.
-    """
+    """Score rows with one model as members of the ensemble: one per head, or one for all labels of the model."""
     import torch
 
     means, log_stds = _compute_outputs(one, rows, batch_tokens)

@@ -14,8 +14,9 @@ T_975 = (
 
 
 def seed_interval(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Compute {mean, low, high, runs}: the mean and its 95% t-interval over runs; no interval for a single run, None
-    without runs.
+    """Compute {mean, low, high, runs}: the mean and its 95% t-interval over runs.
+
+    A single run has no interval; without runs all but `runs` are None.
     """
     runs = len(values)
     if not runs:

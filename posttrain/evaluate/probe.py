@@ -22,8 +22,9 @@ Grade = Callable[[Sequence[Any]], Sequence[dict[str, Any]]]
 def probe_contamination(
     recipe: EvalRecipe, probe: Contamination, directory: RunDirectory, prompts: Sequence[Prompt], grade: Grade
 ) -> list[dict[str, Any]]:
-    """Sample continuations of truncated problems and return one row per ratio: ratio, problems, completion_rate,
-    rouge_l, answer_rate.
+    """Sample continuations of truncated problems and compare them with the originals.
+
+    Returns one row per ratio: ratio, problems, completion_rate, rouge_l, answer_rate.
 
     answer_rate is the share of judged continuations that reach the right answer although they saw only a part of the
     question. Continuations are in contamination.jsonl; a stopped run resumes from it.

@@ -1,5 +1,6 @@
-"""Counterfactual regret minimization (Zinkevich et al. 2007) for finite zero-sum games of two sides with chance, hidden
-information and any number of players per side.
+"""Counterfactual regret minimization (Zinkevich et al. 2007) for finite zero-sum games of two sides.
+
+Games may have chance, hidden information and any number of players per side.
 
 A game is a tree of `Ended`, `Chance` and `Decision`. The `state` of a decision is what its player knows: decisions with
 the same state have the same moves and share one policy. `empirical_game` builds the tree spanned by recorded games.
@@ -32,8 +33,9 @@ class Chance:
 
 @dataclass(frozen=True)
 class Decision:
-    """Move of a player (from 0) for a side (1 or -1). state: all that the player knows. moves: the node after each
-    move.
+    """Move of a player (from 0) for a side (1 or -1).
+
+    state: all that the player knows. moves: the node after each move.
     """
 
     player: int
@@ -46,9 +48,11 @@ Node = Ended | Chance | Decision
 
 
 class Solved(NamedTuple):
-    """Result of regret minimization. policy: state -> move -> probability, averaged over iterations. values: state ->
-    move -> expected payoff of the mover's side for that move if all play the policy; None if the other players never
-    reach the state. payoff: of side 1 if all play the policy.
+    """Result of regret minimization.
+
+    policy: state -> move -> probability, averaged over iterations. values: state -> move -> expected payoff of the
+    mover's side for that move if all play the policy; None if the other players never reach the state. payoff: of side
+    1 if all play the policy.
     """
 
     policy: Policy
@@ -94,8 +98,10 @@ def normalise(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
 
 
 class _DecisionVisit(NamedTuple):
-    """A decision visited in a walk through the tree. mover_reach, other_reach: the mover's factor of the probability of
-    reaching it, and that of chance and all other players. payoffs: of side 1 after each move; payoff: under the policy.
+    """A decision visited in a walk through the tree.
+
+    mover_reach, other_reach: the mover's factor of the probability of reaching it, and that of chance and all other
+    players. payoffs: of side 1 after each move; payoff: under the policy.
     """
 
     node: Decision
@@ -181,8 +187,9 @@ class Played(NamedTuple):
 
 
 def empirical_game(games: Sequence[Played]) -> Node:
-    """Build the game spanned by recorded games: after equal moves, the next event is chance with the observed
-    frequencies.
+    """Build the game tree spanned by recorded games.
+
+    After equal moves, the next event is chance with the observed frequencies.
 
     A move that was observed in its state, but not after these moves, ends the game with the mean payoff of the games in
     which it was made in that state.

@@ -27,10 +27,10 @@ def pair_report(
     *,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Compute `accuracy`, `calibration`, `length` and `findings` from scores and answer lengths (tokens) of P pairs
-    [P].
+    """Compute accuracy, calibration and length bias from the scores and answer lengths (tokens) of P pairs [P].
 
-    A tie of scores counts half. All intervals are 95%, by resampling pairs.
+    Returns `accuracy`, `calibration`, `length` and `findings`. A tie of scores counts half. All intervals are 95%, by
+    resampling pairs.
     """
     gap = np.asarray(chosen, dtype=float) - np.asarray(rejected, dtype=float)
     longer = np.sign(np.asarray(chosen_length, dtype=float) - np.asarray(rejected_length, dtype=float))
@@ -131,8 +131,9 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 def label_report(
     predicted: np.ndarray, labels: np.ndarray, names: Sequence[str], lengths: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Compare predictions with labels [N,M] (NaN = not labelled): by label `mse` with its interval, `correlation`,
-    `rows`.
+    """Compare predictions with labels [N,M] (NaN = not labelled).
+
+    By label: `mse` with its interval, `correlation`, `rows`.
 
     Also reports the correlation of the prediction, and of the label, with the answer's length.
     """

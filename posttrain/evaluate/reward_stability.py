@@ -1,5 +1,6 @@
-"""Sensitivity of the optimal policy to a run's rewards (The Policy Cliff, arXiv 2507.20150): ties, and best answers
-that change with a small change of a weight.
+"""Sensitivity of the optimal policy to the rewards of a run (The Policy Cliff, arXiv 2507.20150).
+
+Measures ties, and best answers that change with a small change of a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def reward_stability(
     share: float = 0.1,
     temperature: float = 0.1,
 ) -> dict[str, Any]:
-    """Compute {"problems", "tied", "cliff", "components": one row per reward} of problems with several scored
+    """Measure how ties and small changes of reward weights affect the best answers of problems.
+
+    Returns {"problems", "tied", "cliff", "components": one row per reward}, over problems with several scored
     completions.
 
     Rewards are the weighted sums of the recorded scores. A component's row describes the effect of increasing its

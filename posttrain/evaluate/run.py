@@ -1,6 +1,4 @@
-"""The eval stage: samples completions, grades them with the reward scripts of training, and reports intervals over
-problems.
-"""
+"""The eval stage: samples completions, grades them with the rewards of training, and reports confidence intervals."""
 
 from __future__ import annotations
 
@@ -196,8 +194,9 @@ def result_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_table(found: Mapping[str, Any]) -> Table:
-    """Return a table of a summary (`title`, `head`, `rows`), with the first column left-aligned and numbers
-    right-aligned.
+    """Return a table of a summary (`title`, `head`, `rows`).
+
+    The first column is left-aligned, numbers are right-aligned.
     """
     shown = Table(title=found["title"], title_justify="left", box=None, pad_edge=False)
     for n, name in enumerate(found["head"]):

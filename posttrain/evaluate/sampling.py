@@ -47,8 +47,9 @@ EngineWrapper = Callable[[Engine, LoadedModel], Any]
 
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
-    """Prepare the prompts in the order of their rows, with only the tokenizer: data errors are raised before the model
-    loads.
+    """Prepare the prompts in the order of their rows, with only the tokenizer.
+
+    Data errors are thus raised before the model loads.
     """
     check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
@@ -63,9 +64,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
 
 
 def prompt_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
-    """Return each prompt's part of problems.jsonl: `uid`, the rendered `prompt`, and the data `row` with all its
-    columns.
-    """
+    """Return the rows of problems.jsonl: `uid`, the rendered `prompt`, and the data `row` with all its columns."""
     return [
         {"uid": p.uid, "prompt": prompt_value(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
         for p in prepared.items
@@ -84,8 +83,7 @@ def sample(
     around: EngineWrapper | None = None,
     room: int = 0,
 ) -> list[Record]:
-    """Sample n completions of every prompt and return their records, in the order of the prompts, also written to
-    `file`.
+    """Sample n completions of every prompt into `file` and return their records, in the order of the prompts.
 
     grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
     its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`; the

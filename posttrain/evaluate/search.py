@@ -72,11 +72,10 @@ class StepLabels(NamedTuple):
 def step_labels(
     logp1: Sequence[float], logp0: Sequence[float], logp1_doc: Sequence[float], logp0_doc: Sequence[float]
 ) -> StepLabels:
-    """Compute labels for training a process reward agent, from log-probs of `1` and `0` without and with a document
-    [N].
+    """Compute labels for training a process reward agent from log-probs of `1` and `0` [N].
 
-    Margins m = logp1 - logp0. reasoning: the margin with the document is above 0. search: the absolute shift of the
-    margin is above the median absolute shift.
+    The log-probs are computed without and with a document. Margins m = logp1 - logp0. reasoning: the margin with the
+    document is above 0. search: the absolute shift of the margin is above the median absolute shift.
     """
     bare = [a - b for a, b in zip(logp1, logp0, strict=True)]
     informed = [a - b for a, b in zip(logp1_doc, logp0_doc, strict=True)]
@@ -113,11 +112,10 @@ JudgeTraces = Callable[[list[Trace]], Awaitable[list[float]]]
 
 
 class SearchEngine(Generator):
-    """Engine that wraps another engine: one completion per prompt, the best trace of its search. Its weights are never
-    synced.
+    """Engine that wraps another engine: one completion per prompt, the best trace of its search.
 
-    Each prompt's search is a coroutine. With a `ConcurrentEngine` the searches run independently; otherwise all steps
-    are sampled by one `generate` call and judged by one call.
+    Its weights are never synced. Each prompt's search is a coroutine. With a `ConcurrentEngine` the searches run
+    independently; otherwise all steps are sampled by one `generate` call and judged by one call.
     """
 
     def __init__(
@@ -161,8 +159,9 @@ class SearchEngine(Generator):
         drawing: contextlib.AbstractContextManager[SampleSteps],
         judging: contextlib.AbstractContextManager[JudgeTraces],
     ) -> Trace:
-        """Return the best trace of one prompt. The seed of a step depends on the prompt's number, the step and the
-        trace's index.
+        """Return the best trace of one prompt.
+
+        The seed of a step depends on the prompt's number, the step and the trace's index.
         """
         beam, branch, mean = [Trace()], self.settings.branch, self.settings.mean
         with drawing as draw, judging as judge:
@@ -194,9 +193,7 @@ class SearchEngine(Generator):
     def _sampling_context(
         self, prompts: Sequence[Prompt], seed: int, calls: queue.SimpleQueue[Callable[[], object]]
     ) -> Callable[[int], contextlib.AbstractContextManager[SampleSteps]]:
-        """Return a function from a prompt's number to a context around its search, which yields the function that
-        samples its steps.
-        """
+        """Return a function from a prompt's number to a context that yields the sampler of its steps."""
         engine, steps, branch = self.engine, itertools.count(), self.settings.branch
         if is_concurrent(engine):
 

@@ -24,10 +24,10 @@ def load_shape(
     world: Callable[[], Any] | None = None,
     reader: ImageReader | None = None,
 ) -> Shape:
-    """Load the shape that a section names. world: makes the environment that the shape acts in. reader: of a vision
-    model.
+    """Load the shape that a section names.
 
-    Raises UserError for an unknown name or key.
+    world: makes the environment that the shape acts in. reader: of a vision model. Raises UserError for an unknown name
+    or key.
     """
     return replace(Shape.from_recipe(section, base_dir, tokenizer, reader), world=world)
 

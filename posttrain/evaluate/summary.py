@@ -118,8 +118,9 @@ def _interval(values: Sequence[float] | None, settings: EvalSettings, seed: int)
 
 
 def count_outcomes(records: Sequence[Record]) -> dict[str, Any]:
-    """Count truncated, unscored and timed-out completions, and average each reward component over the completions it
-    applies to.
+    """Count truncated, unscored and timed-out completions, and average each reward component.
+
+    A component is averaged over the completions it applies to.
     """
     truncated = [r for r in records if r["finish"] == "length"]
     components: dict[str, Any] = {}

@@ -18,8 +18,7 @@ from posttrain.run.atomic_io import read_json
 
 
 def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Path) -> dict[str, Any]:
-    """Return `{rows, of, runs}`: how many of the rows are in the training data of the runs that made the model; {} if
-    none is.
+    """Return `{rows, of, runs}`: how many of the rows are in the training data of the model's runs; {} if none is.
 
     model: as `model.path` has it. Rows are the same if their prompts have the same words, whatever their other columns
     and files. Only trainings on files of rows are compared.

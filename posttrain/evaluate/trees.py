@@ -17,10 +17,10 @@ GradeAll = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
 
 
 class TreeEngine(Generator):
-    """Engine that wraps another engine: grows a tree per completion and returns its best path. Its weights are never
-    synced.
+    """Engine that wraps another engine: grows a tree per completion and returns its best path.
 
-    `describe` returns what completions.jsonl adds for such rollouts: `tree`, and the scores of the path.
+    Its weights are never synced. `describe` returns what completions.jsonl adds for such rollouts: `tree`, and the
+    scores of the path.
     """
 
     def __init__(self, engine: Engine, shape: Shape, grade: GradeAll) -> None:

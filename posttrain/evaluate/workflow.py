@@ -90,8 +90,10 @@ class WorkflowRunner:
         return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
 
     def render(self, messages: Messages, row: Mapping[str, Any]) -> tuple[int, ...]:
-        """Tokenize messages as a prompt, with the data's system message if they have none, and the row's images if
-        their texts have places for them.
+        """Tokenize messages as a prompt.
+
+        Adds the data's system message if the messages have none, and the row's images if their texts have places for
+        them.
         """
         prompt: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
         section = self.data
@@ -183,8 +185,9 @@ class WorkflowEngine(Generator):
         self.window = engine.window - shape.room
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """Implement `Engine.generate`: the last call of n rollouts of each prompt, which has all of its rollout's calls
-        in `call`.
+        """Implement `Engine.generate`: return the last call of n rollouts of each prompt.
+
+        It has all calls of its rollout in `call`.
         """
         if len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a workflow gives calls without log-probs, in one process")
@@ -192,8 +195,9 @@ class WorkflowEngine(Generator):
         return [replace(rows[-1], prompt=batch.prompts[rows[-1].group - batch.first_group]) for rows in rollouts]
 
     def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:
-        """Return `calls` of each rollout, with roles, parents and the workflow's notes; `cut` if a further call had no
-        room.
+        """Return the `calls` of each rollout, with roles, parents and the workflow's notes.
+
+        `cut`: a further call had no room.
         """
         return [
             {"calls": call_records(rollout)["calls"], **({"cut": True} if rollout.call and rollout.call.cut else {})}
