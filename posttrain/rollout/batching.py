@@ -58,7 +58,9 @@ class Batch(Generic[A, B]):
 
     async def _ask(self, number: int, what: A) -> B:
         if number in self.waiting:
-            raise ValueError("a rollout asks again before it was answered: give several prompts to one call")
+            raise ValueError(
+                "a rollout calls again before its first call has returned: pass several prompts in one call"
+            )
         future: asyncio.Future[B] = asyncio.get_running_loop().create_future()
         self.waiting[number] = (what, future)
         self._call_if_complete()

@@ -89,8 +89,8 @@ def _link(folder: Path, links: Path, rank: int) -> Iterator[Path]:
                 yield link
                 if not link.is_symlink() or link.readlink() != folder.absolute():
                     raise EngineError(
-                        f"{link} is not ours any more: another machine has started vLLM through the same folder",
-                        hint="set VLLM_CACHE_ROOT to a folder of this machine, or one with locks",
+                        f"{link} was replaced: another machine has started vLLM with the same cache folder",
+                        hint="set VLLM_CACHE_ROOT to a folder of this machine, or on a file system with locks",
                     )
             finally:
                 link.unlink(missing_ok=True)

@@ -42,7 +42,7 @@ def check_groups(size: int, world: int, on_machine: int) -> None:
             f"{KEY} is {size}: {count_noun(world, 'training process', 'training processes')} cannot be divided into"
             f" engines of {size} GPUs",
             allowed=f"`--gpus` with a multiple of {size}",
-            hint="without training processes on its GPUs an engine is a server: `rollout.vllm.server.devices`",
+            hint="for an engine on GPUs that do not train: `rollout.vllm.server.devices`",
         )
     if on_machine % size:
         raise RecipeError(

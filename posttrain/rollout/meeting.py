@@ -39,7 +39,7 @@ class Meeting(Generic[A]):
             self._answer.add_done_callback(_mark_as_read)
         answer = self._answer
         if call != self._call or member in self._asked:
-            self.end(EngineError(f"the ranks of one engine ask for `{self._call}` and `{call}` at the same time"))
+            self.end(EngineError(f"ranks that share an engine call `{self._call}` and `{call}` at the same time"))
         self._asked[member] = argument
         if len(self._asked) == self.size and not answer.done():
             arguments = [self._asked[place] for place in range(self.size)]
@@ -48,7 +48,7 @@ class Meeting(Generic[A]):
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            self.end(EngineError(f"a rank has given up `{call}`, which all ranks of one engine do together"))
+            self.end(EngineError(f"a rank has cancelled `{call}`, which all ranks of an engine call together"))
             raise
 
     def end(self, error: PosttrainError) -> None:

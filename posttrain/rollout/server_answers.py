@@ -19,7 +19,7 @@ def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str
     """
     if wanted.get("boot_id") not in (None, about["boot_id"]):
         raise RecipeError(
-            "without a GPU, weights go to servers on the trainer's own machine only",
+            "without a GPU, weights can only be sent to servers on the trainer's machine",
             where=name,
             hint="start `posttrain serve` there, or train on a GPU",
         )

@@ -147,7 +147,7 @@ class ServerClient(EngineClient):
         self._connect()
         self.about = await self._wait_until_ready(wait)
         if not self.about.keys() >= {"boot_id", "max_model_len", "model", "workers"}:
-            raise EngineError("what answers there is no `posttrain serve`", where=self.name)
+            raise EngineError("the server at this address is no `posttrain serve`", where=self.name)
         check_matches(self.about, wanted, self.name)
         if who := self.about.get("works_for"):
             raise self._busy_error(who)
@@ -389,7 +389,7 @@ class ServerClient(EngineClient):
                 hint=f"`posttrain serve` says where it is; set {TOKEN_VARIABLE} to it for this run",
             )
         if status == 410:
-            what = "the server was started anew and knows nothing of this run"
+            what = "the server was restarted and has no session of this run"
             return ServerLost(what, where=self.name, hint=RESUME)
         if status == 409:
             return self._busy_error(values.get("works_for"))

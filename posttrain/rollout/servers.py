@@ -81,7 +81,7 @@ def open_servers(servers: ServerList) -> list[ServerClient]:
             if error is not None:
                 if not found:
                     raise error
-                terminal.note(f"{client.name}  is not there, and joins when it is: {reason(error)}")
+                terminal.note(f"{client.name}  is not reachable, and joins when it is: {reason(error)}")
                 client.close()
     except BaseException:
         close_all(clients)

@@ -44,7 +44,7 @@ def serve_runs(
     if devices and len(devices) != section.tensor_parallel:
         raise RecipeError(
             f"--devices names {count_noun(len(devices), 'GPU')}, and vllm.tensor_parallel is {section.tensor_parallel}",
-            hint="a second server takes another --port",
+            hint="start a second server on another --port",
         )
     section = section.model_copy(update={"sleep": False, "server": Server(urls=[f"http://{host}:{port}"])})
     vllm_start.check_settings(section)
@@ -59,7 +59,7 @@ def serve_runs(
                 while True:
                     server = LocalServer.start(arguments, key, devices=visible, listen=(host, port))
                     serve_one(server, host, port, key, ready, say)
-                    say("the run has gone: vLLM starts anew")
+                    say("the run has ended: restarting vLLM")
     except KeyboardInterrupt:
         say("stopped")
 
@@ -69,7 +69,7 @@ def serve_one(server: LocalServer, host: str, port: int, key: str, ready: str, s
     try:
         while not answers(host, port, key):
             if ended := server.describe_exit():
-                raise RunError(f"vLLM did not start: {ended}", hint="what it says above has the reason")
+                raise RunError(f"vLLM did not start: {ended}", hint="see its messages above")
             time.sleep(POLL_S)
         say(ready)
         server.process.wait()
@@ -99,7 +99,9 @@ def write_served_model(
     config = loaded.model.config
     window = section.max_model_len or loaded.window
     if window is None:
-        raise RecipeError("the model's configuration names no window", hint="write vllm.max_model_len into the recipe")
+        raise RecipeError(
+            "the model's configuration has no context window", hint="write vllm.max_model_len into the recipe"
+        )
     spec = spec_of(section, loaded, window)
     vllm_start.check_divisible(config, section.tensor_parallel)
     vllm_start.check_heads(lambda: config)

@@ -76,7 +76,7 @@ class EngineHub:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.meeting.end(PeerLost(f"rank {rank} uses the engine no more", hint=ENDED_HINT))
+            self.meeting.end(PeerLost(f"rank {rank} has left the engine", hint=ENDED_HINT))
         finally:
             for task in list(tasks.values()):
                 task.cancel()
@@ -139,12 +139,12 @@ def merge_arguments(call: str, asked: Sequence[Arguments]) -> Arguments:
     """
     first = asked[0]
     if call not in ("transfer", "load_adapters") and any(arguments != first for arguments in asked):
-        raise EngineError(f"the ranks of one engine ask for `{call}` with different arguments")
+        raise EngineError(f"ranks that share an engine call `{call}` with different arguments")
     if call != "transfer" or not first.get("info") or "gpu" not in first["info"]:
         return first
     gpus = [arguments["info"]["gpu"] for arguments in asked]
     if any(gpu["names"] != gpus[0]["names"] for gpu in gpus):
-        raise EngineError("the ranks of one engine send different weights at the same time")
+        raise EngineError("ranks that share an engine send different weights at the same time")
     buffers = {uuid: buffer for gpu in gpus for uuid, buffer in gpu["buffers"].items()}
     return {**first, "info": {"gpu": {**gpus[0], "buffers": buffers}}}
 

@@ -66,7 +66,7 @@ class Between:
         shown = [{**m, "content": self._content(m, limit)} for m in reply]
         count = sum(len(m.get("images", ())) for m in reply)
         if count and self.reader is None:
-            raise ToolError("an image was returned to the model, which reads none", hint="take a model that sees")
+            raise ToolError("a tool returned an image, and the model takes no images", hint="use a vision model")
         tail = _tail(self.tokenizer, shown)
         if count and self.reader is not None and tail.count(self.reader.placeholder) != count:
             tail = _tail(self.tokenizer, [_as_user(m) for m in shown])  # some templates show only the user's images

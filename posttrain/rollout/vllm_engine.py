@@ -208,7 +208,9 @@ class VllmEngine(Generator):
         """Sample one request to its end (`ConcurrentEngine.complete`)."""
         if self.asleep or self.empty:
             raise EngineError(
-                "vLLM slept without its weights: sync before it generates" if self.empty else "vLLM is asleep: wake it"
+                "vLLM has dropped its weights: call sync before generate"
+                if self.empty
+                else "vLLM is asleep: call wake before generate"
             )
         samples = await self._sample(request, sampling)
         return await asyncio.gather(

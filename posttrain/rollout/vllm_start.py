@@ -159,7 +159,9 @@ def cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        terminal.note(f"{folder}  vLLM cannot keep what it compiles there ({error.strerror}); VLLM_CACHE_ROOT names it")
+        terminal.note(
+            f"{folder}  vLLM cannot write its cache there ({error.strerror}); VLLM_CACHE_ROOT sets another folder"
+        )
         instead = Scratch("vllm-cache")
         atexit.register(instead.close)
         folder = instead.path
@@ -257,12 +259,14 @@ def check_adapter(base: Any) -> None:
     For adapters on experts, PEFT has one tensor for all experts and vLLM three per expert. On a CPU, vLLM has no kernel
     for adapters in a model with experts, wherever the adapters are.
     """
-    hint = "write `rollout.vllm.merge_adapter: true`: vLLM then gets the sums of base and adapter"
+    hint = "set `rollout.vllm.merge_adapter: true`: vLLM then gets merged weights"
     if adapters.on_experts(base):
         hint += "; or name `model.lora.targets` without experts and router, e.g. [q_proj, k_proj, v_proj, o_proj]"
-        raise RecipeError("vLLM does not load an adapter on experts beside their weights", hint=hint)
+        raise RecipeError("vLLM cannot load an adapter on experts separately from their weights", hint=hint)
     if not torch.cuda.is_available() and getattr(base.config.get_text_config(), "num_experts_per_tok", None):
-        raise RecipeError("on a CPU, vLLM loads no adapter beside the weights of a model with experts", hint=hint)
+        raise RecipeError(
+            "on a CPU, vLLM cannot load an adapter separately from the weights of a model with experts", hint=hint
+        )
 
 
 def check_experts(config: Any) -> None:
@@ -274,7 +278,7 @@ def check_experts(config: Any) -> None:
         return
     if width % CPU_EXPERTS:
         raise RecipeError(
-            f"vLLM on a CPU takes no new weights for experts of {width} hidden units",
+            f"vLLM on a CPU cannot update the weights of experts with {width} hidden units",
             allowed=f"multiples of {CPU_EXPERTS}",
             hint="use rollout.engine: transformers",
         )
@@ -301,7 +305,7 @@ def check_heads(read_config: Callable[[], Any]) -> None:
     if sizes and size not in sizes:
         raise RecipeError(
             f"vLLM has no attention kernel for this model's head size on a CPU: {size}",
-            allowed=f"it has some for {', '.join(map(str, sizes))}",
+            allowed=f"supported: {', '.join(map(str, sizes))}",
             hint="use rollout.engine: transformers",
         )
 
@@ -447,14 +451,14 @@ def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
     said = last_error(text)
     killed = "" if code is None or code >= 0 else f"was killed by signal {-code} ({signal.Signals(-code).name})"
     if killed or (died and code is None and not said):
-        short = ": without anyone's doing that is most often the system's when memory is short"
+        short = ": the system does this when memory runs out"
         return EngineError(
             f"vLLM's {process} {killed or 'has ended'}{short if code in (None, -signal.SIGKILL) else ''}",
             hint="go on with the same command and --resume",
         )
     if said:
         return error_with_hint(said, section, "failed")
-    return EngineError(f"vLLM's {process} ended with code {code}", hint=f"what it said is in {log}")
+    return EngineError(f"vLLM's {process} ended with code {code}", hint=f"its output is in {log}")
 
 
 def memory_hint(section: Vllm) -> str:

@@ -35,7 +35,7 @@ from posttrain.tools.time_limits import in_thread
 
 LOCAL_BACKEND = "posttrain"  # name under which `worker` registers it
 BUCKET_BYTES = 1 << 28
-NCCL_HINT = "NCCL_DEBUG=INFO in the environment makes NCCL say more"
+NCCL_HINT = "set NCCL_DEBUG=INFO for NCCL's own messages"
 LAST_S = 60.0  # for NCCL threads to end, once all servers have answered or their groups were aborted
 
 Named = list[tuple[str, Tensor]]
@@ -301,7 +301,7 @@ def wait_for_nccl(work: Iterable[Future[Any]], late: str) -> None:
     """Wait until NCCL has finished what no other process holds up any more. Raise EngineError, which begins with
     `late`, if this takes longer than LAST_S: NCCL waits on the GPU, where nothing else would end it."""
     if futures.wait(work, LAST_S).not_done:
-        hint = "look for errors of NCCL in the server's output"
+        hint = "look for NCCL errors in the server's output"
         raise EngineError(f"{late} within {LAST_S:g} s", hint=hint)
 
 

@@ -172,7 +172,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 _NAME_ERRORS = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY}
-_RESUME_HINT = "mend that, then run the same command with --resume"
+_RESUME_HINT = "fix that, then run the same command with --resume"
 _OUTPUT_HINT = "make it writable, or name another --output"
 _HINTS = {
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _OUTPUT_HINT),

@@ -20,7 +20,7 @@ from posttrain.errors import RunError
 from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
-RESUME_HINT = "older checkpoints are kept; mend that, then run the same command with --resume"  # hint of errors
+RESUME_HINT = "older checkpoints are kept; fix that, then run the same command with --resume"  # hint of errors
 LONG_RUN_STEPS = 100  # steps from which a run should save before its end
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
@@ -91,7 +91,7 @@ def refuse_link(root: Path) -> None:
     may hold those of others."""
     if root.is_symlink():
         raise RunError(
-            f"the checkpoints folder is a link to {root.readlink()}; checkpoints are not written or removed behind it",
+            f"the checkpoints folder is a link to {root.readlink()}; checkpoints are not written or removed through a link",
             where=str(root),
             hint="to keep them on another disk, let the whole run be there: --output /OTHER/DISK/RUN",
         )

@@ -251,7 +251,7 @@ def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
         yield f"unfinished runs of this recipe: {named}; to go on with one: Ctrl-C, then --output DIR --resume"
     near = nearest(word, [name for name, key in differs.items() if key], alike=0.7)
     if near:
-        yield f"{runs[near]} has nearly this name, and another recipe: {differs[near]}"
+        yield f"{runs[near]} has a similar name and another recipe: {differs[near]}"
 
 
 def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:

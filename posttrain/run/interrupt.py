@@ -73,7 +73,7 @@ class GracefulStop:
         if number == signal.SIGHUP:
             redirect_to_null(self._terminals)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        _note_from_handler(f"{name}: finishing the step and saving; once more stops at once")
+        _note_from_handler(f"{name}: finishing the step and saving; once more stops immediately")
 
 
 def _note_from_handler(line: str) -> None:

@@ -128,7 +128,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise RunError(
             f"broken line: {line[:SHOWN]}",
             where=f"{path}:{number}",
-            hint="remove the line; a run that is resumed leaves it out by itself",
+            hint="remove the line; a resumed run skips it",
         )
     return rows
 

@@ -40,7 +40,7 @@ VISIBLE_DEVICES = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was 
 GRACE_S = 3.0  # after the first failure: time for the other ranks to report errors of their own before they are killed
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all ranks have saved and are closing
 POLL_S = 0.1
-OUT_OF_MEMORY_HINT = "without anyone's doing that is most often the system's when memory is short; "
+OUT_OF_MEMORY_HINT = "the system does this when memory runs out; "
 NO_RESTART = 3  # exit code of a rank that tells its launcher that a restart would fail in the same way
 WRITE_BEGIN, WRITE_END = b"+", b"-"  # status bytes that rank 0 writes around `defer_shutdown`
 _writing = 0  # number of `defer_shutdown` blocks that this process is in
@@ -178,7 +178,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
             if received or code in (0, UserError.exit_code, *(128 + number for number in STOPPING)):
                 return code
             if code == NO_RESTART:
-                terminal.note("not started anew: the same would happen again")
+                terminal.note("not restarted: the same error would occur again")
                 return 1
             terminal.note(f"restart {attempt + 1} of {max_restarts}: all {count} processes, from the newest checkpoint")
         code = _run(command, count, received, max_restarts, max_restarts)
@@ -285,7 +285,7 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
         if all(process.ended for process in processes):
             return None
         if time.monotonic() > deadline:
-            raise Interrupted("stopped at once; the last complete checkpoint is what remains", number=received[0])
+            raise Interrupted("stopped immediately; the last complete checkpoint is kept", number=received[0])
         time.sleep(POLL_S)
 
 
@@ -324,7 +324,7 @@ def _report(first: _Process, processes: Sequence[_Process], received: Sequence[i
     if code < 0:
         raise RunError(
             f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
-            allowed=f"the last that it said:\n{said}" if said else "",
+            allowed=f"its last output:\n{said}" if said else "",
             hint=f"{OUT_OF_MEMORY_HINT if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
     who = (

@@ -80,7 +80,7 @@ def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_change
             hint="put them back, start a new run with another --output, or go on with these: --resume --allow-changed",
         )
     for line in changes:
-        terminal.note(f"goes on with a changed file: {line}")
+        terminal.note(f"continues with a changed file: {line}")
 
 
 def read_resolved(path: Path, stage: str) -> dict[str, Any]:

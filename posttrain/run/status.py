@@ -80,7 +80,7 @@ def _ended_without_status(run: Path, status: Status) -> dict[str, Any]:
     for path in sorted((run / "logs" / f"attempt_{status.attempt}").glob("hang-rank*.txt")):
         with path.open(encoding="utf-8", errors="replace") as file:
             return {"state": "failed", "message": f"{file.readline().strip()} (stacks: {path})"}
-    return {"state": "killed", "message": f"process {status.process} on {status.host} ended without a last word"}
+    return {"state": "killed", "message": f"process {status.process} on {status.host} ended without a message"}
 
 
 def _message(error: BaseException | None, run: Path) -> str:

@@ -107,7 +107,7 @@ main()
         for _ in range(2):
             assert f"rollout.vllm.server.urls=[http://127.0.0.1:{port}]" in process.stderr.readline()
             names.add(begin_and_leave(port))
-            assert process.stderr.readline() == "the run has gone: vLLM starts anew\n"
+            assert process.stderr.readline() == "the run has ended: restarting vLLM\n"
         assert len(names) == 2, "a process has served two runs"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0 and "stopped" in process.stderr.read()

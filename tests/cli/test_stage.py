@@ -330,7 +330,7 @@ def test_a_resume_with_files_that_have_changed(file: str, key: str, call: Call, 
     stage(lambda _, directory: {"attempt": directory.attempt})
     allowed = call(*command, "--resume", "--allow-changed")
     assert allowed.exit_code == 0, allowed.stderr
-    assert f"goes on with a changed file: {key} was " in allowed.stderr
+    assert f"continues with a changed file: {key} was " in allowed.stderr
     logs = folder / "out" / "logs"
     before, after = (json.loads((logs / f"attempt_{n}" / "inputs.json").read_text()) for n in (1, 2))
     assert before[key] != after[key]

@@ -43,7 +43,7 @@ def test_the_state_and_the_page_of_each_end(how: str, make_run: Any) -> None:
     if how == "stopped":
         assert found.message == "stopped after step 5 of 9"
     if how == "killed":
-        assert "posttrain report" in page and "ended without a last word" in found.message
+        assert "posttrain report" in page and "ended without a message" in found.message
         assert invoke("report", run).exit_code == 0
         assert '<span class="state killed">' in (run / "report.html").read_text()
 

@@ -55,7 +55,7 @@ def test_nobody_waits_for_a_member_that_has_left() -> None:
 
     async def leave() -> None:
         meeting.end(EngineError("rank 1 failed: no room"))
-        meeting.end(PeerLost("rank 1 uses the engine no more"))
+        meeting.end(PeerLost("rank 1 has left the engine"))
         with pytest.raises(EngineError, match="rank 1 failed: no room"):
             await meeting.join(1, "sleep", None, never)
 
@@ -75,7 +75,7 @@ def test_a_member_that_gives_up_ends_the_meeting() -> None:
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     given_up, other = asyncio.run(run())
-    assert isinstance(given_up, asyncio.CancelledError) and "given up `pause`" in str(other)
+    assert isinstance(given_up, asyncio.CancelledError) and "cancelled `pause`" in str(other)
 
 
 def test_different_calls_at_the_same_time_are_an_error() -> None:
@@ -84,5 +84,5 @@ def test_different_calls_at_the_same_time_are_an_error() -> None:
 
     meeting = Meeting[None](2)
     found = outcomes(meeting.join(0, "pause", None, never), meeting.join(1, "sleep", None, never))
-    told = "the ranks of one engine ask for `pause` and `sleep` at the same time"
+    told = "ranks that share an engine call `pause` and `sleep` at the same time"
     assert [str(error) for error in found] == [told] * 2

@@ -117,7 +117,9 @@ def test_servers_that_come_and_go(
     assert f"{third.url}  joins with version 2 (3 servers now)" in said
     assert f"{first.url}  leaves: it is no longer named (2 servers now)" in said
     assert said.count(f"{strange.url}  cannot join: the server was started with a model with hidden_size 128") == 1
-    assert f"{far.url}  cannot join: without a GPU, weights go to servers on the trainer's own machine only" in said
+    assert (
+        f"{far.url}  cannot join: without a GPU, weights can only be sent to servers on the trainer's machine" in said
+    )
     assert f"{second.url}  is dropped: vLLM refused a request with status 500: out of memory (1 server now)" in said
     counts = engine.take_counts()
     assert counts["rollout/servers"] == counts["rollout/servers_lost"] == 1
@@ -217,7 +219,7 @@ def test_who_is_there_in_the_beginning(
     name(file, missing, one)
     engine = engine_on(file, loaded)
     assert [client.url for client in engine.clients] == [one.url]
-    assert f"{missing.url}  is not there, and joins when it is: no server can be reached" in capsys.readouterr().err
+    assert f"{missing.url}  is not reachable, and joins when it is: no server can be reached" in capsys.readouterr().err
     engine.close()
     name(file, missing)
     with pytest.raises(EngineError, match=f"{missing.url}  no server can be reached there(.|\n)*posttrain serve"):

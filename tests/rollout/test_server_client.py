@@ -170,7 +170,7 @@ def test_weights_are_announced_as_vllm_wants(fake: Any, client: ServerClient) ->
         ((500, {"error": {"message": "CUDA out of memory", "code": 500}}), "status 500: CUDA out of memory"),
         ((400, {"error": "no such token"}), "status 400: no such token"),
         ((503, b"<html>proxy</html>"), "status 503: <html>proxy"),
-        ((410, {"error": "no such session"}), r"started anew(.|\n)*--resume"),
+        ((410, {"error": "no such session"}), r"was restarted(.|\n)*--resume"),
         ((200, {"choices": [{"finish_reason": "error", "token_ids": [], "logprobs": None}]}), "finish reason error"),
         ((200, b"[1]"), "cannot be read"),
         ((200, {"choices": [{"finish_reason": "stop", "token_ids": [1, 2]}]}), "cannot be read"),
@@ -272,7 +272,7 @@ def test_another_program_on_that_port() -> None:
 def test_another_web_server_on_that_port(fake: Any) -> None:
     fake.answers[vllm_process.ABOUT] = lambda _: (200, {"hello": "world"})
     one = client_of(fake)
-    with pytest.raises(EngineError, match="what answers there is no `posttrain serve`"):
+    with pytest.raises(EngineError, match="the server at this address is no `posttrain serve`"):
         loop.run(one.open(WANTED))
     one.close()
 

@@ -231,7 +231,7 @@ def test_a_rank_that_is_gone_holds_nobody(pair: Pair, prompts: list[Prompt]) -> 
     """Rank 1's connection ends without a word, as when it is killed; then the first one's process is gone."""
     client = pair.engines[1].clients[0]
     loop.run(_abort(client))
-    with pytest.raises(PeerLost, match="rank 1 uses the engine no more"):
+    with pytest.raises(PeerLost, match="rank 1 has left the engine"):
         pair.engines[0].sync(pair.models[0].model, 1)
     assert len(pair.engines[0].generate(prompts, 1, SAMPLED, seed=0)) == len(prompts)
     with pytest.raises(PeerLost, match="the process that holds the engine has ended"):
@@ -265,7 +265,7 @@ def test_every_rank_has_the_bucket_on_its_own_gpu() -> None:
     files = [{"call": "update_weights", "info": info} for info in ({"file": "/proc/1/fd/3"}, {})]
     assert merge_arguments("transfer", files) == files[0]
     assert merge_arguments("load_adapters", [{"folders": {"a": 1}}, {"folders": {}}]) == {"folders": {"a": 1}}
-    with pytest.raises(EngineError, match="ask for `score` with different arguments"):
+    with pytest.raises(EngineError, match="call `score` with different arguments"):
         merge_arguments("score", [{"ids": [1, 2]}, {"ids": [1, 3]}])
     asked[1]["info"]["gpu"]["names"] = ["b"]
     with pytest.raises(EngineError, match="different weights"):

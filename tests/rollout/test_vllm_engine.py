@@ -250,7 +250,7 @@ def test_dropped_weights_need_a_sync(start: Start, loaded: LoadedModel, prompts:
     client.told.clear()
     engine.sleep()
     engine.sleep()
-    with pytest.raises(EngineError, match="slept without its weights: sync before it generates"):
+    with pytest.raises(EngineError, match="has dropped its weights: call sync before generate"):
         engine.generate(prompts, 1, GREEDY, seed=0)
     engine.sleep()
     with pytest.raises(EngineError, match="slept without"):

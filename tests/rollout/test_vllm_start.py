@@ -154,7 +154,9 @@ def test_heads_that_vllm_has_no_kernel_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     size = settings.get("head_dim", 16)
     if refused:
-        with pytest.raises(RecipeError, match=rf"head size on a CPU: {size}(.|\n)*some for 32, 64(.|\n)*transformers"):
+        with pytest.raises(
+            RecipeError, match=rf"head size on a CPU: {size}(.|\n)*supported: 32, 64(.|\n)*transformers"
+        ):
             vllm_start.check_heads(lambda: config)
     else:
         vllm_start.check_heads(lambda: config)
@@ -270,7 +272,7 @@ def test_a_cache_that_cannot_be_written_is_replaced(
     monkeypatch.setenv("VLLM_CACHE_ROOT", "")
     folder = vllm_start.cache_folder()
     assert folder.is_dir() and os.environ["VLLM_CACHE_ROOT"] == str(folder)
-    assert "file/vllm  vLLM cannot keep what it compiles there" in capsys.readouterr().err
+    assert "file/vllm  vLLM cannot write its cache there" in capsys.readouterr().err
     vllm.envs = types.SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path / "vllm"))  # type: ignore[attr-defined]
     assert vllm_start.cache_folder() == tmp_path / "vllm" and not list((tmp_path / "vllm").iterdir())
 
@@ -305,20 +307,20 @@ def test_engines_of_one_gpu_divide_its_memory() -> None:
 @pytest.mark.parametrize(
     ("code", "log", "told"),
     [
-        (-9, "", r"vLLM's process was killed by signal 9 \(SIGKILL\): without anyone's doing"),
+        (-9, "", r"vLLM's process was killed by signal 9 \(SIGKILL\): the system does this when memory runs out"),
         (1, "ValueError: no such head\n", "vLLM failed: ValueError: no such head"),
         (3, "", "vLLM's process ended with code 3"),
         (
             1,
             "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.\n"
             "RuntimeError: Executor failed.\n",
-            r"vLLM's worker process VllmWorker-1 was killed by signal 9 \(SIGKILL\): without anyone's doing",
+            r"vLLM's worker process VllmWorker-1 was killed by signal 9 \(SIGKILL\): the system does this when memory runs out",
         ),
         (
             1,
             "ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.\n"
             "RuntimeError: cancelled\n",
-            "vLLM's worker process VllmWorker-0 has ended: without anyone's doing",
+            "vLLM's worker process VllmWorker-0 has ended: the system does this when memory runs out",
         ),
         (
             1,

@@ -108,7 +108,7 @@ def test_resume_in_a_misspelt_directory_names_the_run(tmp_path, capsys):
     first = tmp_path / "runs" / "first"
     open_(tmp_path / "runs" / "frist", other, resume=True).close()
     said = capsys.readouterr().err
-    assert f"{first} has nearly this name, and another recipe: optim.lr was 0.1, is 123.0" in said
+    assert f"{first} has a similar name and another recipe: optim.lr was 0.1, is 123.0" in said
     assert "unfinished runs of this recipe" not in said
     open_(tmp_path / "runs" / "quite-another", resume=True).close()
     assert f"unfinished runs of this recipe: {first}; to go on with one: Ctrl-C" in capsys.readouterr().err

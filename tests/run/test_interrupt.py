@@ -36,7 +36,7 @@ def test_a_signal_within_a_write_to_stderr_ends_nothing(monkeypatch, capfd):
     with GracefulStop() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
-    assert capfd.readouterr().err == "SIGTERM: finishing the step and saving; once more stops at once\n"
+    assert capfd.readouterr().err == "SIGTERM: finishing the step and saving; once more stops immediately\n"
     assert GracefulStop.take_ignored_signal() == signal.SIGTERM
 
 
