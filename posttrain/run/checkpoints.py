@@ -91,7 +91,7 @@ def refuse_link(root: Path) -> None:
     may hold those of others."""
     if root.is_symlink():
         raise RunError(
-            f"the checkpoints folder is a link to {root.readlink()}; checkpoints are not written or removed through a link",
+            f"the checkpoints folder is a link to {root.readlink()}; checkpoints are not written or removed through it",
             where=str(root),
             hint="to keep them on another disk, let the whole run be there: --output /OTHER/DISK/RUN",
         )

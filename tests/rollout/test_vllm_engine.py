@@ -253,7 +253,7 @@ def test_dropped_weights_need_a_sync(start: Start, loaded: LoadedModel, prompts:
     with pytest.raises(EngineError, match="has dropped its weights: call sync before generate"):
         engine.generate(prompts, 1, GREEDY, seed=0)
     engine.sleep()
-    with pytest.raises(EngineError, match="slept without"):
+    with pytest.raises(EngineError, match="has dropped its weights"):
         loop.run(engine.complete(Request(0, prompts[0].ids, 1, 0, 4, True), GREEDY))
     engine.sync(loaded.model, 1)
     assert engine.generate(prompts, 1, GREEDY, seed=0)
