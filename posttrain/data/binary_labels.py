@@ -14,8 +14,7 @@ Row = dict[str, Any]
 
 
 def label_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return one row per answer with chosen = the answer, rejected = a mismatched answer of another row, and label 1 or
-    0.
+    """Return one row per answer: chosen = the answer, rejected = a mismatched answer, label = 1 or 0.
 
     Input rows have prompt, completion (text or messages) and label, or messages and label; a pair (prompt, chosen,
     rejected) counts as one good and one bad answer. The mismatched answer is the next one in the data (wrapping around)
@@ -27,9 +26,7 @@ def label_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def split_answers(row: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the answers of one row, each with its label. Raises DataError if the row is neither a labelled answer
-    nor a pair.
-    """
+    """Yield the labelled answers of one row. Raises DataError if it is neither a labelled answer nor a pair."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         for side, label in (("chosen", 1), ("rejected", 0)):
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}
@@ -48,9 +45,7 @@ def split_answers(row: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _split_prompt_and_answer(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return (prompt, answer): the answer is the last assistant message, all messages before it belong to the
-    prompt.
-    """
+    """Return (prompt, answer): the last assistant message is the answer, earlier messages are the prompt."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return (None, None) if prompt is None else (prompt, completion)
@@ -76,8 +71,9 @@ def _pick_mismatched(answers: Sequence[Row], index: int) -> Any:
 
 
 def read_number(row: Mapping[str, Any], column: str) -> float | None:
-    """Return the finite number in a column of a row, or None if it is null. Raises DataError for any other value or
-    a missing column.
+    """Return the number in a column of a row, or None for null.
+
+    Raises DataError for a missing column or a value that is not a finite number.
     """
     value = row.get(column)
     if value is None and column in row:

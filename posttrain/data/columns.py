@@ -36,8 +36,7 @@ class RequiredColumn(NamedTuple):
 def named_columns(
     key: str, use: str, annotations: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]
 ) -> Iterator[RequiredColumn]:
-    """Yield the columns named by a component's arguments annotated as `options.Column`, `PartialColumn` or
-    `TextColumn`.
+    """Yield the columns named by arguments annotated as `options.Column`, `PartialColumn` or `TextColumn`.
 
     annotations: argument -> (annotation as text, default), as returned by `registry.keywords`; given: the arguments set
     in the recipe.

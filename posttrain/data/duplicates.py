@@ -1,5 +1,4 @@
-"""Detection of duplicate questions within the data or against held-out rows: equal, near-equal, or equal except
-numbers.
+"""Detection of duplicate questions in the data or held-out rows: equal, near-equal, or equal except numbers.
 
 Texts are compared as lower-cased words. Arithmetic signs count as words and other punctuation is ignored, so `3 - 4`
 and `3 + 4` differ. All functions are pure and exact: no hashing scheme that finds a pair only with some probability.
@@ -46,9 +45,7 @@ def question(row: Row) -> str:
 
 
 def answer(row: Row) -> str:
-    """Return the reference answer of a row: its chosen and rejected sides, completion, answer, or last assistant
-    message.
-    """
+    """Return the reference answer of a row: chosen and rejected, completion, answer, or last assistant message."""
     for columns in (("chosen", "rejected"), ("completion",), ("answer",)):
         if any(row.get(column) is not None for column in columns):
             return "\0".join(str(row.get(column)).strip() for column in columns)
@@ -62,9 +59,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def group_same_words(texts: Sequence[str]) -> list[list[int]]:
-    """Return groups of indices of texts with the same words in the same order, for every text that occurs more than
-    once.
-    """
+    """Return groups of indices of texts with the same words in the same order; unique texts are left out."""
     groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for position, text in enumerate(texts):
         groups[words(text) or (text.strip(),)].append(position)
@@ -83,8 +78,7 @@ def match_same_words(texts: Sequence[str], others: Sequence[str]) -> list[tuple[
 def find_near_duplicates(
     texts: Sequence[str], others: Sequence[str] | None = None, *, min_similarity: float = NEAR
 ) -> list[Pair]:
-    """Return pairs of texts whose shingles have a Jaccard index of at least `min_similarity`, except pairs of equal
-    words.
+    """Return pairs of texts with a Jaccard index of shingles >= `min_similarity`, except pairs of equal words.
 
     others: texts to compare with instead; each text is then paired only with the most similar one. Texts that differ
     only in numbers are not paired: `find_same_except_numbers` counts them. Uses prefix filtering: of n shingles, rarest

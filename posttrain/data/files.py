@@ -139,9 +139,7 @@ def _read_bounded_lines(stream: IO[str], name: str) -> Iterator[str]:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    """Yield the rows of a file with one JSON object per line. Raises DataError with the first MAX_REPORTED broken
-    lines.
-    """
+    """Yield the rows of a JSON-lines file. Raises DataError with the first MAX_REPORTED broken lines."""
     numbered = _lines(path)
     for where, line in numbered:
         try:
@@ -198,8 +196,9 @@ def _json(path: Path) -> Iterator[Record]:
 
 
 def _parse(text: str, where: str, first_line: int | None = None) -> Any:
-    """Parse JSON text. Raises DataError with the position of the first error; first_line: the text is one line of a
-    file.
+    """Parse JSON text. Raises DataError with the position of the first error.
+
+    first_line: the text is one line of a file.
     """
     try:
         return json.loads(text)

@@ -14,7 +14,5 @@ def row_uid(row: dict[str, Any], source: str, position: int) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text for a value without a JSON form: a hash of the pixels for a Pillow image (its str() is an
-    address).
-    """
+    """Return a text for a value without a JSON form: a hash of the pixels for a Pillow image, else str()."""
     return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "getbbox") else str(value)

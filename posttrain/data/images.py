@@ -91,9 +91,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _replace_image_parts(message: Any, into: list[Any]) -> Any:
-    """Return the message with PLACE for each image part; values of parts that name their image are appended to
-    `into`.
-    """
+    """Return the message with PLACE for each image part; append the values of named images to `into`."""
     parts = _content_parts(message) if isinstance(message, Mapping) else ()
     if not any(map(_is_image, parts)):
         return message
@@ -252,9 +250,7 @@ def expand_placeholders(
 
 
 def _expand_text(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader: Reader) -> Text:
-    """Return the text with each placeholder replaced by the tokens of the next image. Raises DataError if counts
-    differ.
-    """
+    """Replace each placeholder by the tokens of the next image. Raises DataError if their numbers differ."""
     whole = "".join(piece.text for piece in text.pieces)
     count = whole.count(reader.placeholder)
     if count and not images:

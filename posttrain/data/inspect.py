@@ -231,8 +231,9 @@ def _part(
 
 
 def sampled_parts(record: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return a rollout of samples.jsonl with every token's fate: model tokens and `given` tokens are trained on,
-    tool replies and hints are not.
+    """Return a rollout of samples.jsonl with every token's fate.
+
+    Tokens of the model and `given` tokens are trained on, tool replies and hints are not.
     """
     ids = [i for segment in record["segments"] for i in segment["ids"]]
     trained = [segment["kind"] in ("model", "given") for segment in record["segments"] for _ in segment["ids"]]
@@ -275,9 +276,7 @@ def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> di
 
 
 def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
-    """Report what the chat template itself writes: its end-of-turn token, and an opened <think> in the generation
-    prompt.
-    """
+    """Report the template's end-of-turn token and whether its generation prompt opens <think>."""
     if not section.chat:
         return []
     end = chat.turn_end(tokenizer)

@@ -130,9 +130,7 @@ def _check_json_text(text: str, head: str, where: str) -> None:
 
 
 def _convert_function_call(message: Message, name: str, where: str) -> Message:
-    """Convert OpenAI's deprecated `function_call` and role function to `tool_calls` and role tool, which templates
-    expect.
-    """
+    """Convert OpenAI's deprecated `function_call` and role function to `tool_calls` and role tool."""
     if message["role"] == "function":
         message = {**message, "role": "tool"}
     if "function_call" not in message:
@@ -153,9 +151,7 @@ def _convert_function_call(message: Message, name: str, where: str) -> Message:
 
 
 def get_answer(messages: list[Message]) -> str | list[Message]:
-    """Return the last message as an answer: its text, or a list with the message if it has keys besides role and
-    content.
-    """
+    """Return the last message as an answer: its text, or [message] if it has keys besides role and content."""
     last = messages[-1]
     more = any(key not in ("role", "content", "train") for key in last)
     return [last] if more else str(last.get("content", ""))

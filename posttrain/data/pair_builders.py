@@ -146,9 +146,7 @@ def _after_verification(pool: list[Record], options: Options) -> BuildResult:
 
 
 def _temporal(pool: list[Record], options: Options) -> BuildResult:
-    """Pair past and future answers (temporal self-rewarding): phase 2 if there are answers of the future model, else
-    phase 1.
-    """
+    """Pair past and future answers (temporal self-rewarding): phase 2 with future answers, else phase 1."""
     del options
     own, past, future = (
         [i for i in _indices_of(pool, s) if _judgement(pool[i])[0] is not None] for s in ("own", "past", "future")

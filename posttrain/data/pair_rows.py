@@ -22,8 +22,9 @@ _NO_RECORD = "give the completions.jsonl of a `posttrain eval` or `posttrain gen
 
 @dataclass
 class PairRows:
-    """Rows for `posttrain dpo`; `dropped`: cause -> uids of the prompts without a pair, and one uid for each dropped
-    pair.
+    """Rows for `posttrain dpo`, and dropped uids by cause.
+
+    dropped: cause -> uids of the prompts without a pair, and one uid for each dropped pair.
     """
 
     rows: list[Row]
@@ -79,9 +80,7 @@ def pair_rows(
 
 
 def length_gap(row: Mapping[str, Any]) -> float:
-    """Return the length of the chosen side minus that of the rejected side, in tokens (characters if tokens are
-    unknown).
-    """
+    """Return the chosen side's length minus the rejected side's, in tokens (characters if unknown)."""
     chosen, rejected = _lengths(row)
     return chosen - rejected
 

@@ -101,12 +101,11 @@ def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted:
 def own_failures(
     correct: Table, teacher_correct: Sequence[Any], truncated: Table | None = None, *, prefer_teacher: bool = True
 ) -> list[list[int]]:
-    """Return Light-R1's semi-on-policy pairs (arXiv 2503.10460): [prompt, 1 = chosen is the teacher's, chosen,
-    rejected].
+    """Return Light-R1's semi-on-policy pairs (arXiv 2503.10460).
 
-    Every own answer that is wrong and not truncated is rejected once, against the teacher's answer (chosen -1) if that
-    is correct, else the first correct own answer; `prefer_teacher` false swaps the two. The fallback is this project's
-    choice.
+    Each is [prompt, 1 = chosen is the teacher's, chosen, rejected]. Every own answer that is wrong and not truncated is
+    rejected once, against the teacher's answer (chosen -1) if that is correct, else the first correct own answer;
+    `prefer_teacher` false swaps the two. The fallback is this project's choice.
     """
     rows: list[list[int]] = []
     for prompt, flags in enumerate(correct):
@@ -162,8 +161,9 @@ class Judged(NamedTuple):
 
 
 def best_worst(judge_scores: Sequence[Table]) -> Judged:
-    """Return self-rewarding pairs (arXiv 2401.10020): best over worst mean of K judgements [B][N][K], None =
-    unparsable.
+    """Pair the answers with best and worst mean judgement (self-rewarding, arXiv 2401.10020).
+
+    judge_scores: K judgements [B][N][K], None = unparsable.
     """
     means = [[_mean(votes) for votes in answers] for answers in judge_scores]
     chosen, rejected = [], []
@@ -196,8 +196,7 @@ class Temporal(NamedTuple):
 
 
 def past_and_future(scores_current: Table, scores_anchor: Table, scores_future: Table) -> Temporal:
-    """Return the pairs of temporal self-rewarding (arXiv 2508.06026): rejected answers of the past, chosen ones of the
-    future.
+    """Pair past (rejected) with future (chosen) answers: temporal self-rewarding (arXiv 2508.06026).
 
     Phase 1: the current model's best answer over the initial model's worst, or over its own worst if the initial
     model's is not worse. Phase 2: the same rejected answer; the best answer of the model trained in phase 1 is chosen
@@ -315,8 +314,7 @@ Broken = Literal["no_opening", "no_closing", "early_closing", "swapped", "answer
 
 
 def broken_formats(text: str) -> dict[Broken, str]:
-    """Return a well-formed answer with its format broken in five ways and its content unchanged (SPECS, arXiv
-    2510.25801).
+    """Return a well-formed answer with its format broken in five ways, content unchanged (SPECS, 2510.25801).
 
     Raises DataError if the text is not <think>reasoning</think><answer>answer</answer>. The list of five is this
     project's choice.
@@ -342,8 +340,7 @@ def broken_formats(text: str) -> dict[Broken, str]:
 def format_pair(
     text: str, well_formed: Callable[[str], bool], extract: Callable[[str], Any], number: int
 ) -> str | None:
-    """Return the rejected side for a well-formed `text`: a broken form that fails the format check but keeps the
-    answer.
+    """Return the rejected side for a well-formed `text`: broken in format, with the same extracted answer.
 
     Broken forms are tried in rotation, starting with the `number`-th. None if no form qualifies.
     """
@@ -353,8 +350,9 @@ def format_pair(
 
 
 def generalisation_factor(gain_id: Sequence[float], gain_ood: Sequence[float], *, beta: float = 2.0) -> list[float]:
-    """Compute (1 + b^2) g h / (b^2 g + h) for gains g in and h out of distribution over the base; 0 if the divisor
-    is 0.
+    """Compute (1 + b^2) g h / (b^2 g + h), or 0 if the divisor is 0.
+
+    g, h: gains over the base in and out of distribution.
     """
     factors = []
     for inside, outside in zip(gain_id, gain_ood, strict=True):
@@ -402,8 +400,7 @@ def _key(pair: Texts) -> tuple[str, str, str]:
 
 
 def balance_by_length(pairs: Sequence[T], gap: Callable[[T], float]) -> list[T]:
-    """Drop pairs until as many have a longer chosen side as have a longer rejected side; ties all stay, order is
-    preserved.
+    """Drop pairs until as many have a longer chosen side as a longer rejected side; ties and order stay.
 
     gap: returns length of chosen - length of rejected. Of the more frequent kind, pairs with the largest gap are
     dropped.

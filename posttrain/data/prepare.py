@@ -345,8 +345,9 @@ def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) ->
 
 
 def _fit_to_max_length(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]) -> int | None:
-    """Return how many prompt tokens are kept, or None if the row was dropped. Answers are never cut: they would lose
-    their end.
+    """Return how many prompt tokens remain, or None if the row was dropped.
+
+    Answers are never cut: they would lose their end.
     """
     limit = section.max_length
     if limit is None or prompt + answer <= limit:

@@ -108,9 +108,7 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
 
 
 def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
-    """Return the prompt as the engine receives it, generation prompt included; the plain prompt without a chat
-    template.
-    """
+    """Return the prompt as the engine receives it, with the generation prompt if there is a chat template."""
     uid = str(row["uid"])
     if not section.chat:
         text = Text(uid, (Piece(plain_text(row, "prompt", section), False),), notes=_tools_unused(row))
@@ -243,9 +241,7 @@ def check_sides(row: Row) -> None:
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
-    """Return the whole conversation of a training row as messages; the recipe's system message is added if it has
-    none.
-    """
+    """Return the whole conversation of a training row, with the recipe's system message if it has none."""
     if row.get("messages") is not None and not section.prompt_template:
         return _with_system(chat.clean_messages(row["messages"]), section.system)
     completion = row.get("completion")

@@ -197,9 +197,7 @@ def _check_shape(row: Row, where: str, *, templated: bool) -> None:
 
 
 def fill_template(template: str, row: Mapping[str, Any], where: str = "", key: str = "prompt_template") -> str:
-    """Return `template` with its {column} fields filled from the row. Raises DataError naming a column that the row
-    lacks.
-    """
+    """Fill the {column} fields of a template from the row. Raises DataError naming a missing column."""
     missing = [f for f in template_fields(template, key) if f not in row]
     if missing:
         raise unknown_column_error(missing[0], row, f"{where}, {key}" if where else key)

@@ -25,11 +25,11 @@ _SOURCE_KEYS = ("split", "config", "skip", "seed", "params", "columns", "weight"
 
 
 def load_rows(section: Data, base_dir: Path) -> list[Row]:
-    """Return all rows, each with a stable `uid` and one of messages | prompt (+ completion | answer | chosen/rejected)
-    | text.
+    """Return all rows with a stable `uid`.
 
-    All other columns are kept; a column named `uid` is replaced. The order is the source's, or the mixture's; shuffling
-    is left to the sampler. Only rows selected by `data.select` are returned. Raises DataError.
+    Each has one of messages | prompt (+ completion | answer | chosen/rejected) | text. All other columns are kept; a
+    column named `uid` is replaced. The order is the source's, or the mixture's; shuffling is left to the sampler. Only
+    rows selected by `data.select` are returned. Raises DataError.
     """
     rows = _read_all_rows(section, base_dir)
     if section.select is None:
@@ -99,9 +99,7 @@ def _stable_name(source: str) -> str:
 
 
 def _rename_columns(record: Row, columns: dict[str, str], where: str) -> Row:
-    """Return the record with columns under our names; `reward_model.ground_truth` addresses a key of a nested
-    column.
-    """
+    """Return the record with columns under our names; `reward_model.ground_truth` addresses a nested key."""
     for theirs in columns.values():
         swapped = [ours for ours, column in columns.items() if column == theirs and ours in record]
         if swapped and theirs not in record and "." not in theirs:
@@ -128,9 +126,7 @@ def _add_rename_hint(error: DataError, record: Row, columns: dict[str, str]) -> 
 
 
 def _value_at(record: Row, path: str, where: str) -> Any:
-    """Return the column of that name, or the value at a dotted path of keys and list indices that starts with a
-    column.
-    """
+    """Return the column of that name, or the value at a dotted path of column, keys and list indices."""
     if path in record:
         return record[path]
     name, *keys = path.split(".")
@@ -150,8 +146,7 @@ def _value_at(record: Row, path: str, where: str) -> Any:
 
 
 def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: int | None = None) -> list[Row]:
-    """Interleave the rows of all parts so that every prefix of the result matches the weights' shares as closely as
-    possible.
+    """Interleave the parts so that every prefix of the result matches the weights as closely as possible.
 
     No row is repeated. Without `size` the mixture ends as soon as the shares can no longer be met, and unused rows are
     logged. With `size`, raises DataError if a part has too few rows for its share.

@@ -40,8 +40,7 @@ def thought_dropout(
 
 
 def drop_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str, Any]:
-    """Return the row with the first thought of its answer (last assistant message) emptied, for the given share of
-    rows.
+    """Return the row; in the given share of rows, the first thought of the answer is emptied.
 
     The choice depends only on the seed and the row's uid: the same in every process and every epoch.
     """

@@ -23,9 +23,7 @@ _DATASETS_FILES = ("state.json", "dataset_dict.json")  # files that mark a direc
 
 
 def read_records(section: Source, base_dir: Path) -> list[Record]:
-    """Return the records of a source after `skip`, at most `size`. Raises DataError if the source cannot be read or
-    is empty.
-    """
+    """Return the records of a source after `skip`, at most `size`. Raises DataError if there are none."""
     name = section.source
     assert name is not None, "a source without a name is refused by the recipe"
     stop = None if section.size is None else section.skip + section.size

@@ -58,9 +58,7 @@ _rendered: dict[tuple[Any, Any, str, bool], str] = {}
 
 
 def insert_probes(messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Probed:
-    """Return the conversation with a probe in place of each text: contents, thoughts, calls, names and all other
-    keys.
-    """
+    """Return the conversation with a probe in place of each text, in all fields except control keys."""
     inserter = _ProbeInserter()
     probed_messages = [{key: inserter.field(number, m, key) for key in m} for number, m in enumerate(messages)]
     probed_tools = None if tools is None else [inserter.tool(tool) for tool in tools]
@@ -108,9 +106,7 @@ class _ProbeInserter:
             return self.text(value, number, "tool_calls")
 
     def tool(self, tool: Any) -> Any:
-        """Return a tool schema with probes in name and description only: templates read the other fields in various
-        ways.
-        """
+        """Return a tool schema with probes in name and description only: other fields are rendered variously."""
         if not isinstance(tool, Mapping):
             return tool
         function = tool.get("function")

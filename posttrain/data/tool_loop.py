@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """mask: max_length flags, True for the model's tokens. length: number of model tokens; total: including tool
-    output.
+    """Training mask of a row, and its counts.
+
+    mask: max_length flags, True for the model's tokens. length: number of model tokens; total: including tool output.
     """
 
     mask: list[bool]

@@ -1,5 +1,4 @@
-"""Rendering of assistant turns with a chat template: the prompt of a turn, and the text that the model must write after
-it.
+"""Rendering of assistant turns: the prompt of a turn, and the text that the model must write after it.
 
 Both are derived from renderings and positions in them, never from text search: a one-letter answer also occurs in the
 template's own words.
@@ -65,9 +64,7 @@ def render_or_raise(uid: str, tokenizer: Any, messages: Sequence[Message], **how
 
 
 def render_context(uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> Text:
-    """Return the conversation up to the turn that the model has to write, as one untrained piece with notes on
-    omitted texts.
-    """
+    """Return the conversation before the model's turn as one untrained piece, with notes on omitted texts."""
     text = _prompt(uid, messages, tokenizer, tools)
     return replace(text, notes=_find_omissions(uid, messages, tokenizer, tools, text.pieces[0].text))
 
@@ -108,11 +105,10 @@ def render_all_turns(
     tokenizer: Any,
     tools: list[Any] | None,
 ) -> list[Text]:
-    """Return texts that train on every wanted assistant turn: one sequence if the template keeps earlier turns, else
-    one per turn.
+    """Return texts that train on every wanted assistant turn.
 
-    turns: indices of the assistant messages; wanted: whether each is trained on. Messages after the last wanted turn
-    are left out.
+    There is one sequence if the template keeps earlier turns, else one per turn. turns: indices of the assistant
+    messages; wanted: whether each is trained on. Messages after the last wanted turn are left out.
     """
     trained = [i for i, want in zip(turns, wanted, strict=True) if want]
     if not trained:
@@ -179,9 +175,7 @@ _WRITTEN_FIELDS = ("content", "tool_calls", *template_spans.THOUGHTS)
 
 @dataclass(frozen=True)
 class _Answer:
-    """The text that the model has to write, up to the end of the turn; `frame`: its format with `…` for the row's
-    texts.
-    """
+    """Text that the model has to write for a turn; `frame`: its format with `…` for the row's texts."""
 
     end: chat.TurnEnd
     frame: str
@@ -345,9 +339,7 @@ def _thinks(turn: Message) -> bool:
 def _find_omissions(
     uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None, prompt: str
 ) -> tuple[str, ...]:
-    """Return the causes of texts that the prompt omits. Raises DataError for a text or call that must not be
-    omitted.
-    """
+    """Return the causes of texts that the prompt omits. Raises DataError for an omission that is not allowed."""
     probed = template_spans.insert_probes(messages, tools)
     marked = template_spans.render_probes(tokenizer, probed, generation_prompt=True)
     spans = template_spans.locate_spans(probed.leaves, marked, prompt)

@@ -22,8 +22,6 @@ def with_newest(buffer: Sequence[T], newest: Sequence[T], same: Sequence[T] = ()
 
 
 def take_batch(buffer: Sequence[T], size: int = 128) -> tuple[list[T], list[T]]:
-    """Return (entries of a supervised step, remaining entries): the first `size`; none if there are fewer, or for
-    size < 1.
-    """
+    """Return (first `size` entries, remaining entries); the batch is empty if there are fewer, or for size < 1."""
     count = size if len(buffer) >= size > 0 else 0
     return list(buffer[:count]), list(buffer[count:])

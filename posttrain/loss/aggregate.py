@@ -61,9 +61,7 @@ def totals(mask: Tensor, count_empty_rows: bool = True, trajectory_tokens: Tenso
 
 
 def count_trajectory_tokens(mask: Tensor, trajectory_ids: Tensor) -> Tensor:
-    """Return the trained tokens [N] of the rollout that each row belongs to. mask [N,T]; trajectory_ids [N], any
-    integers.
-    """
+    """Return the trained tokens [N] of each row's rollout. mask [N,T]; trajectory_ids [N], any integers."""
     number = torch.unique(trajectory_ids, return_inverse=True)[1]
     tokens = mask.bool().sum(-1)
     return torch.zeros_like(tokens).index_add(0, number, tokens)[number]

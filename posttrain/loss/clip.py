@@ -1,6 +1,4 @@
-"""Clipped policy-gradient surrogate of PPO per token, shared by GRPO, Dr. GRPO and DAPO, and the ratios it is made
-of.
-"""
+"""PPO's clipped policy-gradient surrogate per token, shared by GRPO, Dr. GRPO and DAPO, and its ratios."""
 
 from __future__ import annotations
 
@@ -91,8 +89,9 @@ def token_advantages(batch: RolloutBatch, logp: Tensor) -> Tensor:
 
 
 def behaviour_logp(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """Return the log-probs reported by the engine [N,T], or old_logp (current logp without it) where missing; 0
-    where masked.
+    """Return the log-probs reported by the engine [N,T], 0 where masked.
+
+    Where the engine reported none, old_logp stands in, or the detached logp without old_logp.
     """
     old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.detach()
     known = old_logp if batch.rollout_logp is None else batch.rollout_logp.detach().to(logp.dtype)

@@ -111,12 +111,12 @@ def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float =
 def minirl(
     batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float | None = 0.27, cap: float = 5.0
 ) -> Correction:
-    """Return weights min(pi / mu, cap), i.e. engine mismatch times staleness, for loss `reinforce`, with the clip as a
-    mask.
+    """Return weights min(pi / mu, cap) for loss `reinforce`, and a token mask in place of PPO's clip.
 
-    A token is masked if A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = pi / pi_old: the tokens
-    whose gradient PPO's clip removes. All weights are detached. Where the engine reported no log-prob, old_logp stands
-    in. clip_high null means clip_low. The weights contain the whole correction: do not combine with `tis`.
+    The weights correct engine mismatch and staleness together. A token is masked if A > 0 and r > 1 + clip_high, or A <
+    0 and r < 1 - clip_low, with r = pi / pi_old: the tokens whose gradient PPO's clip removes. All weights are
+    detached. Where the engine reported no log-prob, old_logp stands in. clip_high null means clip_low. The weights
+    contain the whole correction: do not combine with `tis`.
     """
     total = bounded_exp(log_ratio_to_behaviour(batch, logp.detach()))
     ratio = token_ratio(batch, logp.detach())
@@ -133,8 +133,9 @@ def minirl(
 
 
 def engine_ratio(batch: RolloutBatch, logp: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Return d = old_logp - rollout_logp [N,T], 0 where unknown or masked, and the ratio at that level [N,T];
-    detached.
+    """Return d = old_logp - rollout_logp [N,T] and the ratio at that level [N,T], both detached.
+
+    d is 0 where a log-prob is unknown or masked.
     """
     logp = logp.detach()
     d = log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)

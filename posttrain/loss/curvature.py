@@ -58,8 +58,10 @@ def capo(
 
 @dataclass(frozen=True)
 class Curvature:
-    """Predicted changes [N,T] of policy (fisher) and objective (hessian), 0 where masked; keep [N,T]: tokens within
-    both bounds.
+    """Predicted effect of each token's update, and the selected tokens.
+
+    fisher, hessian [N,T]: change of the policy and of the objective, 0 where masked; keep [N,T]: tokens within both
+    bounds.
     """
 
     fisher: Tensor
@@ -129,8 +131,9 @@ def adam_direction(
     beta2: float = 0.999,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Return Adam's scaled update for a gradient from its moments before the step (same shape); the moments do not
-    change.
+    """Return Adam's scaled update for a gradient, given its moments before the step (same shape).
+
+    The moments are not modified.
     """
     first = (beta1 * m + (1 - beta1) * gradient) / (1 - beta1**step)
     second = (beta2 * v + (1 - beta2) * gradient.square()) / (1 - beta2**step)

@@ -47,8 +47,9 @@ def decoupled_ppo(
     clip_high: float | None = None,
     cap: float = 100.0,
 ) -> TokenLoss:
-    """Compute PPO's clip around a proximal policy p (old_logp), weighted by the detached p / b of the sampling policy
-    b.
+    """Compute PPO's clip around a proximal policy p (old_logp), weighted by p / b.
+
+    The weight is detached; b is the policy that sampled.
 
     With b' = max(b, sg[logp] - ln cap), which bounds pi / b' by cap: max(-A exp(logp - b'), -A exp(clamp(logp - p, ln(1
     - clip_low), ln(1 + clip_high)) + p - b')). b is rollout_logp, or p where the engine reported none; p = b gives
@@ -115,8 +116,7 @@ def ppo_ewma(
     ),
 )
 def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
-    """Compute the clip for rows of an older policy b: r = exp(logp - b) is limited to within `clip` of c = exp(old_logp
-    - b).
+    """Compute the clip for rows of an older policy b: r = exp(logp - b) within `clip` of c = exp(old_logp - b).
 
     max(-A r, -A clip(r, c - clip, c + clip)), b = rollout_logp (old_logp where the engine reported none), c detached. A
     fresh row has c = 1: PPO's clip. c - clip may be negative. r is the full ratio: do not combine with `tis`. Stats are

@@ -20,10 +20,10 @@ class Distilled(NamedTuple):
 def full_distill(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, *, beta: float = 1.0, temperature: float = 1.0
 ) -> Distilled:
-    """Compute the generalised divergence of logits [N, T, V]: beta 1: KL(student || teacher), beta 0: KL(teacher ||
-    student).
+    """Compute the generalised divergence between student and teacher logits [N, T, V].
 
-    For beta in between: beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s. Never below 0.
+    beta 1: KL(student || teacher), beta 0: KL(teacher || student). For beta in between: beta KL(t || m) + (1 - beta)
+    KL(s || m) with m = beta t + (1 - beta) s. Never below 0.
     """
     student, teacher = (torch.log_softmax(x / temperature, -1) for x in (student_logits, teacher_logits))
     if beta == 1:
@@ -46,8 +46,7 @@ class Sampled(NamedTuple):
 
 
 def sampled_distill(logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Sampled:
-    """Compute -sum(A logp) / tokens with the detached advantage A = teacher - student log-prob of the sampled tokens
-    [N, T].
+    """Compute -sum(A logp) / tokens, A = detached teacher - student log-prob of sampled tokens [N, T].
 
     In expectation its gradient is that of the reverse KL of each token. Log-ratios are limited to +-20 (this project's
     choice).

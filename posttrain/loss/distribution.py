@@ -117,8 +117,7 @@ def gdc(
 
 
 def online_kl(batch: RolloutBatch, logp: Tensor, *, baseline: Literal["none", "rloo"] = "none") -> TokenLoss:
-    """Compute sg[k - b] * logp per token, whose gradient is that of the KL to the reference on the policy's own
-    samples.
+    """Compute sg[k - b] * logp per token, with the gradient of the KL to the reference on own samples.
 
     k = sum over the row of logp - ref_logp; b = 0, or with `rloo` the mean k of the other rows of the group (0 without
     others), so groups must be whole. The loss is the mean over rows of row sums; its value has no meaning, the stat
@@ -152,11 +151,10 @@ def hypo(
     kl_coef: float = 1e-4,
     baseline: Literal["none", "rloo"] = "none",
 ) -> Hybrid:
-    """Compute HyPO (arXiv 2406.01462): DPO on offline pairs plus kl_coef times `online_kl` on samples, mean of row
-    sums.
+    """Compute HyPO (arXiv 2406.01462): DPO on offline pairs plus kl_coef times `online_kl` on samples.
 
-    Shapes: pairs [P]; logp [N,T]; results []. The estimator is the standard score function; the paper's own code was
-    not available.
+    The KL is the mean of row sums. Shapes: pairs [P]; logp [N,T]; results []. The estimator is the standard score
+    function; the paper's own code was not available.
     """
     offline = mean(dpo(pairs, beta=beta).losses)
     online = online_kl(batch, logp, baseline=baseline)

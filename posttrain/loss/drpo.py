@@ -33,16 +33,15 @@ def drpo(
     kl_type: Literal["k1", "k3"] = "k1",
     max_length: float | None = None,
 ) -> GroupLoss:
-    """Compute -J, J = sum over correct rows of w s - tau log(mean over wrong rows of exp(s / tau)), s = mean logp of a
-    row.
+    """Compute -J, J = sum over correct rows of w s - tau log(mean over wrong rows of exp(s / tau)).
 
-    w ~ exp((1 - n / max_length) / lam), n the tokens of a correct row, normalised to sum 1 over the group's correct
-    rows: of two correct answers the shorter gets the larger push, and the gradient never lowers a correct one. A large
-    lam removes the length preference (DisCO). Groups without both classes have J = 0 and stay in the mean. Loss: -J +
-    stop(max(0, kl_beta * (K - kl_delta))) * K, K the mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r
-    (`k3`). max_length: of a completion; None takes the longest of the step. Empty rows and rows of unknown correctness
-    are in no class. Reads correctness instead of rewards, so other reward components have no effect. logp [N,T]; values
-    and stats [K]: `drpo/gap`, `drpo/kl`.
+    s = mean logp of a row. w ~ exp((1 - n / max_length) / lam), n the tokens of a correct row, normalised to sum 1 over
+    the group's correct rows: of two correct answers the shorter gets the larger push, and the gradient never lowers a
+    correct one. A large lam removes the length preference (DisCO). Groups without both classes have J = 0 and stay in
+    the mean. Loss: -J + stop(max(0, kl_beta * (K - kl_delta))) * K, K the mean over all tokens of old_logp - logp
+    (`k1`) or r - 1 - ln r (`k3`). max_length: of a completion; None takes the longest of the step. Empty rows and rows
+    of unknown correctness are in no class. Reads correctness instead of rewards, so other reward components have no
+    effect. logp [N,T]; values and stats [K]: `drpo/gap`, `drpo/kl`.
     """
     key, groups = group_key(batch.group_ids)
     correct, wrong = classes(batch)

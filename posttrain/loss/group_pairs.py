@@ -31,12 +31,12 @@ from posttrain.registry import register
     ),
 )
 def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
-    """Compute the contrastive policy gradient beta / 2 (u_i - u_j)^2 - (R_i - R_j)(u_i - u_j), u = sum of logp -
-    ref_logp.
+    """Compute the contrastive policy gradient beta / 2 (u_i - u_j)^2 - (R_i - R_j)(u_i - u_j).
 
-    Mean over the unordered pairs of rows in the batch that share a prompt. Its gradient is that of RLOO on R - beta u,
-    valid for samples of any policy without importance weights. No length normalisation. Unscored rows form no pair;
-    beta 0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a group).
+    u = sum of logp - ref_logp of a row. Mean over the unordered pairs of rows in the batch that share a prompt. Its
+    gradient is that of RLOO on R - beta u, valid for samples of any policy without importance weights. No length
+    normalisation. Unscored rows form no pair; beta 0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a
+    group).
     """
     u = log_ratio_to_reference(batch, logp).sum(-1)
     first, second = pairs(batch)

@@ -90,8 +90,7 @@ def pacs(
     score: Literal["rloo", "grpo", "naive"] = "rloo",
     class_balance: bool = True,
 ) -> GroupLoss:
-    """Compute cross-entropy with correctness as the label and an implicit reward as the logit: bounded gradients, no
-    advantages.
+    """Compute cross-entropy of correctness with an implicit reward as logit: bounded gradients, no advantages.
 
     q = beta * sum of logp - old_logp, or beta * mean of logp. psi = q - mean of the group's other q (`rloo`), (q -
     mean) / (std + 1e-6) (`grpo`) or q (`naive`), with gradient through all of it; a single row has psi = q. Loss: mean

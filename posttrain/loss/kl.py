@@ -25,8 +25,9 @@ K3_RANGE = (-2.610868638149878, 10.999983298020254)  # values of d at which exp(
 
 @register("kl", "k1", needs=("ref_logp",))
 def k1(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute d: unbiased, noisy, may be negative. For the reward only: in a loss its gradient is 1, whatever
-    ref_logp is.
+    """Compute d: unbiased, noisy, may be negative.
+
+    For the reward only: in a loss its gradient is 1, whatever ref_logp is.
     """
     return _token_kl(log_ratio_to_reference(batch, logp))
 
@@ -39,11 +40,11 @@ def k2(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 @register("kl", "k3", paper="2402.03300", needs=("ref_logp",))
 def k3(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute exp(-d) + d - 1 >= 0: unbiased, low variance. On average its gradient 1 - exp(-d) is that of the forward
-    KL.
+    """Compute exp(-d) + d - 1 >= 0: unbiased, low variance.
 
-    The value is limited to 10, as in verl (`kl/clamped` counts it). In verl the gradient is 0 there, and a token that
-    is 13 times rarer than under the reference is not pulled back; here the gradient is that at the limit, -12.6 or 1.
+    On average its gradient 1 - exp(-d) is that of the forward KL. The value is limited to 10, as in verl (`kl/clamped`
+    counts it). In verl the gradient is 0 there, and a token that is 13 times rarer than under the reference is not
+    pulled back; here the gradient is that at the limit, -12.6 or 1.
     """
     d = log_ratio_to_reference(batch, logp)
     clamped = (d.detach() <= K3_RANGE[0]) | (d.detach() >= K3_RANGE[1])
@@ -87,9 +88,7 @@ def absolute(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 @register("kl", "k3_straight_through", needs=("ref_logp",))
 def k3_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute the value of k3 with the gradient d of k2 (verl's "k3+"): a low-variance value, the gradient of the
-    reverse KL.
-    """
+    """Compute k3 with the gradient d of k2 (verl's "k3+"): low variance, gradient of the reverse KL."""
     found, half_square = k3(batch, logp), log_ratio_to_reference(batch, logp).square() / 2
     return dataclasses.replace(found, values=found.values.detach() + (half_square - half_square.detach()))
 

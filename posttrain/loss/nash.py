@@ -57,9 +57,7 @@ def mirror_prox(
 
 
 def proximal(log_policy: Tensor, opponent: Tensor, log_ref: Tensor, pref: Tensor, *, beta: float, eta: float) -> Tensor:
-    """Return argmin over pi of P(opponent beats pi) / beta + KL(pi || ref) + KL(pi || policy) / eta, as log-probs
-    [A].
-    """
+    """Return the log-probs [A] of argmin_pi P(opponent beats pi) / beta + KL(pi || ref) + KL(pi || policy) / eta."""
     pull = pref @ opponent / beta + log_ref
     return torch.log_softmax(eta / (1 + eta) * pull + log_policy / (1 + eta), -1)
 
@@ -87,9 +85,7 @@ def nash_step(
 def nash_advantages(
     logps: Tensor, ref_logps: Tensor, target_logps: Tensor, margin: Tensor, *, beta: float, eta: float
 ) -> Tensor:
-    """Return the detached weights of each sample's log-prob in `nash_step`: margin is P(y beats y') - 1/2, all are
-    [N].
-    """
+    """Return the detached weights of the log-probs in `nash_step`; margin is P(y beats y') - 1/2, all [N]."""
     now = logps.detach()
     return margin - beta * (now - ref_logps.detach()) - beta / eta * (now - target_logps.detach())
 

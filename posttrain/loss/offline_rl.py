@@ -38,13 +38,12 @@ def oreo(
     beta: float = 0.03,
     level: Level = "token",
 ) -> Oreo:
-    """Compute OREO (arXiv 2412.16145): d_t = V(s_t) - R + beta sum_{i >= t} u_i, u = logp - ref_logp, V before token t,
-    R [N].
+    """Compute OREO's residuals d_t = V(s_t) - R + beta sum_{i >= t} u_i, squared (arXiv 2412.16145).
 
-    Both losses are the mean over rows of a row's mean of d_t^2. The value loss treats log-probs as constants; the
-    policy loss treats V and later tokens as constants, so its gradient by logp_t is 2 beta d_t / (length N).
-    `response`: one residual per row, at its start, with the gradient of all its tokens; values may be [N,1]. An empty
-    row gives 0. For step level pass sums over steps. Update the value first.
+    u = logp - ref_logp, V before token t, R [N]. Both losses are the mean over rows of a row's mean of d_t^2. The value
+    loss treats log-probs as constants; the policy loss treats V and later tokens as constants, so its gradient by
+    logp_t is 2 beta d_t / (length N). `response`: one residual per row, at its start, with the gradient of all its
+    tokens; values may be [N,1]. An empty row gives 0. For step level pass sums over steps. Update the value first.
     """
     by_value, by_policy, states = residuals(logp, ref_logp, values, rewards, mask, beta=beta, level=level)
     return Oreo(_row_means(by_value.square(), states), _row_means(by_policy.square(), states), by_value.detach())
@@ -210,13 +209,12 @@ def direct_advantage(
     *,
     beta: float = 0.1,
 ) -> StepAdvantages:
-    """Compute direct advantage policy optimisation (arXiv 2412.18279): half the mean over steps of (u_s - A_s /
-    beta)^2.
+    """Compute half the mean over steps of (u_s - A_s / beta)^2 (arXiv 2412.18279).
 
-    u_s = log-ratio of a step's tokens to the policy that wrote them. A_s = V(next state) - V(state), values [N,S]
-    before each step from a separately trained critic, clamped to 0..1; after the last step the final reward [N] takes
-    the place of V, so a row's advantages add up to reward - V(first state). Scaling and steps are this project's
-    reading of summaries.
+    This is direct advantage policy optimisation. u_s = log-ratio of a step's tokens to the policy that wrote them. A_s
+    = V(next state) - V(state), values [N,S] before each step from a separately trained critic, clamped to 0..1; after
+    the last step the final reward [N] takes the place of V, so a row's advantages add up to reward - V(first state).
+    Scaling and steps are this project's reading of summaries.
     """
     advantages, gap = advantage_gaps(step_logps, step_ref_logps, values, final_rewards, step_mask, beta=beta)
     return StepAdvantages(gap.square().sum() / 2 / step_mask.sum().clamp(min=1), advantages)
@@ -252,14 +250,13 @@ def advantage_gaps(
     ),
 )
 def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> TokenLoss:
-    """Compute direct advantage policy optimisation: half the mean over steps of (u_s - A_s / beta)^2, for any
-    trajectories.
+    """Compute half the mean over steps of (u_s - A_s / beta)^2, for trajectories of any policy.
 
-    u_s: the log-ratio of a step's tokens to the reference. A_s = V(next step) - V(step), with the reward (0 to 1)
-    instead of V after the last step; V from a separately trained critic (`loss: critic`), which is frozen. Steps:
-    `scoring.split`, or turns. Rows without a reward are ignored. Stats: `direct_advantage/error` (mean gap^2 of a row),
-    `direct_advantage/margin` (sum of A_s u_s; it should grow). Raises ValueError for a batch without rewards or values
-    of a critic.
+    This is direct advantage policy optimisation. u_s: the log-ratio of a step's tokens to the reference. A_s = V(next
+    step) - V(step), with the reward (0 to 1) instead of V after the last step; V from a separately trained critic
+    (`loss: critic`), which is frozen. Steps: `scoring.split`, or turns. Rows without a reward are ignored. Stats:
+    `direct_advantage/error` (mean gap^2 of a row), `direct_advantage/margin` (sum of A_s u_s; it should grow). Raises
+    ValueError for a batch without rewards or values of a critic.
     """
     if batch.values is None or batch.rewards is None:
         raise ValueError("direct_advantage needs rewards and a critic's values")

@@ -82,11 +82,10 @@ def rpo_reg(
 
 @register("pair_loss", "ipo", paper="2310.12036", needs=("ref_logp",))
 def ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = True) -> PairLoss:
-    """Compute (u_chosen - u_rejected - 1 / (2 beta))^2, u = log-ratio to the reference: a bounded target for the
-    margin.
+    """Compute (u_chosen - u_rejected - 1 / (2 beta))^2: a bounded target for the margin.
 
-    length_normalize divides each log-ratio by its side's length, as the authors confirmed to TRL; the paper's equation
-    has plain sums.
+    u = log-ratio to the reference. length_normalize divides each log-ratio by its side's length, as the authors
+    confirmed to TRL; the paper's equation has plain sums.
     """
     chosen, rejected = log_ratios(batch)
     if length_normalize:
@@ -143,9 +142,7 @@ def simpo(
     note="The likelihood term is TRL's mean over all chosen tokens; the paper's is the expected summed log-prob.",
 )
 def cpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> PairLoss:
-    """Compute DPO without a reference plus alpha times the mean negative log-prob of the optimiser batch's chosen
-    tokens.
-    """
+    """Compute DPO without a reference plus alpha times the mean NLL of the optimiser batch's chosen tokens."""
     return dpo(
         batch,
         beta=beta,

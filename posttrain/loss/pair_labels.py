@@ -14,13 +14,12 @@ from posttrain.registry import register
 def kto(
     batch: PairBatch, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> PairLoss:
-    """Compute w (1 - s(beta (h - z0))) for good rows, w (1 - s(beta (z0 - h))) for bad ones; h = log-ratio to the
-    reference.
+    """Compute w (1 - s(beta (h - z0))) for good rows, w (1 - s(beta (z0 - h))) for bad rows.
 
-    Shapes: h and losses [P]. z0 = the mean log-ratio of mismatched completions, at least 0 and detached: an estimate of
-    the KL to the reference. Weights: keep (desirable_weight * good rows) / (undesirable_weight * bad rows) between 1
-    and 4/3. Stats: kl (z0), chosen_rewards (beta h, of good and bad rows), accuracy (h on the correct side of z0).
-    Raises ValueError for a batch without labels.
+    h = log-ratio to the reference. Shapes: h and losses [P]. z0 = the mean log-ratio of mismatched completions, at
+    least 0 and detached: an estimate of the KL to the reference. Weights: keep (desirable_weight * good rows) /
+    (undesirable_weight * bad rows) between 1 and 4/3. Stats: kl (z0), chosen_rewards (beta h, of good and bad rows),
+    accuracy (h on the correct side of z0). Raises ValueError for a batch without labels.
     """
     if batch.label is None:
         raise ValueError("kto needs the label of every row")

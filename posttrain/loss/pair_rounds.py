@@ -23,12 +23,12 @@ from posttrain.registry import register
 
 @register("pair_loss", "sppo", paper="2405.00675", needs=("ref_logp", "win_rates"))
 def sppo(batch: PairBatch, *, beta: float = 0.001, targets: Literal["soft", "single", "hard"] = "soft") -> PairLoss:
-    """Compute ((a_w - eta (win_w - 1/2))^2 + (a_l - eta (win_l - 1/2))^2) / 2, a = log-ratio to the last round, eta = 1
-    / beta.
+    """Compute ((a_w - eta (win_w - 1/2))^2 + (a_l - eta (win_l - 1/2))^2) / 2.
 
-    Each side has its own target, so the winner's log-ratio increases and the loser's decreases. `soft`: each side's win
-    rate against the other samples of its prompt; `single`: the chosen side's (its probability to beat the rejected one)
-    and one minus it; `hard`: 1 and 0. TRL's sppo_hard omits the factor 1/2.
+    a = log-ratio to the last round, eta = 1 / beta. Each side has its own target, so the winner's log-ratio increases
+    and the loser's decreases. `soft`: each side's win rate against the other samples of its prompt; `single`: the
+    chosen side's (its probability to beat the rejected one) and one minus it; `hard`: 1 and 0. TRL's sppo_hard omits
+    the factor 1/2.
     """
     chosen, rejected = log_ratios(batch)
     win, rejected_win = _targets(batch, targets, chosen)
@@ -155,10 +155,10 @@ def mean_history_logp(history: Tensor | None, weights: tuple[float, ...] | None)
     note="The loss of EGPO; its extragradient step is `extragradient: true` of a pipeline's rounds.",
 )
 def online_ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = True) -> PairLoss:
-    """Compute (u_a - u_b - (P(a beats y) - P(b beats y)) / beta)^2 for two samples and an opponent y of the current
-    policy.
+    """Compute (u_a - u_b - (P(a beats y) - P(b beats y)) / beta)^2 for samples a, b and an opponent y.
 
-    u = log-ratio to the reference, per token with length_normalize. The win rates are the two probabilities.
+    All three are samples of the current policy. u = log-ratio to the reference, per token with length_normalize. The
+    win rates are the two probabilities.
     """
     a, b = log_ratios(batch)
     if length_normalize:
@@ -190,10 +190,10 @@ def xpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1e-5, base: Liter
 
 @register("pair_loss", "copg_pair", paper="2406.19185", needs=("ref_logp", "scores"))
 def copg_pair(batch: PairBatch, *, beta: float = 0.1) -> PairLoss:
-    """Compute -dR h + beta / 2 h^2, h = difference of the log-ratios, dR = of the scores: any scalar reward,
-    off-policy.
+    """Compute -dR h + beta / 2 h^2 for any scalar reward, off-policy.
 
-    It is IPO's square with the target dR / beta. Equal scores pull h to 0. The loss `copg` of rl is its form on groups.
+    h = difference of the log-ratios, dR = of the scores. It is IPO's square with the target dR / beta. Equal scores
+    pull h to 0. The loss `copg` of rl is its form on groups.
     """
     a, b = log_ratios(batch)
     score_gap = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
@@ -219,12 +219,12 @@ def p3o_pair(
     clip_eps: float = 0.2,
     variant: Literal["joint", "separate"] = "joint",
 ) -> PairLoss:
-    """Compute pairwise PPO on A = half the difference of score - kl_coef * (log-ratio of the sampling policy to the
-    reference).
+    """Compute pairwise PPO on the difference A of the regularised scores.
 
-    w = exp(log-prob minus that of the sampling policy), the exponent limited to +-20. `joint`: -min(q A, clip(q) A)
-    with q = w_a / w_b; `separate`: the same for w_a with A plus w_b with -A; clip to 1 +- clip_eps. The loss `p3o` of
-    rl is its form on groups.
+    A = half the difference of score - kl_coef * (log-ratio of the sampling policy to the reference). w = exp(log-prob
+    minus that of the sampling policy), the exponent limited to +-20. `joint`: -min(q A, clip(q) A) with q = w_a / w_b;
+    `separate`: the same for w_a with A plus w_b with -A; clip to 1 +- clip_eps. The loss `p3o` of rl is its form on
+    groups.
     """
     old_a, old_b = require_logp(batch.prev_chosen_logp), require_logp(batch.prev_rejected_logp)
     score_gap = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
@@ -252,11 +252,11 @@ def p3o_pair(
     ),
 )
 def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> PairLoss:
-    """Compute -log s(beta (a_w - sign a_s)): a good answer w against a sample s of an earlier checkpoint, the
-    reference.
+    """Compute -log s(beta (a_w - sign a_s)) for a good answer w and a sample s of an earlier checkpoint.
 
-    sign = 1 if the policy gives w at least the reference's log-prob, so that the checkpoint's sample is probably worse;
-    else -1, and both sides are pushed up. Without use_anchor the sign is 1: DPO. Stat: sign.
+    a = log-ratio to that checkpoint, the reference. sign = 1 if the policy gives w at least the reference's log-prob,
+    so that the checkpoint's sample is probably worse; else -1, and both sides are pushed up. Without use_anchor the
+    sign is 1: DPO. Stat: sign.
     """
     chosen, sampled = log_ratios(batch)
     ahead = chosen.detach() >= 0 if use_anchor else torch.ones_like(chosen, dtype=torch.bool)

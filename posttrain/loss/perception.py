@@ -34,13 +34,12 @@ def masked_kl(
     ratio: float = 0.6,
     patch: int = 14,
 ) -> TokenLoss:
-    """Compute PAPO's perception term -(r - ln r - 1), r = exp(logp - masked_logp): the policy should depend on the
-    image.
+    """Compute PAPO's perception term -(r - ln r - 1), r = exp(logp - masked_logp).
 
-    r compares the sampled token under the image and under a degraded image: a share `ratio` of its squares of `patch`
-    pixels is black, the whole image is blurred by `patch` pixels, or it is blank. A positive coef (the authors: 0.01 to
-    0.02) raises the divergence, which is rewarded up to 10 nats per token. Rows without images have no term. Stat
-    [N,T]: `masked_kl`. Raises ValueError for a batch without masked_logp.
+    It makes the policy depend on the image. r compares the sampled token under the image and under a degraded image: a
+    share `ratio` of its squares of `patch` pixels is black, the whole image is blurred by `patch` pixels, or it is
+    blank. A positive coef (the authors: 0.01 to 0.02) raises the divergence, which is rewarded up to 10 nats per token.
+    Rows without images have no term. Stat [N,T]: `masked_kl`. Raises ValueError for a batch without masked_logp.
     """
     del how, ratio, patch  # already used by the pass over masked images
     if batch.masked_logp is None:

@@ -48,8 +48,9 @@ def llds(
 
 
 def fallen_gate(fallen: Tensor, mask: Tensor, gate: str) -> Tensor:
-    """Return the tokens [N,T] whose run of trained tokens, row, or self has fallen; fallen [N,T] is 0 where the mask
-    is 0.
+    """Return the tokens [N,T] whose run of trained tokens, row, or self has a lower log-prob than before.
+
+    fallen [N,T] is 0 where the mask is 0.
     """
     if gate == "token":
         return mask
@@ -63,8 +64,7 @@ def fallen_gate(fallen: Tensor, mask: Tensor, gate: str) -> Tensor:
 
 @register("regulariser", "hint_nll", paper="2509.06923", needs=("hinted", "hint_mask", "every_row"))
 def hint_nll(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute SEELE's supervised part: the negative log-likelihood of a row's hint, averaged over its tokens, then over
-    rows.
+    """Compute SEELE's supervised term: mean over rows of the mean negative log-likelihood of the hint.
 
     Rows without a hint do not count. The authors use coef 0.001. Stat [N]: `hint_nll`. Raises ValueError for a batch
     without hint_mask.
@@ -81,8 +81,7 @@ def hint_nll(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 @register("regulariser", "entropy_bonus", needs=("new_entropy", "every_row"))
 def entropy_bonus(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute -H, the negative entropy of the policy in nats at each trained token: a positive coef keeps H from
-    falling.
+    """Compute -H, the negative policy entropy in nats at each trained token; coef > 0 keeps H from falling.
 
     The gradient is that of the entropy itself, through all logits, which takes more memory than a policy loss alone. A
     common coef is 1e-3. Stat [N,T]: `entropy_bonus`. Raises ValueError for a batch without new_entropy.

@@ -28,11 +28,10 @@ class RankingLoss(NamedTuple):
 def bradley_terry(
     chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None, *, center_coef: float = 0.0
 ) -> RankingLoss:
-    """Compute -log s(chosen - rejected - margin) + center_coef (chosen + rejected)^2, scores [P] (margin: arXiv
-    2307.09288).
+    """Compute -log s(chosen - rejected - margin) + center_coef (chosen + rejected)^2, scores [P].
 
-    Without centring, adding a constant to all scores changes nothing; with it the scores settle around 0 (arXiv
-    2312.09244).
+    The margin is from arXiv 2307.09288. Without centring, adding a constant to all scores changes nothing; with it the
+    scores settle around 0 (arXiv 2312.09244).
     """
     gap = chosen_rewards - rejected_rewards
     losses = -logsigmoid(gap if margin is None else gap - margin)
@@ -54,8 +53,7 @@ def centre_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
 def best_response(
     excess: Tensor, scores: Tensor, start_scores: Tensor, *, temperature: float, limit: float = 1.0
 ) -> BestResponse:
-    """Compute A u, the extra term of a reward model's loss [P,K] if its pairs are sampled by the policy that optimises
-    it.
+    """Compute A u [P,K], the loss term for pairs sampled by the policy that optimises the reward model.
 
     From PARL (arXiv 2308.02585); u = (scores - start_scores) / temperature, limited to +-limit. The best response to a
     reward r under a KL penalty `temperature` is ref * exp(r / temperature), so the log-odds that a pair is sampled
@@ -75,11 +73,10 @@ def label_regression(predicted: Tensor, labels: Tensor) -> Tensor:
 
 
 def soft_label(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the two-class cross-entropy against (label, 1 - label), elementwise: logits and labels [...], labels in
-    [0, 1].
+    """Compute the cross-entropy against (label, 1 - label), elementwise.
 
-    MedS3's verifier (arXiv 2501.12051) learns the values of reasoning steps this way; one logit here is the difference
-    of its two.
+    Logits and labels [...], labels in [0, 1]. MedS3's verifier (arXiv 2501.12051) learns the values of reasoning steps
+    this way; one logit here is the difference of its two.
     """
     return binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
@@ -178,8 +175,7 @@ class Egalitarian(NamedTuple):
 
 
 def maxmin(group_rewards: Tensor, kl: Tensor, *, beta: float) -> Egalitarian:
-    """Return the rewards of the worst-off group of users: the group with the lowest mean of r_k - beta * KL over the
-    batch.
+    """Return the rewards of the worst-off user group: the lowest mean of r_k - beta * KL over the batch.
 
     group_rewards [K,B,G], kl [B,G]. Normalise the heads to one scale first, or the lowest scale always wins. From
     MaxMin-RLHF (arXiv 2402.08925).

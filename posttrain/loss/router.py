@@ -32,13 +32,13 @@ def load_balance(logits: Sequence[Tensor], rows: Tensor, count: int, chosen: int
 
 @register("regulariser", "router_balance", paper="2101.03961", needs=("router_loss", "every_row"))
 def router_balance(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute the router's load-balancing loss for mixtures of experts: experts * sum_e f_e P_e of each row (coef
-    0.001).
+    """Compute the router's load-balancing loss: experts * sum_e f_e P_e of each row (coef 0.001).
 
-    f_e is the share of a row's tokens, prompt included, sent to expert e, P_e the mean probability that the router
-    gives it; mean over layers. An even load gives the number of experts per token. It is the loss of transformers,
-    computed for each row separately so that micro-batches do not change it; a row counts by its trained tokens. logp
-    and values [N,T]; stat [N]: `router_loss`. Raises ValueError for a batch without router_loss.
+    For mixtures of experts. f_e is the share of a row's tokens, prompt included, sent to expert e, P_e the mean
+    probability that the router gives it; mean over layers. An even load gives the number of experts per token. It is
+    the loss of transformers, computed for each row separately so that micro-batches do not change it; a row counts by
+    its trained tokens. logp and values [N,T]; stat [N]: `router_loss`. Raises ValueError for a batch without
+    router_loss.
     """
     if batch.router_loss is None:
         raise ValueError("router_balance needs router_loss, which a pass of a mixture of experts gives")

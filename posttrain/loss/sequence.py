@@ -31,14 +31,13 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float | None = None,
 ) -> TokenLoss:
-    """Compute the clipped surrogate on s = exp(mean over tokens of logp - old_logp), the geometric mean of a row's
-    ratios.
+    """Compute the clipped surrogate on s = exp(mean over tokens of logp - old_logp).
 
-    level `sequence`: clip(s) for every token of the row; gradient by each token -A s / tokens of the row, unless
-    clipped. `token` (GSPO-token): value s, gradient by the token's own log-prob; allows per-token advantages. clip_low,
-    clip_high: offsets from 1, about 1000 times smaller than GRPO's (3e-4 and 4e-4 in the paper); clip_high defaults to
-    clip_low. Whole rows are clipped, so the clipped share is much larger than in GRPO. An empty row has s = 1. logp and
-    values [N,T]; stats: `seq_ratio` [N], and those of `clip`.
+    s is the geometric mean of a row's ratios. level `sequence`: clip(s) for every token of the row; gradient by each
+    token -A s / tokens of the row, unless clipped. `token` (GSPO-token): value s, gradient by the token's own log-prob;
+    allows per-token advantages. clip_low, clip_high: offsets from 1, about 1000 times smaller than GRPO's (3e-4 and
+    4e-4 in the paper); clip_high defaults to clip_low. Whole rows are clipped, so the clipped share is much larger than
+    in GRPO. An empty row has s = 1. logp and values [N,T]; stats: `seq_ratio` [N], and those of `clip`.
     """
     seq_ratio = bounded_exp(row_mean(token_log_ratio(batch, logp), batch.mask))
     if level == "sequence":

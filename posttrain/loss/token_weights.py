@@ -83,13 +83,12 @@ def pear(
     clip_ratio: tuple[float, float] = (-0.08, 0.3),
     clip_log: tuple[float, float] = (-10.0, 5.0),
 ) -> Tensor:
-    """Return PEAR's weights, lower for tokens whose continuation the model itself would hardly write, so that RL gains
-    more.
+    """Return PEAR's weights: lower for tokens whose continuation the model itself would hardly write.
 
-    delta = logp - behavior_logp, clipped. token: log G = sum of delta over the later tokens + (number of later tokens)
-    ln gamma, so the last token has weight 1; block: the same for all tokens of a block, taken at its last one;
-    sequence: the sum of all delta. log G is clipped. A row with unknown behaviour log-probs has weight 1. The factor
-    gamma^(later tokens) alone makes early tokens of long rows small.
+    RL after this SFT gains more. delta = logp - behavior_logp, clipped. token: log G = sum of delta over the later
+    tokens + (number of later tokens) ln gamma, so the last token has weight 1; block: the same for all tokens of a
+    block, taken at its last one; sequence: the sum of all delta. log G is clipped. A row with unknown behaviour
+    log-probs has weight 1. The factor gamma^(later tokens) alone makes early tokens of long rows small.
     """
     mask = rows.mask.bool()
     if rows.behavior_logp is None:
@@ -123,8 +122,7 @@ def action_aware(
     ground_key: str = '"point_2d":',
     ground_weight: float = 2.0,
 ) -> Tensor:
-    """Return GUI-Libra's action-aware weights: higher for tokens in the first action, and higher again after a key in
-    it.
+    """Return GUI-Libra's weights: higher for tokens in the first action, and higher again after a key in it.
 
     A token entirely inside `action_open` ... `action_close` (to the end of the text without `action_close`) is weighted
     by action_weight, and additionally by ground_weight if it starts after the first `ground_key` there. The tags,
@@ -173,10 +171,10 @@ def neftune(
     alpha: float = 5.0,
     count: Literal["padded", "real"] = "padded",
 ) -> Tensor:
-    """Return input embeddings [N, T, D] with noise: e + u alpha / sqrt(L D), u uniform in (-1, 1) (NEFTune,
-    2310.05914).
+    """Return input embeddings [N, T, D] with noise: e + u alpha / sqrt(L D), u uniform in (-1, 1).
 
-    L: the padded length of the batch, as in common code, or each row's own length (`real`, as in the paper).
+    NEFTune (arXiv 2310.05914). L: the padded length of the batch, as in common code, or each row's own length (`real`,
+    as in the paper).
     """
     width = embeddings.shape[-1]
     if count == "padded":

@@ -48,10 +48,9 @@ def countdown(level: int, draw: random.Random, *, largest: int = 20, largest_tar
 
 @register("task", "random_calculation", paper="2507.10532")
 def random_calculation(level: int, draw: random.Random) -> dict[str, Any]:
-    """Generate arithmetic of level + 1 operations on integers, fractions, squares and cubes. Score it with
-    `numeric.distance`.
+    """Generate arithmetic of level + 1 operations on integers, fractions and powers.
 
-    Columns: answer (a decimal of up to 6 places), expression, steps.
+    Score it with `numeric.distance`. Columns: answer (a decimal of up to 6 places), expression, steps.
     """
     text, value = expression(level + 1, draw)
     return {

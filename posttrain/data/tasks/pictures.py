@@ -41,12 +41,11 @@ def count_shapes(
     shapes: tuple[str, ...] = SHAPES,
     template: str = "How many {asked}s are there?",
 ) -> dict[str, Any]:
-    """Generate a picture of 0 to level + 1 shapes of one kind and up to `others` of other kinds. Score it with
-    `numeric.count`.
+    """Generate a picture of 0 to level + 1 shapes of one kind and up to `others` of other kinds.
 
-    size: pixels per side; cell: pixels of the grid cells, each of which holds at most one shape. asked: the kind, such
-    as `red circle`; by default each row asks about a random one of `colours` and `shapes`. template: the prompt, with
-    {asked}. Columns: images, answer, asked, shapes (total number), image_size.
+    Score it with `numeric.count`. size: pixels per side; cell: pixels of the grid cells, each of which holds at most
+    one shape. asked: the kind, such as `red circle`; by default each row asks about a random one of `colours` and
+    `shapes`. template: the prompt, with {asked}. Columns: images, answer, asked, shapes (total number), image_size.
     """
     kinds = _list_kinds(colours, shapes)
     wanted = draw.choice(kinds) if asked is None else _read_kind(asked, kinds)

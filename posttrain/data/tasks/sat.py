@@ -27,11 +27,11 @@ def saturn(
     stages: Sequence[Sequence[int]] = ((3, 5, 5), (3, 5, 6), (3, 5, 7), (3, 5, 8)),
     template: str = _PROMPT,
 ) -> dict[str, Any]:
-    """Generate a satisfiable formula of l clauses with n literals each over k variables. Score it with
-    `sat.assignment`.
+    """Generate a satisfiable formula of l clauses with n literals each over k variables.
 
-    stages: [n, k, l] by level. template: the prompt, with {names}, {formula} and {count}. Columns: formula, answer (the
-    hidden assignment; any other satisfying assignment is correct too), difficulty.
+    Score it with `sat.assignment`. stages: [n, k, l] by level. template: the prompt, with {names}, {formula} and
+    {count}. Columns: formula, answer (the hidden assignment; any other satisfying assignment is correct too),
+    difficulty.
     """
     if level >= len(stages):
         raise DataError(f"task:saturn has no level {level}", allowed=f"{len(stages)} stages: 0 to {len(stages) - 1}")
@@ -75,8 +75,9 @@ def satisfied_clauses(bits: Sequence[int], n: int) -> list[str]:
 
 
 def difficulty(n: float, k: float, l: float) -> float:  # noqa: E741
-    """Compute log2(k) + 2 log2(l) - n + k / n: more clauses and variables are harder, longer clauses easier
-    (SATURN).
+    """Compute SATURN's difficulty log2(k) + 2 log2(l) - n + k / n.
+
+    More clauses and variables are harder, longer clauses easier.
     """
     return math.log2(k) + 2 * math.log2(l) - n + k / n
 

@@ -62,12 +62,11 @@ def find_names(sentence: str, common: set[str]) -> list[str]:
     note="Rules generate the questions instead of a language model; nothing is blurred.",
 )
 def asearcher(level: int, draw: random.Random, *, folder: Path) -> dict[str, Any]:
-    """Generate a gap in a sentence of the documents, with `level` other names hidden behind clues. Score with
-    `qa.asearcher`.
+    """Generate a gap in a sentence of the documents, with `level` other names hidden behind clues.
 
-    folder: .txt, .md and .jsonl files, as for the tool `search`, which the recipe provides with the same folder. Only
-    questions with one answer are generated: no other sentence fits the gap, and no other name fits a clue. Columns:
-    answer (the name in the gap), hops (level + 1), facts (the required sentences).
+    Score it with `qa.asearcher`. folder: .txt, .md and .jsonl files, as for the tool `search`, which the recipe
+    provides with the same folder. Only questions with one answer are generated: no other sentence fits the gap, and no
+    other name fits a clue. Columns: answer (the name in the gap), hops (level + 1), facts (the required sentences).
     """
     corpus = read_corpus(folder)
     for _ in range(MAX_TRIES):
@@ -125,9 +124,7 @@ def hide_names(
 
 
 def is_only(pattern: str, mark: str, name: str, corpus: Corpus) -> bool:
-    """Return whether this name, in place of the mark, is the only one that turns the pattern into a sentence of the
-    documents.
-    """
+    """Return whether only this name, in place of the mark, makes the pattern a sentence of the documents."""
     fits = re.compile(".+?".join(map(re.escape, pattern.split(mark))))
     found = {sentence for sentence in corpus.sentences if fits.fullmatch(sentence)}
     return found == {pattern.replace(mark, name)}
