@@ -251,7 +251,7 @@ def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> I
     scores = {name: [r.scores[name] for r in rollouts] for name in rollouts[0].scores}
     plain = rollout_batch(rollouts)
     lengths = sequences_of(rollouts).lengths
-    saved = saved_rollouts.of(plain, plain.replace(old_logp=batch.old_logp), -torch.rand(batch.mask.shape))
+    saved = saved_rollouts.build_saved(plain, plain.replace(old_logp=batch.old_logp), -torch.rand(batch.mask.shape))
     yield "step rollout_batch", lambda: rollout_batch(rollouts)
     for name in (*BY_TURN, "turn_states"):
         yield f"step rollout_batch with {name}", called(rollout_batch, (rollouts, None, (name,)), {})

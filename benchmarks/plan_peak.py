@@ -100,7 +100,7 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
 
     loaded = load_dict(rl_posttrain.posttrain_recipe(spec), base_dir=rl_work.HERE, where="benchmark")
     recipe = loaded.require(RlRecipe)
-    _, longest = plan.arithmetic(recipe)
+    _, longest = plan.count_rows_and_tokens(recipe)
     shape = memory_plan.shape_of(memory_plan.skeleton(recipe), recipe.model.lora)
     found = memory_plan.predict_phases(recipe, shape, longest, memory_plan.Machine.here())
     result |= {"predicted": found.parts, "predicted_peak_gib": round(found.peak / sides.GIB, 3), "allocated_gib": {}}

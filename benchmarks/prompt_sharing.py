@@ -90,7 +90,7 @@ def measured(model: Any, batch: Sequences, runs: int) -> dict[str, Any]:
             seconds[name].append(timed(model, batch, way))
             gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
             results[name] = logps(model, batch, way).detach(), gradient
-    skipped = sum(batch.prompts.shared_token_counts(range(len(batch)))) if batch.prompts.pays() else 0
+    skipped = sum(batch.prompts.shared_token_counts(range(len(batch)))) if batch.prompts.is_worthwhile() else 0
     times = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     (logp, gradient), (own_logp, own_gradient) = results["packed"], results["shared"]
     return {

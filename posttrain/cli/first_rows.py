@@ -298,7 +298,7 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
     elif section["stage"] == "dpo":
         loss = section["loss"]
         declared = registry.index()["pair_loss"].get(loss["use"], {}).get("needs", ())
-        pair_columns.refuse_missing(rows, pair_columns.read_by(set(declared) - {"labels"}, loss), loss["use"])
+        pair_columns.refuse_missing(rows, pair_columns.needs_with_params(set(declared) - {"labels"}, loss), loss["use"])
         anchors = Anchors.model_validate(section["anchors"])
         pair_columns.refuse_twice({column for row in rows for column in row}, anchors)
 

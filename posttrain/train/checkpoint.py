@@ -138,7 +138,7 @@ def save(
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     if alone and loaded.is_sharded and not on_every_rank:
         raise RunError("this process holds only a part of the model", where=str(root), hint=checkpoints.RESUME_HINT)
-    written = loaded if on_every_rank else sharding.whole(loaded)
+    written = loaded if on_every_rank else sharding.gather_model(loaded)
     write = partial(_save, root, state, written, exact, moments, keep, critic, save_more)
     with ranks.defer_shutdown():
         return write() if alone else distributed.run_on_rank0(write)
@@ -363,7 +363,7 @@ def _fill_adapter(loaded: LoadedModel, weights: dict[str, torch.Tensor], adapter
 def _fill(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
     """Copy whole weights into the model. Returns missing and unexpected names."""
     if loaded.is_sharded:
-        return sharding.fill(loaded.model, weights), [n for n in weights if n not in loaded.model.state_dict()]
+        return sharding.copy_weights(loaded.model, weights), [n for n in weights if n not in loaded.model.state_dict()]
     result: Any = loaded.model.load_state_dict(weights, strict=False)
     return result.missing_keys, result.unexpected_keys
 

@@ -32,8 +32,9 @@ from posttrain.train.opponent import Opponent
 from posttrain.train.policy import prompt_states
 from posttrain.train.prompt_sampler import MOST_REQUESTS
 from posttrain.train.rl_metrics import sample_record, sampled_rows
-from posttrain.train.scoring import score_while_sampling, throughput
-from posttrain.train.variants import APART, sample_in_rounds
+from posttrain.train.roles import GROUP_STRIDE
+from posttrain.train.scoring import reward_cost_metrics, score_while_sampling
+from posttrain.train.variants import sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, combine_calls
 
 MISMATCH_PROMPTS = 1  # prompts per generation with engine log-probs for mismatch metrics, if no component reads all
@@ -140,7 +141,7 @@ def collect(
             break
     found.rollouts = [*found.rollouts, *going]
     counts |= getattr(ctx.engine, "take_counts", dict)()  # counts of the engine's servers, if any
-    found.metrics = throughput(ctx.ranks.total(counts, of_rows=False), ctx.ranks.count)
+    found.metrics = reward_cost_metrics(ctx.ranks.total(counts, of_rows=False), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
         found.metrics["rollout/replaced_tokens"] = found.metrics.get("rollout/replaced_tokens", 0) + replaced
@@ -250,7 +251,7 @@ def sample_share(
         fresh, calls = [*fresh, *given], [*calls, *scored]
     if plan.bins:
         for rollout in fresh:
-            rollout.bin = plan.bins[rollout.group % APART - first_group]
+            rollout.bin = plan.bins[rollout.group % GROUP_STRIDE - first_group]
     return Share(fresh, calls, first_group)
 
 
@@ -305,7 +306,12 @@ def sample_prompts(
             )
             if ctx.shape is not None and not plan.measure:
                 memory = state.memory.get(ctx.shape.name)
-                more: dict[str, Any] = {"apart": APART, "grade": scored.grade, "metrics": counts, "memory": memory}
+                more: dict[str, Any] = {
+                    "apart": GROUP_STRIDE,
+                    "grade": scored.grade,
+                    "metrics": counts,
+                    "memory": memory,
+                }
                 fresh += generate_shaped(ctx.engine, ctx.shape, replace(batch, done=None), **more)
             else:
                 fresh += ctx.engine.generate_batch(batch)

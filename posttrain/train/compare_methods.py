@@ -20,7 +20,7 @@ from posttrain.recipe.presets import of_stage
 from posttrain.recipe.rl_stage import OBJECTIVE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
-from posttrain.train.saved_rollouts import Saved
+from posttrain.train.saved_rollouts import SavedRollouts
 
 RUN_METHOD = "as it was"
 BATCH_FIELDS = {field.name for field in fields(RolloutBatch)}
@@ -42,7 +42,7 @@ class Outcome:
     missing: str = ""
 
 
-def compare(run: Mapping[str, Any], saved: Saved, algorithms: Sequence[str]) -> list[Outcome]:
+def compare(run: Mapping[str, Any], saved: SavedRollouts, algorithms: Sequence[str]) -> list[Outcome]:
     """Compute the run's own method and `algorithms` on the same rollouts. run: the resolved recipe of an `rl` run."""
     own = RlRecipe.model_validate(dict(run))
     return [
@@ -59,7 +59,7 @@ def _replace_objective(run: Mapping[str, Any], algorithm: str) -> RlRecipe:
     return RlRecipe.model_validate({**others, **choices, "algorithm": algorithm})
 
 
-def evaluate_method(name: str, recipe: RlRecipe, saved: Saved) -> Outcome:
+def evaluate_method(name: str, recipe: RlRecipe, saved: SavedRollouts) -> Outcome:
     """Compute one method; data that the rollouts lack, or an error of its functions, becomes `missing`."""
     objective = Objective.from_recipe(recipe)
     lacking = [n for n in sorted(objective.needs - MARKS) if n in BATCH_FIELDS and not _is_available(saved.batch, n)]

@@ -157,7 +157,7 @@ class RunLoop(abc.ABC):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
         self.mine = distributed.my_even_shard([batch["input_ids"].numel() for batch in batches])
-        self.idle = sharding.idle(len(self.mine), self.job.loaded)
+        self.idle = sharding.idle_passes(len(self.mine), self.job.loaded)
         self.remaining_passes = len(self.mine) + self.idle
         step = self.job.state.step
         self.watchdog.begin_step(step)

@@ -138,7 +138,7 @@ def completion_scores(
     causal = causal_of(model)
     line = fill if packed and uses_packed_attention(causal) else None
     prompts = sequences.prompts if share and line is not None and prompts_end_in_text(sequences, reader) else None
-    prompts = prompts if prompts is not None and prompts.pays() else None
+    prompts = prompts if prompts is not None and prompts.is_worthwhile() else None
     run_whole = getattr(causal, PASS, call)  # a sharded model gathers its weights around a pass
     scores: dict[str, Tensor] = run_whole(
         lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras(), reader)

@@ -68,7 +68,7 @@ def save_model(loaded: LoadedModel, folder: Path, saver: Any = save) -> dict[str
         return save_sharded_model(loaded, folder)
     if loaded.is_sharded and saver is save and _is_written_by_weight(loaded):
         return save_sharded_adapters(loaded, folder)
-    report: dict[str, Any] = distributed.run_on_rank0(saver, sharding.whole(loaded), folder)
+    report: dict[str, Any] = distributed.run_on_rank0(saver, sharding.gather_model(loaded), folder)
     return report
 
 
@@ -202,7 +202,7 @@ def _whole_weights(loaded: LoadedModel, adapter: str | None) -> Iterator[tuple[s
         yield from dense_weights(loaded.model, merged=True, adapter=adapter)
         return
     for name, tensor in sharding.distinct_state(loaded.model).items():
-        yield name, sharding.plain(tensor.detach())
+        yield name, sharding.full_tensor(tensor.detach())
 
 
 def _round_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -98,9 +98,7 @@ def _seen_lengths(packed: Packed) -> Tensor:
 
 
 def _sees_firsts(packed: Packed, starts: Tensor, skipped: Tensor, firsts: Tensor) -> bool:
-    """Return whether each row attends to exactly the first `skipped` tokens of the first row of its part, and to
-    itself.
-    """
+    """Return whether each row attends to exactly itself and the first `skipped` tokens of the first row of its part."""
     if packed.keys is None:
         return True
     spans = torch.stack([skipped, torch.tensor(packed.lengths)], 1).flatten().tolist()

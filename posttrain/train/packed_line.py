@@ -32,6 +32,7 @@ class Packed:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:
+        """Build the layout of rows of these lengths, each attending to itself only."""
         return cls(ends_of(lengths, device), tuple(lengths), max(lengths))
 
     @classmethod
@@ -52,4 +53,5 @@ class Keys:
 
 
 def ends_of(lengths: list[int], device: torch.device) -> Tensor:
+    """Return 0 and the cumulative lengths as int32 [n+1] on the device."""
     return on_device(list(itertools.accumulate(lengths, initial=0)), device, torch.int32)

@@ -36,16 +36,16 @@ UNNEEDED = {
 }
 
 
-def needs(component: registry.Component, params: Mapping[str, Any]) -> frozenset[str]:
-    """Return what the loss reads. An unregistered function declares nothing: it gets the reference and all columns
-    present.
+def needs_of_loss(component: registry.Component, params: Mapping[str, Any]) -> frozenset[str]:
+    """Return what the loss reads. An unregistered function declares nothing, so it gets the reference and all
+    columns.
     """
     if split_function(component.name) is not None and not component.needs:
         return frozenset({"ref_logp", "anything"})
-    return read_by(component.needs, params)
+    return needs_with_params(component.needs, params)
 
 
-def read_by(declared: Iterable[str], params: Mapping[str, Any]) -> frozenset[str]:
+def needs_with_params(declared: Iterable[str], params: Mapping[str, Any]) -> frozenset[str]:
     """Return what a registered loss reads with these arguments, of the needs that it declares."""
     return frozenset(declared) - {need for (key, value), need in UNNEEDED.items() if params.get(key) == value}
 
@@ -119,10 +119,8 @@ def refuse_one_class(given: Sequence[float], use: str) -> None:
         )
 
 
-def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
-    """Return a line with the counts of good and bad answers, and whether their weights balance as KTO's authors
-    advise.
-    """
+def labels_note(given: Sequence[float], params: Mapping[str, Any]) -> str:
+    """Return a note with the counts of good and bad answers, and whether their weights follow KTO's advice."""
     good = sum(label > 0.5 for label in given)
     bad = len(given) - good
     counts = f"{good} good answers, {bad} bad ones"
@@ -136,7 +134,7 @@ def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
     return f"{counts}; weighted, {ratio:.2f} good to 1 bad{advice}"
 
 
-def origin(wanted: frozenset[str], columns: Columns, source: str, named: Anchors) -> str:
+def origin_note(wanted: frozenset[str], columns: Columns, source: str, named: Anchors) -> str:
     """Return a line that says where the log-probs of other policies come from. named: models named by the recipe."""
     parts = []
     for need, name, model in (

@@ -21,8 +21,9 @@ FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHO
 
 
 def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """Return the batch of P pairs with the policy's log-probs. inputs: collated, P chosen rows and then P rejected
-    ones.
+    """Return the batch of P pairs with the policy's log-probs.
+
+    inputs: collated, P chosen rows and then P rejected ones.
     """
     chosen, rejected = summed_logps(model, inputs).chunk(2)
     lengths = scored_lengths(inputs)
@@ -36,8 +37,9 @@ def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
 
 
 def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """Return the batch of P labelled answers. Their rejected sides only serve the step's KL baseline and are not run
-    here.
+    """Return the batch of P labelled answers with the policy's log-probs.
+
+    Their rejected sides only serve the step's KL baseline and are not run here.
     """
     side = take_side(inputs, 0)
     chosen = summed_logps(model, side)
@@ -60,9 +62,7 @@ def take_side(inputs: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the number of scored tokens of each completion [2P], chosen rows first. A row's first token is not
-    scored.
-    """
+    """Count the scored tokens of each completion [2P], chosen rows first. The first token of a row is not scored."""
     return inputs["lengths"] if "lengths" in inputs else inputs["completion_mask"][:, 1:].sum(1)
 
 
@@ -98,7 +98,7 @@ def reference_logps(
     model.eval()
     with Progress("reference", len(order), ()) as progress:
         parts = distributed.my_pass_shard(math.ceil(len(order) / micro))
-        idle = sharding.idle(len(parts), loaded)
+        idle = sharding.idle_passes(len(parts), loaded)
         for part in parts:
             start = part * micro
             numbers = order[start : start + micro]

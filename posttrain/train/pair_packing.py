@@ -68,9 +68,7 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
 
 
 def _cells(scored: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the flat index of each scored token of the line in a table whose n-th row is row `order[n]` of the
-    line.
-    """
+    """Return the index of each scored token of the line in a flat table whose row n is row `order[n]` of the line."""
     place = {row: n for n, row in enumerate(order)}
     width = max(scored)
     return ranges(scored, [place[row] * width for row in range(len(scored))])
@@ -87,8 +85,7 @@ def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def packs_exactly(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
-    """Switch the model to packed attention; return whether each side of a packed pair then gets the logits it gets
-    alone.
+    """Switch the model to packed attention; return whether packed pairs then get the logits of separate rows.
 
     Two pairs are tried, cut short, and one with an image if some pairs have one. False for architectures with a state
     that runs along the line, or with attention code of their own. The switched model also takes padded rows.

@@ -1,5 +1,6 @@
-"""Checks that a model's own passes agree with those of `logprobs`: its output head, packed rows that share a prompt's
-pass, and packed rows with images.
+"""Checks that a model's own passes agree with those of `logprobs`.
+
+Checked are the output head, packed rows that share the pass of their prompt, and packed rows with images.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from posttrain.train.attention import short_windows
 from posttrain.train.collate import Sequences, completion_positions, pad_right
 from posttrain.train.logprobs import Extras, completion_logprobs, completion_scores
 
-PROBE = 16  # tokens of the row on which `verify_head` runs
+PROBE = 16  # tokens of a row in checks that run the model
 PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # token ids of the completions of one prompt for `shares_prompts`
 MAX_HEAD_GAP = 0.05  # nats of one log-prob: both sides compute the same products with the same rounding
 

@@ -47,7 +47,7 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
     if isinstance(recipe, RlRecipe):
         check_engine_gpus(recipe, model.config, machine.ranks)
     shape = shape_of(model, recipe.model.lora)
-    counts, longest = arithmetic(recipe, rates.prompt if rates else Rates.prompt)
+    counts, longest = count_rows_and_tokens(recipe, rates.prompt if rates else Rates.prompt)
     found = predict_phases(recipe, shape, longest, machine)
     timed = {} if rates is None else {"cluster": plan_cluster(recipe, shape, longest, machine, rates)}
     return {
@@ -66,7 +66,7 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
         "host_gib": {part: round(size / GIB, 2) for part, size in found.host.items()},
         "card_gib": round(machine.card / GIB, 1),
         "fits": found.peak < machine.card,
-        "elsewhere": elsewhere(recipe, machine),
+        "elsewhere": engine_servers(recipe, machine),
         "edits": [
             {"change": e.text, "peak_gib": round(e.peak / GIB, 2)} for e in edits(recipe, shape, longest, machine)
         ],
@@ -74,18 +74,15 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
 
 
 def check_engine_gpus(recipe: RlRecipe, config: Any, ranks: int) -> None:
-    """Raise RecipeError if the engine's GPUs cannot divide the model, or do not fit the number of training ranks beside
-    it.
-    """
+    """Raise RecipeError if the engine's GPUs cannot divide the model, or do not fit the number of training ranks."""
     vllm = recipe.rollout.vllm
     vllm_start.check_divisible(config, vllm.tensor_parallel)
     if recipe.rollout.engine == "vllm" and vllm.server is None:
         check_groups(vllm.tensor_parallel, ranks, ranks)
 
 
-def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
-    """Return the number of engine servers of the run, the GPUs of each, and GiB per GPU if their cards are like the
-    trainer's.
+def engine_servers(recipe: Recipe, machine: Machine) -> dict[str, float]:
+    """Return the number of engine servers, the GPUs of each, and GiB per GPU if they are like the trainer's.
 
     {} if the engine runs beside the trainer.
     """
@@ -97,17 +94,17 @@ def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
     return {"servers": count, "gpus_each": vllm.tensor_parallel, "gib_each": gib}
 
 
-def arithmetic(recipe: Recipe, prompt: int = Rates.prompt) -> tuple[dict[str, float], int]:
+def count_rows_and_tokens(recipe: Recipe, prompt: int = Rates.prompt) -> tuple[dict[str, float], int]:
     """Return (counts of rows, steps, updates and tokens, length of the longest prompt or row) from the prepared data.
 
     If the model's folder has no tokenizer, prompts of `prompt` tokens are assumed.
     """
     if not has_tokenizer(recipe.model.path, recipe.base_dir):
-        return _assumed_arithmetic(recipe, prompt)
-    return _rl_arithmetic(recipe) if isinstance(recipe, RlRecipe) else _rows_arithmetic(recipe)
+        return _assumed_counts(recipe, prompt)
+    return _rl_counts(recipe) if isinstance(recipe, RlRecipe) else _row_counts(recipe)
 
 
-def _assumed_arithmetic(recipe: Recipe, prompt: int) -> tuple[dict[str, float], int]:
+def _assumed_counts(recipe: Recipe, prompt: int) -> tuple[dict[str, float], int]:
     """Return counts for a model without a tokenizer, where no text becomes tokens.
 
     In stages other than rl a row has `data.max_length` tokens, or `prompt` if that is not set.
@@ -124,7 +121,7 @@ def _assumed_arithmetic(recipe: Recipe, prompt: int) -> tuple[dict[str, float], 
     }, prompt
 
 
-def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
+def _rl_counts(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data.prepare import prepare_prompts
     from posttrain.train.variants import PromptVariants
 
@@ -178,7 +175,7 @@ def _of_replay(recipe: RlRecipe) -> dict[str, float]:
     return {"stored rollouts at most": limit, "their tokens at most": limit * recipe.rollout.max_new_tokens}
 
 
-def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, float], int]:
+def _row_counts(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data import prepare
     from posttrain.train.reward_rows import held_out
 

@@ -70,13 +70,11 @@ def scores(
 def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
     """Return which of these rows share the pass of their prompt; None if sharing is not possible or not worthwhile."""
     prompts = sequences.prompts
-    return prompts if p.shares and prompts.pays() else None
+    return prompts if p.shares and prompts.is_worthwhile() else None
 
 
 def sharing_units(p: TrainContext, sequences: Sequences) -> Sequence[int] | None:
-    """Return a prompt index per row, so that one rank gets all rows of a prompt; None if ranks have few prompts
-    each.
-    """
+    """Return a prompt index per row, so that one rank gets all rows of a prompt; None with few prompts per rank."""
     prompts = prompts_of(p, sequences) if p.shares else None
     enough = prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count // p.ranks.model_parallel_size
     return prompts.numbers if prompts is not None and enough else None
@@ -85,8 +83,9 @@ def sharing_units(p: TrainContext, sequences: Sequences) -> Sequence[int] | None
 def micro_batches_of(
     p: TrainContext, sequences: Sequences, rows: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Split the row indices `rows` into micro-batches (`micro_batches`), none with rows of two adapters. groups: of all
-    rows.
+    """Split the row indices `rows` into micro-batches (`micro_batches`), none with rows of two adapters.
+
+    groups: of all rows.
     """
     found: list[list[int]] = []
     for own in sequences.by_adapter(rows).values():
@@ -102,8 +101,9 @@ def micro_batches_of(
 
 
 def fills_lines(loaded: LoadedModel) -> bool:
-    """Return whether packed lines are padded to a unit: to avoid GPU memory fragmentation, or since ranks divide
-    lines.
+    """Return whether packed lines are padded to a multiple of `line_unit`.
+
+    This avoids fragmentation of GPU memory, and lets ranks divide lines among them.
     """
     return loaded.device.type == "cuda" or is_split(causal_of(loaded.model))
 
@@ -117,8 +117,9 @@ def line_unit(micro_tokens: int) -> int:
 
 
 def current_logprobs(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
-    """Compute (logp, entropy, batch) of the current policy with gradient; the batch gets what else the loss reads of
-    it.
+    """Compute (logp, entropy, batch) of the current policy with gradient.
+
+    The batch gets the other fields that the loss reads of this pass.
     """
     needs = p.objective.needs
     head = p.critic if "new_values" in needs else None
@@ -244,9 +245,7 @@ def _encode(p: TrainContext, text: str) -> tuple[int, ...]:
 
 
 def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Compute log-probs [N,T] of the given solution of each row's prompt; NaN past its end and for prompts without
-    one.
-    """
+    """Compute log-probs [N,T] of the given solution of each row's prompt; NaN past its end and without a solution."""
     found = torch.full((len(rollouts), width), torch.nan)
     solved = {r.prompt.uid: r.prompt for r in rollouts if r.prompt.uid in p.solutions}
     if not solved:

@@ -91,7 +91,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     quiet()
     machine_checks.check(recipe)
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
-    wanted = pair_columns.needs(component, recipe.loss.params)
+    wanted = pair_columns.needs_of_loss(component, recipe.loss.params)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     single = "labels" in wanted
     reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
@@ -119,8 +119,8 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
         *([PADDED_NOTE] if unpacked else []),
         hf_trainer.rows_note(prepared, "row" if single else "pair"),
         shared_rows_note(prepared.kept_rows, held_out or unseen),
-        pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
-        pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths_note(prepared.items),
+        pair_columns.origin_note(wanted, columns, loaded.source, recipe.anchors),
+        pair_columns.labels_note(columns["label"], recipe.loss.params) if single else lengths_note(prepared.items),
     ]
     with rows_evaluation(recipe, directory, loaded, held_out, losses, terminal.note) as job.evaluation:
         return hf_trainer.train(trainer, job, COLUMNS, notes)
@@ -254,9 +254,7 @@ def collate_pairs(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[
 
 
 class Preference(RunLoop, DPOTrainer):
-    """DPOTrainer in posttrain's loop: TRL's collator and head, posttrain's pair loss, averaged over the pairs of a
-    step.
-    """
+    """DPOTrainer in posttrain's loop: TRL's collator and head, posttrain's pair loss, averaged over a step's pairs."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the pairs of the step, not of the micro-batch
     pair_loss: Callable[[PairBatch], PairLoss]
@@ -314,9 +312,7 @@ class Preference(RunLoop, DPOTrainer):
         return measure
 
     def _reference_of(self, pairs: Sequence[Pair], rows: Dataset, cache: Path) -> dict[str, Tensor]:
-        """Compute summed log-probs of the pairs under the current policy, or read them from `cache` if it has the same
-        pairs.
-        """
+        """Compute summed log-probs of the pairs under the current policy, or read them from `cache` if stored there."""
         logps = distributed.run_on_rank0(stored_logps.read, cache, reference_models.tokens_of(pairs))
         if logps is None:
             logps = reference_logps(self.job.loaded, self.job.plan.micro, rows, self.data_collator)
@@ -327,9 +323,7 @@ class Preference(RunLoop, DPOTrainer):
         return sum(len(scored_lengths(batch)) // 2 for batch in batches)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Like RunLoop; also sets what losses read of the whole step, so that micro-batches do not change the
-        result.
-        """
+        """Like RunLoop; also sets what losses read of the whole step, so that they do not depend on micro-batches."""
         batches, pairs = super().get_batch_samples(epoch_iterator, num_batches, device)
         lengths = sum(int(scored_lengths(batch).chunk(2)[0].sum()) for batch in batches)
         self.mean_chosen_length = max(lengths, 1) / int(pairs)
@@ -351,7 +345,7 @@ class Preference(RunLoop, DPOTrainer):
         """
         loaded = self.job.loaded
         parts = distributed.my_pass_shard(len(batches))
-        idle = sharding.idle(len(parts), loaded)
+        idle = sharding.idle_passes(len(parts), loaded)
         rows: list[tuple[float, float]] = []
         with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
             for part in parts:

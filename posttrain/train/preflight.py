@@ -85,7 +85,7 @@ def measure_start(ctx: TrainContext, prompts: int) -> Report:
         "reward": metrics["reward"],
         "rewards": {k.split("/")[1]: v for k, v in metrics.items() if k.startswith("rewards/") and k.endswith("/mean")},
         "cut": metrics["completions/clipped_ratio"],
-        "lengths": lengths(rollouts, rollout.max_new_tokens),
+        "lengths": length_stats(rollouts, rollout.max_new_tokens),
         "generation_rounds": rounds,
         "larger_groups": larger_groups(batch, rollout.group_size),
         "tokens": {
@@ -139,7 +139,7 @@ def generation_rounds(batch: RolloutBatch, most: int) -> float:
     return min(most, len(groups) / len(kept)) if len(kept) else float(most)
 
 
-def counts(batch: RolloutBatch) -> list[tuple[int, int]]:
+def correct_by_group(batch: RolloutBatch) -> list[tuple[int, int]]:
     """Return (correct answers, judged answers) of each group with any judged answer."""
     assert batch.correct is not None
     _, right, judged = count_correct(batch.correct, batch.group_ids)
@@ -147,11 +147,9 @@ def counts(batch: RolloutBatch) -> list[tuple[int, int]]:
 
 
 def pass_rates(batch: RolloutBatch) -> list[list[float]]:
-    """Return a histogram [low, high, groups] of the groups' pass rates: exactly 0, five buckets in between, exactly
-    1.
-    """
+    """Return a histogram [low, high, groups] of the groups' pass rates: 0, five buckets in between, and 1."""
     found: Counter[int] = Counter()
-    for right, of in counts(batch):
+    for right, of in correct_by_group(batch):
         found[0 if right == 0 else BUCKETS + 1 if right == of else 1 + min(BUCKETS - 1, right * BUCKETS // of)] += 1
     edges = [(0.0, 0.0), *((i / BUCKETS, (i + 1) / BUCKETS) for i in range(BUCKETS)), (1.0, 1.0)]
     return [[low, high, found[i]] for i, (low, high) in enumerate(edges)]
@@ -159,7 +157,7 @@ def pass_rates(batch: RolloutBatch) -> list[list[float]]:
 
 def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
     """Estimate the share of groups with correct and wrong answers if groups were larger: group size -> share."""
-    found = counts(batch)
+    found = correct_by_group(batch)
     if not found or size < 2:
         return {}
     return {
@@ -169,8 +167,7 @@ def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
 
 
 def probability_mixed(right: int, of: int, size: int) -> float:
-    """Return the probability that `size` answers are neither all correct nor all wrong, if `right` of `of` were
-    correct.
+    """Return the probability that `size` answers are neither all correct nor all wrong, given `right` of `of` correct.
 
     The pass rate has the posterior Beta(right + 1/2, wrong + 1/2) of Jeffreys' prior; E[p^n] and E[(1-p)^n] are
     quotients of Beta functions.
@@ -183,15 +180,15 @@ def probability_mixed(right: int, of: int, size: int) -> float:
     return 1 - sum(math.exp(log_beta(*both) - log_beta(a, b)) for both in ((a + size, b), (a, b + size)))
 
 
-def lengths(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
+def length_stats(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
     """Return the sampled tokens of a completion: mean, median, 95th percentile, maximum, and the limit."""
     ordered = sorted(len(r.sampled) for r in rollouts)
 
-    def at(share: float) -> int:
+    def percentile(share: float) -> int:
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
     mean = sum(ordered) / len(ordered)
-    return {"mean": mean, "median": at(0.5), "p95": at(0.95), "max": ordered[-1], "limit": limit}
+    return {"mean": mean, "median": percentile(0.5), "p95": percentile(0.95), "max": ordered[-1], "limit": limit}
 
 
 def advice(report: Mapping[str, Any], recipe: RlRecipe) -> list[str]:

@@ -20,7 +20,7 @@ from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
-from posttrain.train.variants import APART
+from posttrain.train.roles import GROUP_STRIDE
 from posttrain.verify.failures import Calls
 
 MOST_REQUESTS = 16  # limit on consecutive requests to which a sampler returns no prompts
@@ -109,10 +109,9 @@ class StepSampler:
         seen: Sequence[Group] = (),
         values: Sequence[float] = (),
     ) -> Plan:
-        """Return the plan of step `step` (from 0), given the state at its beginning. start: its position in the uniform
-        order.
+        """Return the plan of step `step` (from 0), given the state at its beginning.
 
-        Raises RunError for an invalid plan.
+        start: the request's position in the uniform order. Raises RunError for an invalid plan.
         """
         request = Request(
             step=step,
@@ -247,7 +246,7 @@ def groups_of(
     for rollout in fresh:
         hinted = rollout.variant is not None and rollout.variant.hinted
         if not hinted and all(segment.kind != "given" for segment in rollout.segments):
-            rows.setdefault(rollout.group % APART, []).append(rollout)
+            rows.setdefault(rollout.group % GROUP_STRIDE, []).append(rollout)
     found = []
     for place, prompt in enumerate(plan.prompts):
         number = first_group + place
@@ -278,7 +277,7 @@ def with_outcomes(
     scored: the step's batch before advantages were assigned. keep [N]: rows that the filter kept, None = all. losses
     [N]: policy loss of each row, NaN = none.
     """
-    ids = scored.group_ids.cpu() % APART
+    ids = scored.group_ids.cpu() % GROUP_STRIDE
     kept = torch.ones_like(ids, dtype=torch.bool) if keep is None else keep.cpu()
     kl = _token_kl(scored)
     found = []

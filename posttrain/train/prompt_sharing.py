@@ -59,7 +59,7 @@ class Prompts:
         """Return the memory of one line of these rows, in computed tokens."""
         return math.ceil(sum(self.lengths[r] for r in rows) - (1 - SHARED_COST) * sum(self.shared_token_counts(rows)))
 
-    def pays(self) -> bool:
+    def is_worthwhile(self) -> bool:
         """Return whether sharing skips enough tokens, if all rows are in one line."""
         return sum(self.shared_token_counts(range(len(self.lengths)))) >= MIN_SHARED * sum(self.lengths)
 

@@ -70,8 +70,7 @@ class Ranks(TrainingRanks):
         return passes(*args)
 
     def idle_passes(self, passes: int) -> int:
-        """Return how many passes this rank must add to its own, so that all ranks make as many as a divided model
-        needs.
+        """Return how many passes this rank must add so that all ranks run equally many, as a divided model needs.
 
         Call this before the first of the passes: other ranks must not be in the middle of a pass.
         """

@@ -53,10 +53,9 @@ class StepResult:
 
 
 class Record:
-    """Files of a run that grow with its steps, truncated to the steps that `state` has finished, and the progress
-    display.
+    """Files of a run that grow with its steps, and its progress display. Must be closed.
 
-    Must be closed.
+    The files are truncated to the steps that `state` has finished.
     """
 
     def __init__(self, p: TrainContext, directory: RunDirectory, progress: Progress, state: State) -> None:
@@ -72,7 +71,7 @@ class Record:
             for note in filter(None, notes):
                 progress.note(note)
             self.metrics.fill(done, state.last_metrics or {})
-        saved_rollouts.cut(self.folder, done)
+        saved_rollouts.remove_after(self.folder, done)
         self.canaries = create_canaries(p.recipe, directory, done)
         self.failing = set[str]()  # rewards whose first failed call was reported
         self.trained_rewards = any(reward.weight for reward in p.recipe.rewards)
@@ -88,9 +87,7 @@ class Record:
         state.rows = {"metrics": self.metrics.rows, "samples": self.samples.rows}
 
     def add_evaluation(self, state: State, values: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the metrics and samples of an evaluation before any step: of the weights that the run begins or resumes
-        with.
-        """
+        """Write metrics and samples of the evaluation before the first step of this start."""
         if values and (state.step or self.metrics.last < 0):
             self.metrics.write(state.step, values)
             self.samples.write(state.step, samples)
@@ -107,8 +104,8 @@ class Record:
         canary_metrics, alarms = self.canaries.add(state.step, values)
         values |= canary_metrics
         if self.settings.keep_rollouts:
-            own = saved_rollouts.of(made.scored, made.measured, made.logp)
-            if (saved := saved_rollouts.of_all_ranks(own, made.rows_of)) is not None:
+            own = saved_rollouts.build_saved(made.scored, made.measured, made.logp)
+            if (saved := saved_rollouts.gather_saved(own, made.rows_of)) is not None:
                 saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
         self.samples.write(state.step, made.samples(self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)

@@ -64,8 +64,7 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel, *, images: bool = Fal
 
 
 class RenewedReference(WeightCopy):
-    """Reference that is renewed once: `first` before step `at` (from 1), then the policy as it was when that step
-    began.
+    """Reference that is renewed once: `first` before step `at` (from 1), then the policy at the start of that step.
 
     Only the trained weights are copied, at that step.
     """
@@ -98,8 +97,9 @@ class RenewedReference(WeightCopy):
 
 
 def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
-    """Return one line about the reference of a run and its KL. needs: of its components. source: the model in
-    training.
+    """Return one line about the reference of a run and its KL.
+
+    needs: what the run's components read. source: the model in training.
     """
     if not needs & {*BY_REFERENCE}:
         return "reference model: none, because no term of the loss or of the reward compares with one"
@@ -138,8 +138,7 @@ def frozen_policy(model: nn.Module) -> ReferencePolicy:
 
 
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:
-    """Return a copy without gradients, with linear weights in the half precision to which autocast would cast them
-    anyway.
+    """Return a copy without gradients, with linear weights in the half precision to which autocast casts them.
 
     This gives the same products with half the memory. Weights tied to embeddings stay, since embeddings are not cast.
     """
@@ -168,9 +167,7 @@ def _to_host(model: nn.Module, *, pinned: bool) -> None:
 
 @contextmanager
 def _move_to_device(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Context manager in which the model is on `device`; afterwards it has its host tensors again, without copying
-    back.
-    """
+    """Context manager in which the model is on `device`; restores its host tensors afterwards, without copying back."""
     host = [(tensor, tensor.data) for tensor in _tensors(model)]
     try:
         for tensor, data in host:
@@ -184,9 +181,7 @@ def _move_to_device(model: nn.Module, device: torch.device) -> Iterator[nn.Modul
 
 @contextmanager
 def _adapter_off(model: Any) -> Iterator[nn.Module]:
-    """Context manager that yields the PEFT model with its trained adapter off, or with the frozen adapter
-    `reference`.
-    """
+    """Context manager that yields the PEFT model with its trained adapter off, or replaced by adapter `reference`."""
     training = model.training
     model.eval()
     with torch.no_grad():

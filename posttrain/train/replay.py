@@ -1,5 +1,6 @@
-"""Stored rollouts in an RL step (`replay`): they join the step, weighted by the policy that sampled them, and fresh
-rollouts are stored.
+"""Stored rollouts in an RL step (`replay`).
+
+Stored rollouts join the step, weighted by the policy that sampled them, and fresh rollouts are stored.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from posttrain.train.update import UpdateStats, update_once
 def with_stored_logps(
     ctx: TrainContext, scored: RolloutBatch, sequences: Sequences, rollouts: Sequence[Rollout]
 ) -> RolloutBatch:
-    """Return the batch with `old_logp`: the stored log-probs for replayed rows, so that the ratio is to the policy that
-    sampled them, and freshly computed ones for other rows.
+    """Return the batch with `old_logp`: stored log-probs for replayed rows, freshly computed ones for other rows.
+
+    Thus the ratio of a replayed row is to the policy that sampled it.
 
     A loss that reads the sampler's log-probs (`rollout_logp`) besides `old_logp` distinguishes the two itself: then
     `old_logp` is the policy at the start of the step for all rows.
@@ -88,9 +90,7 @@ def join_stored(
 def _stored_batches(
     ctx: TrainContext, state: State, rollouts: list[Rollout], needs: Collection[str], *, like: Tensor
 ) -> tuple[RolloutBatch, RolloutBatch]:
-    """Build the batch of stored rows, before and after their stored advantages are assigned. like: the step's
-    advantages.
-    """
+    """Build the batch of stored rows, without and with their stored advantages. like: the step's advantages."""
     sequences = sequences_of(rollouts)
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), needs)
@@ -152,9 +152,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _advantages(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
-    """Return the advantages of each row: one, or one per token of its completion; () for rows that are not trained
-    on.
-    """
+    """Return the advantages of each row: one, or one per token of its completion; () for untrained rows."""
     assert batch.advantages is not None
     values, trained = batch.advantages.tolist(), batch.mask.any(-1).tolist()
     if batch.advantages.dim() == 1:

@@ -1,7 +1,6 @@
-"""Store of a run's rollouts for replay: the recipe's replay kind decides which ones a step trains on and which are
-kept.
+"""Store of a run's rollouts for replay. Every checkpoint contains it.
 
-Every checkpoint contains the store.
+The recipe's replay kind decides which stored rollouts a step trains on, and which rollouts are stored.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.replay.protocol import Replay, Request, Row
 from posttrain.seeds import derive
 from posttrain.train import distributed
+from posttrain.train.roles import GROUP_STRIDE
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
-from posttrain.train.variants import APART
 
 FILE = "replay.json"
 
@@ -40,10 +39,10 @@ class ReplayStore:
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> ReplayStore | None:
-        """Return the empty store of a recipe's `replay`; None without `replay`. A user's class is looked up beside the
-        recipe.
+        """Return the empty store of a recipe's `replay`; None without `replay`.
 
-        Raises UserError for an unknown name or argument, and for a class that is not a replay kind.
+        A user's class is looked up beside the recipe. Raises UserError for an unknown name or argument, and for a class
+        that is not a replay kind.
         """
         section = recipe.replay
         if section is None:
@@ -92,7 +91,7 @@ class ReplayStore:
         chosen = list(self.kind.add(fresh, self._rows(), self._request(step, "add")))
         chosen = distributed.broadcast_from_rank0(chosen)
         self._check(chosen, len(self.rollouts), "stored", step)
-        first = 1 + max(one.group % APART for one in rollouts)
+        first = 1 + max(one.group % GROUP_STRIDE for one in rollouts)
         return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(chosen)]
 
     def draw_apart(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:

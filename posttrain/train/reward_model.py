@@ -90,6 +90,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def make_trainer(job: Job, items: Items) -> RewardTrainer:
+    """Build the trainer for these items."""
     columns: dict[str, list[Any]] = {
         "rows": [[list(row) for row in item.rows] for item in items.trained],
         "margin": [item.margin for item in items.trained],
@@ -125,8 +126,9 @@ def collate_items(items: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor
 
 
 class RewardTrainer(RunLoop, Trainer):
-    """Trainer in posttrain's loop. Every row counts once for each head that sees it; the loss is the mean over
-    these.
+    """Trainer in posttrain's loop.
+
+    Every row counts once for each head that sees it; the loss is the mean over these counts.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
@@ -154,7 +156,7 @@ class RewardTrainer(RunLoop, Trainer):
         return recipe
 
     def head_assignment(self) -> list[list[float]] | None:
-        """Return the weights [users][heads] of the newest round of a mixture, also after a resume; None without a
+        """Return the weights [users][heads] of a mixture's newest round, also after a resume; None without a
         mixture.
         """
         return self.job.state.memory.get("heads_of_users")
@@ -271,9 +273,7 @@ def score_items(loaded: LoadedModel, items: Sequence[Item]) -> Tensor:
 def report(
     recipe: RewardModelRecipe, loaded: LoadedModel, items: Items, assigned: list[list[float]] | None
 ) -> dict[str, Any]:
-    """Evaluate the model; return `report`, `report_on` and, over the same answers, `center` and `scale` of each
-    head.
-    """
+    """Evaluate the model; return `report`, `report_on`, and `center` and `scale` of each head over the same answers."""
     on, rows = ("held-out rows", items.held) if items.held else ("training rows", items.trained)
     scores = score_items(loaded, rows).double().numpy()
     if recipe.objective.use == "soft_label":
@@ -320,6 +320,7 @@ def _report_labels(
 
 
 def card(recipe: RewardModelRecipe, items: Items, measured: dict[str, Any], assigned: list[list[float]] | None) -> Card:
+    """Return the card that is saved with the model: its heads, data format, and their means and deviations."""
     settings = recipe.objective
     names = settings.labels if settings.use in HEAD_A_LABEL else [f"head_{n}" for n in range(settings.count)]
     users: dict[str, int] = {}

@@ -87,14 +87,15 @@ def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> It
 
 
 def held_out(uids: Sequence[str], share: float, seed: int) -> set[str]:
-    """Choose the uids of the share of rows that the report is about, at least one if it is not 0; depends on uids and
-    seed.
+    """Choose the uids of the held-out rows, which the report is about; depends on uids and seed alone.
+
+    At least one row if `share` is not 0.
     """
     count = max(round(share * len(uids)), 1) if share else 0
-    return set(sorted(uids, key=lambda uid: chance(seed, "holdout", uid))[:count])
+    return set(sorted(uids, key=lambda uid: uniform_hash(seed, "holdout", uid))[:count])
 
 
-def chance(seed: int, *names: str | int) -> float:
+def uniform_hash(seed: int, *names: str | int) -> float:
     """Return a pseudo-random number in [0, 1) for a purpose, the same in every run with this seed."""
     return derive(seed, *names) / 2**63
 
@@ -125,14 +126,12 @@ def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
 
 def heads_of_row(seed: int, uid: str, heads: int, share: float) -> list[float]:
     """Return 1 for each head that sees the row, else 0; a row that no head would see is seen by all."""
-    seen = [float(chance(seed, "head", head, uid) < share) for head in range(heads)]
+    seen = [float(uniform_hash(seed, "head", head, uid) < share) for head in range(heads)]
     return seen if any(seen) else [1.0] * heads
 
 
 def count_lone_pairs(items: Sequence[Item]) -> int:
-    """Count the pairs that are compared with no other pair of their prompt. A repeated pair does not count as another
-    one.
-    """
+    """Count the pairs that are compared with no other pair of their prompt. Repeated pairs count as one."""
     different = Counter(key for key, _ in {(item.prompt_key, item.rows) for item in items})
     return sum(different[item.prompt_key] == 1 for item in items)
 

@@ -296,7 +296,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
         values |= age_metrics(own_scored, state.step, total)
         values |= drift_metrics(own_scored, start_logp, state.step, total)
     if ctx.replay is not None:
-        old_logp = saved_rollouts.of(own_scored, measured, logp).batch.old_logp
+        old_logp = saved_rollouts.build_saved(own_scored, measured, logp).batch.old_logp
         assert old_logp is not None
         values |= replay.store(ctx, state.step, rollouts, scored, rows_of.gather_values(old_logp), batch)
     if ctx.shape is not None:
@@ -355,8 +355,9 @@ def update_sampler(
 
 
 def load_step_components(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
-    """Load what `checkpoint.restore` does not: weight copies, prompt values, stored rollouts, SFT optimiser, loss
-    scale.
+    """Load from a checkpoint what `checkpoint.restore` does not.
+
+    These are weight copies, prompt values, stored rollouts, the SFT optimiser, and the loss scale.
     """
     if ctx.opponent is not None:
         ctx.opponent.load(folder)

@@ -76,11 +76,11 @@ def thought_metrics(rollouts: Sequence[Rollout], total: Total = dict) -> dict[st
 
 
 def age_metrics(batch: RolloutBatch, step: int, total: Total = dict) -> dict[str, float]:
-    """Compute the number of updates between sampling and training: mean over rollouts (by their first token) and over
-    tokens.
+    """Compute the age of rollouts and tokens: the number of updates between sampling and training.
 
-    Also the share of rollouts that several policy versions sampled. step: updates made so far. total: see
-    `thought_metrics`.
+    `rollout/staleness` is the mean over rollouts by their oldest token, `rollout/token_age` the mean over tokens;
+    `rollout/mixed_versions` is the share of rollouts that several policy versions sampled. step: updates made so far.
+    total: see `thought_metrics`.
     """
     assert batch.versions is not None
     ages = step - batch.versions.double()
@@ -125,8 +125,7 @@ def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int, total: Total
 def sampled_metrics(
     batch: RolloutBatch, rollout: Rollouts, trained_tokens: float, epochs: int, total: Total = dict
 ) -> dict[str, float]:
-    """Compute which share of the step's sampled tokens the update metrics cover, and the entropy over all sampled
-    tokens.
+    """Compute which share of the sampled tokens the update metrics cover, and the entropy over all sampled tokens.
 
     `trained_ratio`: the share of sampled tokens that `entropy`, `clip_ratio/*` and other means of the updates are taken
     over; rows without a signal are not among them. `entropy/sampled` is reported only if it costs nothing: the computed
@@ -272,6 +271,7 @@ class Mismatch:
         return cls(*sums, largest=max(part.largest for part in parts))
 
     def metrics(self) -> dict[str, float]:
+        """Return `mismatch/mean`, `mismatch/max` and `mismatch/kl` over the accumulated tokens; {} without any."""
         if not self.tokens:
             return {}
         return {

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.batch import Rollout, RolloutBatch
 
-APART = 10_000_000  # offset between the group numbers of the several groups of one prompt
+GROUP_STRIDE = 10_000_000  # offset between the group numbers of the several groups of one prompt
 
 
 def role_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def role_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "roles": roles,
         "agent_ids": torch.tensor([roles.index(name) for name in names]),
-        "prompt_ids": torch.tensor([r.group % APART for r in rollouts]),
+        "prompt_ids": torch.tensor([r.group % GROUP_STRIDE for r in rollouts]),
     }
 
 

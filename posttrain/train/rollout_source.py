@@ -52,9 +52,7 @@ class RolloutSource(Protocol):
         ...
 
     def can_save(self, done: int) -> bool:
-        """Return whether a run can resume exactly from a checkpoint of its first `done` steps that `save` writes
-        now.
-        """
+        """Return whether a run could resume exactly from a checkpoint of its first `done` steps, saved now."""
         ...
 
     def save(self, folder: Path, done: int) -> None:
@@ -160,8 +158,8 @@ class AsyncRollouts:
                 task.result()
 
     def can_save(self, done: int) -> bool:
-        """See `RolloutSource.can_save`. Rollouts that older weights began cannot be sampled again, so they must be
-        complete.
+        """See `RolloutSource.can_save`. Rollouts begun with older weights must be complete: they cannot be sampled
+        again.
 
         Waits up to DRAIN_TIMEOUT_S for such rollouts in progress.
         """

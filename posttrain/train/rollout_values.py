@@ -46,9 +46,7 @@ def _call(call: WorkflowCall) -> list[Any]:
 
 
 def _prompt_values(prompt: Prompt) -> list[Any]:
-    """Return a prompt's text, tokens and adapter, and the positions of its images; the images themselves are in the
-    data.
-    """
+    """Return a prompt's text, tokens, adapter and image positions; the images themselves are in the data."""
     images = prompt.images
     return [prompt.text, list(prompt.ids), prompt.adapter, images and [list(images.short_ids), images.length]]
 

@@ -37,8 +37,7 @@ def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:
-    """Return the rows per forward pass: the largest divisor of `size` up to `most` that gives every rank a part of each
-    step.
+    """Return the rows per forward pass: the largest divisor of `size` up to `most` that leaves rows for every rank.
 
     If possible, all ranks have the same number of micro-batches.
     """
@@ -48,7 +47,7 @@ def micro_size(size: int, most: int, ranks: int) -> int:
 
 
 class RowOrder(torch.utils.data.Sampler[int]):
-    """Sampler of the row indices of all steps after `start`, from the endless stream of passes; depends on the seed
+    """Sampler of row indices for all steps after `start`, from the endless stream of passes; depends on the seed
     alone.
     """
 

@@ -36,18 +36,18 @@ PLAIN = ("step", "total_steps", "memory", "sampler_state", "reward_weights")  # 
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRollouts:
     """A step's rollouts before advantages were assigned, and the policy's log-probs [N,T] when last trained on."""
 
     batch: RolloutBatch
     logp: Tensor
 
-    def join(self, more: Saved) -> Saved:
+    def join(self, more: SavedRollouts) -> SavedRollouts:
         """Return the rows of both."""
-        return Saved(join_batches(self.batch, more.batch), join_rows(self.logp, more.logp))
+        return SavedRollouts(join_batches(self.batch, more.batch), join_rows(self.logp, more.logp))
 
 
-def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
+def build_saved(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> SavedRollouts:
     """Return the stored form of a step: `scored` (before advantages) with the log-probs that were computed later.
 
     logp [N,T]: of each row when it was last trained on, 0 = not trained.
@@ -58,10 +58,10 @@ def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
     old = torch.where(trained, old.float(), scored.old_logp if scored.old_logp is not None else engine)
     later = {n: getattr(measured, n) for n in BY_PASS if getattr(measured, n) is not None}
     batch = scored.replace(**{**later, "old_logp": old}, **dict.fromkeys(TOO_LARGE))
-    return Saved(batch.to("cpu"), torch.where(trained, logp, old).cpu())
+    return SavedRollouts(batch.to("cpu"), torch.where(trained, logp, old).cpu())
 
 
-def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
+def gather_saved(own: SavedRollouts, rows_of: OwnRows) -> SavedRollouts | None:
     """Collect the rollouts of all ranks in the order of the step: returned on rank 0, None on other ranks.
 
     own: those of this rank.
@@ -69,7 +69,7 @@ def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
     if rows_of.ranks.count == 1:
         return own
     count = len(rows_of.mine)
-    own = Saved(own.batch.select(list(range(count))), own.logp[:count])
+    own = SavedRollouts(own.batch.select(list(range(count))), own.logp[:count])
     numbers, found = list[int](), None
     for number, (rows, part) in enumerate(distributed.gather_one_by_one((rows_of.mine, own))):
         if number % rows_of.ranks.model_parallel_size == 0:
@@ -78,10 +78,10 @@ def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
     if found is None:
         return None
     order = torch.tensor(numbers).argsort()
-    return Saved(found.batch.select(order), found.logp[order])
+    return SavedRollouts(found.batch.select(order), found.logp[order])
 
 
-def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
+def write(run: Path, step: int, saved: SavedRollouts, *, keep: int) -> None:
     """Write the rollouts of a step and remove all but the newest `keep` files (0: write nothing)."""
     if keep == 0 or not distributed.is_main():
         return
@@ -106,7 +106,7 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
         old.unlink()
 
 
-def cut(run: Path, after: int) -> None:
+def remove_after(run: Path, after: int) -> None:
     """Remove the rollouts of steps after `after` when a run resumes, since it samples those steps again."""
     if distributed.is_main():
         for path in steps(run):
@@ -123,7 +123,7 @@ def steps(run: Path) -> list[Path]:
     return sorted((run / FOLDER).glob("step-*.safetensors"))
 
 
-def read(run: Path, step: int | None = None) -> Saved:
+def read(run: Path, step: int | None = None) -> SavedRollouts:
     """Return the rollouts of a step, by default the newest. Raises UserError if the run has none."""
     found = {_step_of(path): path for path in steps(run)}
     if not found or (step is not None and step not in found):
@@ -141,4 +141,4 @@ def read(run: Path, step: int | None = None) -> Saved:
     for name, value in tensors.items():
         place, _, key = name.partition("/")
         nested = {**nested, place: {**nested.get(place, {}), key: value} if key else value}
-    return Saved(RolloutBatch(**nested, **plain), logp)
+    return SavedRollouts(RolloutBatch(**nested, **plain), logp)

@@ -246,7 +246,7 @@ def check_turns(recipe: RlRecipe, scorer: Scorer, needs: Collection[str]) -> str
     return None
 
 
-def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
+def reward_cost_metrics(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Return `gathered` summed over ranks, with the cost of a step's rewards.
 
     time/rewards: seconds per rank during which reward calls were running, which may overlap with generation.

@@ -99,8 +99,8 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
         verify_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
         notes = [hf_trainer.rows_note(prepared, "row"), shared_rows_note(prepared.kept_rows, held_out or unseen)]
-        if why := trl_model.left_out(causal_of(loaded.model), weighed=trainer.weighing is not None):
-            notes.append(trl_model.UNBALANCED + why)
+        if why := trl_model.why_no_router_loss(causal_of(loaded.model), weighed=trainer.weighing is not None):
+            notes.append(trl_model.NO_ROUTER_LOSS + why)
         with rows_evaluation(recipe, directory, loaded, held_out, losses, terminal.note) as job.evaluation:
             return hf_trainer.train(trainer, job, COLUMNS, notes)
 
@@ -127,6 +127,7 @@ def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: C
 def make_trainer(
     job: Job, examples: Sequence[Example], collate: Collator, behavior: Sequence[Sequence[float]] | None = None
 ) -> Sft:
+    """Build the TRL trainer for these examples. behavior: log-prob of each token under objective.behavior_model."""
     rows = dataset(examples)
     options: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     assert isinstance(job.recipe, SftRecipe)
@@ -187,12 +188,12 @@ class Sft(RunLoop, SFTTrainer):
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
         if self.weighing is not None and self.weighing.by_weights:
             return sum(float(self.weighing.weights(batch).sum()) for batch in batches)
-        return sum(trained_tokens(batch) for batch in batches)
+        return sum(count_trained_tokens(batch) for batch in batches)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        trained = trained_tokens(inputs)
+        trained = count_trained_tokens(inputs)
         if self.weighing is not None:
             loss = self._weighted_loss(self.weighing, model, inputs) / num_items_in_batch
         else:
@@ -200,7 +201,7 @@ class Sft(RunLoop, SFTTrainer):
             for name in ("entropy", "mean_token_accuracy"):
                 self.add(name, self._metrics["train"][name].pop() * trained)
         self.add("trained", trained)
-        self.add("tokens", tokens(inputs))
+        self.add("tokens", count_tokens(inputs))
         return loss
 
     def _weighted_loss(self, weighing: Weighing, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -223,12 +224,12 @@ class Sft(RunLoop, SFTTrainer):
         return {name: sums[name] / max(sums["trained"], 1) for name in names if name in sums}
 
 
-def trained_tokens(batch: Mapping[str, Tensor]) -> int:
+def count_trained_tokens(batch: Mapping[str, Tensor]) -> int:
     """Count the targets in a micro-batch. The first position of a row has no predecessor to predict it from."""
     return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
-def tokens(batch: Mapping[str, Tensor]) -> int:
+def count_tokens(batch: Mapping[str, Tensor]) -> int:
     """Count the tokens in a micro-batch, without padding."""
     mask = batch.get("attention_mask")
     return batch["input_ids"].numel() if mask is None else int(mask.sum())

@@ -1,5 +1,4 @@
-"""SFT objectives on the trainer's micro-batches: weights of trained tokens, and log-probs of the model that wrote the
-data.
+"""SFT objectives on the trainer's micro-batches: token weights, and log-probs under the model that wrote the data.
 
 Only trained tokens are read, row by row, so packed and padded rows get the same weights.
 """
@@ -48,7 +47,7 @@ class Weighing:
 
     @classmethod
     def of(cls, recipe: SftRecipe, tokenizer: Any) -> Weighing | None:
-        """Return the weights of the recipe's objective; None for plain cross-entropy, which the trainer computes
+        """Return the token weights of the recipe's objective; None for cross-entropy, which the trainer computes
         itself.
         """
         section = recipe.objective
@@ -59,8 +58,9 @@ class Weighing:
         return cls(component.function, section.params, frozenset(component.needs), by_weights, tokenizer)
 
     def weights(self, batch: Batch, logp: Tensor | None = None) -> Tensor:
-        """Compute the weights [K] of a micro-batch's trained tokens, in the order of `trained_targets`. logp [K]: of
-        these tokens.
+        """Compute the weights [K] of a micro-batch's trained tokens, in the order of `trained_targets`.
+
+        logp [K]: of these tokens, None = 0.
         """
         is_target = trained_targets(batch)
         targets = batch["labels"][:, 1:][is_target]
@@ -122,8 +122,8 @@ def row_numbers(batch: Batch, is_target: Tensor) -> Tensor:
 
 
 def stack_rows(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """Stack values [K] into [N, L], the tokens of each row one after the other; return the mask of filled cells
-    first.
+    """Stack values [K] into [N, L], the tokens of each row one after the other; return (mask of filled cells,
+    values).
     """
     counts = torch.bincount(rows)
     longest = int(counts.max()) if len(counts) else 0
@@ -176,8 +176,9 @@ def _behavior_model(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
 
 @torch.no_grad()
 def score_examples(loaded: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
-    """Compute the log-probs [T] of each row's tokens under a model, NaN where nothing is trained on. Ranks divide the
-    rows.
+    """Compute the log-probs [T] of each row's tokens under a model, NaN where nothing is trained on.
+
+    Ranks divide the rows.
     """
     packed = loaded.device.type == "cuda" and use_packed_attention(loaded.model)
     sequences = Sequences(tuple(example.ids for example in examples), (1,) * len(examples))

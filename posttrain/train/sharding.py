@@ -5,7 +5,7 @@ forward and backward, in the half precision of its matrix products; weights outs
 head) are gathered in float32, and residuals are float32 too. Gradients are reduce-scattered in float32 and summed, not
 averaged, since losses are divided by denominators of the whole step. With LoRA the frozen base is sharded, in the dtype
 in which it was loaded; the adapter is replicated, and its gradients are all-reduced as without sharding. All ranks must
-run the same number of passes: a rank with fewer micro-batches runs idle ones, see `idle`.
+run the same number of passes: a rank with fewer micro-batches runs idle ones, see `idle_passes`.
 
 In full training each rank writes its shards of a checkpoint and some of the files of the final model
 (`divided_checkpoint`, `model_folder`); a run may resume with another number of ranks. An adapter is saved by rank 0,
@@ -80,9 +80,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
 
 
 def check_plan(section: Model, base_dir: Path, parallel: Parallel) -> None:
-    """Raise ModelError if transformers' plan cannot divide the model; before weights are read, if the architecture is
-    known.
-    """
+    """Raise ModelError if transformers' plan cannot divide the model, if possible before its weights are read."""
     bare = models.skeleton(section.model_copy(update={"lora": None}), base_dir)
     if bare is not None:
         _check_plan_of(bare.model, parallel)
@@ -96,8 +94,7 @@ def _check_plan_of(causal: Any, parallel: Parallel) -> None:
 
 
 def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
-    """Raise ModelError if ranks that run the same tokens get different gradients of a weight that each rank holds
-    whole.
+    """Raise ModelError if ranks that run the same tokens get different gradients of a replicated weight.
 
     This happens if transformers' plan leaves out a weight that each rank applies to its own columns (a trained
     activation). Checked with a pass over a few tokens; all ranks of the run must call this.
@@ -122,7 +119,7 @@ def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
 
 
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
-    """Divide the model in place; the result keeps a skeleton, from which `whole` builds an ordinary model."""
+    """Divide the model in place; the result keeps a skeleton, from which `gather_model` builds an ordinary model."""
     skeleton = without_storage(loaded.model)
     mesh, experts = (make(parallel, distributed.world(), device.type) for make in (weight_mesh, expert_mesh))
     assert mesh is not None
@@ -245,7 +242,7 @@ def keep_without_gradient(model: Any) -> Iterator[None]:
         weight.grad = None
 
 
-def idle(passes: int, loaded: LoadedModel) -> int:
+def idle_passes(passes: int, loaded: LoadedModel) -> int:
     """Return how many passes this rank must add so that all ranks run equally many.
 
     A collective: call it before the first pass of any rank.
@@ -265,14 +262,13 @@ def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) ->
 # --- whole tensors ---
 
 
-def plain(tensor: Any) -> Any:
+def full_tensor(tensor: Any) -> Any:
     """All-gather a DTensor on every rank; other values are returned as they are. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def contiguous_shard(tensor: Tensor) -> Tensor:
-    """Redistribute a packed weight, of which each rank has a part of every block, so that each rank has one contiguous
-    part.
+    """Redistribute a packed weight so that each rank has one contiguous part instead of a part of every block.
 
     DCP cannot store block-wise parts (`tensor_split.Part`). A collective. Other tensors are returned as they are.
     """
@@ -310,7 +306,7 @@ def _block_parts(tensor: Tensor) -> dict[int, Part]:
     return {n: Part(p.dim, p.split_factor) for n, p in of_tensor if hasattr(p, "split_factor")}
 
 
-def part_of(full: Tensor, like: DTensor) -> DTensor:
+def shard_like(full: Tensor, like: DTensor) -> DTensor:
     """Shard a tensor that every rank has, as `like` is sharded."""
     full = full.to(like.device)
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
@@ -324,11 +320,11 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(distinct.values())
 
 
-def whole(loaded: LoadedModel) -> LoadedModel:
-    """Gather a sharded model into an ordinary one on rank 0's host; a collective. Other ranks get their sharded model
-    back.
+def gather_model(loaded: LoadedModel) -> LoadedModel:
+    """Gather a sharded model into an ordinary one on rank 0's host; a collective.
 
-    Weights are all-gathered one at a time. A model that is not sharded is returned as it is.
+    Other ranks get their sharded model back. Weights are all-gathered one at a time. A model that is not sharded is
+    returned as it is.
     """
     if loaded.skeleton is None:
         return loaded
@@ -336,7 +332,7 @@ def whole(loaded: LoadedModel) -> LoadedModel:
     found: dict[int, Tensor] = {}  # tied weights stay one tensor
     for name, tensor in loaded.model.state_dict(keep_vars=True).items():
         if id(tensor) not in found:
-            full = plain(tensor.detach())
+            full = full_tensor(tensor.detach())
             found[id(tensor)] = full.cpu() if distributed.is_main() else full.new_empty(0)
         state[name] = found[id(tensor)]
     if not distributed.is_main():
@@ -347,7 +343,7 @@ def whole(loaded: LoadedModel) -> LoadedModel:
     return dataclasses.replace(loaded, model=model, skeleton=None)
 
 
-def fill(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
+def copy_weights(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
     """Copy whole weights into a divided model; return the names of its weights that `weights` lacks."""
     missing = []
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -361,7 +357,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
 @torch.no_grad()
 def copy_whole(tensor: Tensor, value: Tensor) -> None:
     """Copy a whole value, which every rank has, into a tensor that may be divided."""
-    local(tensor).copy_(local(part_of(value, tensor)) if isinstance(tensor, DTensor) else value)
+    local(tensor).copy_(local(shard_like(value, tensor)) if isinstance(tensor, DTensor) else value)
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -373,5 +369,5 @@ def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
             values = state["state"].get(number, {})
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    values[key] = part_of(value, parameter)
+                    values[key] = shard_like(value, parameter)
     return state

@@ -1,6 +1,4 @@
-"""What `posttrain data inspect` adds to the report of an rl recipe besides its prompts: variants, workflow prompts,
-given solutions.
-"""
+"""Additions of an rl recipe to the report of `posttrain data inspect`: variants, workflow prompts, given solutions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Notes before a run's first step: trained weights, learning rate, too few rows, evaluation rows among training
-rows.
-"""
+"""Notes before a run's first step: trained weights, learning rate, too few rows, evaluation rows in training data."""
 
 from __future__ import annotations
 

@@ -97,13 +97,12 @@ def micro_batches(s: Step, rates: Rates) -> int:
 
 
 def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
-    """Return the bytes that a rank receives for a step's updates: from ranks with parts of its weights, and from
-    copies.
+    """Return the bytes that a rank receives for a step's updates: (from its sharding group, from replicas).
 
     Divided weights are gathered twice per micro-batch (forward, backward), layers in two bytes per number and other
-    weights in four, and gradients are sent in four bytes after each; without division, and between copies, a ring sums
-    the gradients once per update. With an adapter, gradients are the adapter's. Ranks that divide a row exchange keys
-    and values of all of it, and the last states.
+    weights in four, and gradients are sent in four bytes after each; without division, and between replicas, a ring
+    sums the gradients once per update. With an adapter, gradients are the adapter's. Ranks that divide a row exchange
+    keys and values of all of it, and the last states.
     """
     if s.ranks == 1:
         return 0.0, 0.0
@@ -145,8 +144,7 @@ def network_rate(group: int, rates: Rates) -> float:
 
 
 def decode_seconds(shape: Shape, s: Step, rates: Rates) -> float:
-    """Return the time until an engine's last rollout is complete: decoding steps, each as long as the host or the GPU
-    takes.
+    """Return the time until an engine's last rollout is complete: decoding steps, each limited by host or GPU.
 
     The GPU reads its part of the weights (for a mixture of experts, of the experts to which some row is routed) and the
     keys of all rows; as many rows run together as fit into memory.
@@ -168,7 +166,7 @@ def decode_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 
 def sync_seconds(shape: Shape, s: Step, rates: Rates) -> float:
-    """Return the time to send weights (or the adapter) from one rank to each engine; divided weights are gathered
+    """Return the time to send weights (or the adapter) from one rank to each engine, gathering divided weights
     first.
     """
     size = 4 * shape.adapter or 2 * shape.parameters

@@ -77,8 +77,7 @@ class Part:
 
 
 def plan_of(causal: Any, count: int) -> dict[str, str]:
-    """Return the tensor-parallel style of each module and weight of a model, by name, for `count` ranks; layer indices
-    are `*`.
+    """Return the tensor-parallel style of each module and weight for `count` ranks, by name with layer indices as `*`.
 
     A head whose vocabulary cannot be divided evenly stays whole; embeddings tied to a divided head are divided with it.
     Raises ModelError for an architecture without a plan, and for a plan that posttrain cannot follow.
@@ -148,7 +147,7 @@ def _names(causal: nn.Module) -> Iterator[str]:
 
 
 class Divider:
-    """Shards the weights of a model over the ranks of `mesh`, and replaces its modules' `forward` by tensor-parallel
+    """Shards a model's weights over the ranks of `mesh`, and replaces its modules' `forward` by tensor-parallel
     ones.
     """
 
@@ -205,8 +204,9 @@ class Divider:
                 raise _not_followed(f"a {type(module).__name__} ({name}) in parts")
 
     def _connect_columns(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Make a layer column-parallel: it and an adapter's B, biases included, compute this rank's part of the
-        outputs.
+        """Make a layer column-parallel: it computes this rank's part of the outputs.
+
+        So does an adapter's B. Biases are included in both.
         """
         base.forward = lambda x: functional.linear(x, local(base.weight), local(base.bias))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_B", Part(0, 2 if style == "packed_colwise" else 1))
@@ -225,10 +225,10 @@ class Divider:
             setattr(module, VOCABULARY_SHARD, VocabularyShard(forward, self.group, first))
 
     def _connect_rows(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Make a layer row-parallel: its inputs, and those of an adapter's A, are this rank's part; outputs are
-        all-reduced.
+        """Make a layer row-parallel: its inputs are this rank's part, and its outputs are all-reduced.
 
-        Each bias is added once: the layer's after the sum, biases of adapters by the first rank.
+        An adapter's A takes the same part. Each bias is added once: the layer's after the sum, an adapter's by the
+        first rank.
         """
         base.forward = lambda x: functional.linear(x, local(base.weight))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_A", Part(1))
@@ -286,9 +286,7 @@ class Divider:
         module.forward = forward
 
     def _connect_embedding(self, module: Any) -> None:
-        """Make embeddings vocabulary-parallel: embeddings of other ranks' tokens are 0 here, then all are summed over
-        ranks.
-        """
+        """Make embeddings vocabulary-parallel: embeddings of other ranks' tokens are 0, and outputs are all-reduced."""
         run, size = module.forward, module.weight.shape[0] // self.count
         first = self.rank * size
         if module.padding_idx is not None:

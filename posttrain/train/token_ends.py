@@ -11,11 +11,11 @@ MAX_CACHED = 1 << 20  # tokens and token pairs whose length is cached
 
 
 def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Return the character of a completion's text at which each token ends, from what a token adds to the one before
-    it.
+    """Return the character of a completion's text at which each token ends.
 
-    A token is not decoded alone: some tokenizers then drop a leading space, and a character may consist of two tokens.
-    A character of more tokens (rare scripts, emoji) may shift the ends after it by a character or two.
+    Computed from what a token adds to the previous one, not from the token alone: some tokenizers drop the leading
+    space of a single token, and a character may consist of two tokens. A character of more tokens (rare scripts, emoji)
+    may shift the ends after it by a character or two.
     """
     rows: list[tuple[int, ...]] = [*zip(ids, strict=True), *itertools.pairwise(ids)]
     known = _lengths(tokenizer)

@@ -20,7 +20,7 @@ from posttrain.train.tensor_split import vocabulary_shard
 ROUTER = ("output_router_logits", "router_aux_loss_coef")
 EXPERTS = ("num_experts", "num_experts_per_tok")
 IGNORED = -100  # the label of a token that is not scored
-UNBALANCED = "the router's load-balancing loss is left out: "  # beginning of a note; the reason follows
+NO_ROUTER_LOSS = "the router's load-balancing loss is left out: "  # beginning of a note; the reason follows
 
 
 @contextlib.contextmanager
@@ -58,9 +58,8 @@ def has_router(causal: Any) -> bool:
     return hasattr(causal.config.get_text_config(), ROUTER[0])
 
 
-def left_out(causal: Any, *, weighed: bool) -> str:
-    """Return why a mixture of experts is trained without the router's loss; "" if the loss is computed or there is no
-    router.
+def why_no_router_loss(causal: Any, *, weighed: bool) -> str:
+    """Return why the router's load-balancing loss is left out; "" if it is computed or the model has no router.
 
     weighed: the objective weights tokens, which TRL's loss does not support.
     """
@@ -73,7 +72,7 @@ def left_out(causal: Any, *, weighed: bool) -> str:
 
 def check_router(causal: Any, coefficient: float | None, *, weighed: bool) -> None:
     """Raise ModelError for a coefficient of the router's loss that would multiply nothing."""
-    why = left_out(causal, weighed=weighed) if has_router(causal) else "the model has no router"
+    why = why_no_router_loss(causal, weighed=weighed) if has_router(causal) else "the model has no router"
     if coefficient and why:
         raise ModelError(f"objective.router_aux_loss does nothing: {why}", hint="remove it")
 

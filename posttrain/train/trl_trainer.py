@@ -1,5 +1,5 @@
-"""Construction of a TRL trainer around posttrain's model and optimiser, with the Hugging Face trainer's own decisions
-off.
+"""Construction of a TRL trainer around posttrain's model and optimiser, with the HF trainer's own decisions
+disabled.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from posttrain.train.hf_trainer import Job
 
 
 def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
-    """Build a TRL trainer of class `kind` around the job's model and optimiser. options: settings of this kind of
-    trainer.
+    """Build a TRL trainer of class `kind` around the job's model and optimiser.
+
+    options: settings of this kind of trainer. parts: data set and collator.
     """
     check_head(job.loaded)
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
@@ -61,9 +62,7 @@ def check_head(loaded: LoadedModel) -> None:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Return settings of the Hugging Face trainer, which decides neither learning rate nor row order nor random
-    seeds.
-    """
+    """Return the Hugging Face trainer's settings: it decides neither learning rate nor row order nor seeds."""
     on_gpu = job.loaded.device.type == "cuda"
     clip = job.recipe.optim.max_grad_norm
     return {

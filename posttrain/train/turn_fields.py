@@ -47,8 +47,8 @@ def _turn_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
 
 
 def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Number the turns of each group: turns share a number if they write the same after the same reply and get the same
-    reply.
+    """Number the turns of each group by (text shown before, text written, text shown after): equal turns share a
+    number.
     """
     members: dict[int, list[int]] = {}
     for n, rollout in enumerate(rollouts):
@@ -80,8 +80,8 @@ def _replies(rollout: Rollout) -> list[str]:
 
 
 def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | None) -> Tensor:
-    """Number the turns of each group: turns share a number if the same was shown before them; before the first, the
-    prompt.
+    """Number the turns of each group by what was shown before them, for a first turn the prompt; equal ones share a
+    number.
 
     similarity: see `state_numbers`.
     """
@@ -111,8 +111,9 @@ def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
 
 
 def _legal_returns(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Return the return of each legal action in the state before the first turn, in the environment's order;
-    NaN-padded.
+    """Return the return of each legal action in the state before the first turn, in the environment's order.
+
+    NaN-padded to the largest number of actions.
     """
     del width
     returns = [list(r.turns[0].returns.values()) if r.turns else [] for r in rollouts]

@@ -28,6 +28,7 @@ class Sums(dict[str, Any]):
     """Sums by name. Tensors stay on their device until the numbers are read: micro-batches never wait for the GPU."""
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
+        """Add values by name; tensors are detached and summed in float64."""
         for name, value in values.items():
             self[name] = self.get(name, 0.0) + (value.detach().double() if isinstance(value, Tensor) else value)
 
@@ -47,8 +48,7 @@ class UpdateStats:
 
 
 def rows_of_step(p: TrainContext, batch: RolloutBatch, step: int) -> OwnRows:
-    """Return the rows of each update of a step, all assigned to this process; `own_rows.assign_rows` divides them among
-    ranks.
+    """Return the rows of each update of a step, all assigned to this process (for several: `own_rows.assign_rows`).
 
     batch: with its advantages.
     """

@@ -21,7 +21,7 @@ from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
-from posttrain.train.roles import APART
+from posttrain.train.roles import GROUP_STRIDE
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
 TRIALS = 10  # prompts, and random draws for each, whose variants are built before a run to estimate their length
@@ -30,8 +30,9 @@ Sample = Callable[..., list[Rollout]]  # (prompts, seed=, share=, finish=) -> sc
 
 @dataclass(frozen=True)
 class PromptVariants:
-    """The recipe's kind of prompt variants, bound to the data. solutions: uid -> tokens of the row's solution, if
-    any.
+    """The recipe's kind of prompt variants, bound to the data.
+
+    solutions: uid -> tokens of the row's solution, for rows that have one.
     """
 
     name: str  # key of the kind's memory in checkpoints
@@ -65,9 +66,7 @@ class PromptVariants:
         return replace(found, room=room + _tried_growth(found, prompts))
 
     def ask(self, prompt: Prompt, rounds: Sequence[Outcome], *, step: int, seed: int, memory: Any) -> list[Variant]:
-        """Return the variants of a prompt's next round. An error in a user's function is reported with the prompt's
-        row.
-        """
+        """Return the variants of a prompt's next round. An error in a user's function names the prompt's row."""
         asked = Asked(
             uid=prompt.uid,
             question=self.question(prompt),
@@ -97,8 +96,9 @@ class PromptVariants:
         return found
 
     def apply(self, prompt: Prompt, variant: Variant) -> Prompt:
-        """Return the prompt that the engine gets: rendered again if its messages change, with the beginning of the
-        answer if any.
+        """Return the prompt that the engine gets, with the beginning of the answer if the variant has one.
+
+        Rendered again if the variant changes its messages.
         """
         text, ids, prompt_images = prompt.text, prompt.ids, prompt.images
         if variant.system is not None or variant.user != "{prompt}" or variant.prefill:
@@ -174,9 +174,7 @@ def solution_tokens(prompts: Sequence[Prompt], column: str, tokenizer: Any) -> d
 
 
 def _longest_text(params: Mapping[str, Any], tokenizer: Any) -> int:
-    """Return the tokens of the longest text among a kind's keys, plus what its key `max_tokens` says that it may
-    add.
-    """
+    """Return the tokens of the longest text among a kind's keys, plus those that its key `max_tokens` may add."""
 
     def texts(value: Any) -> list[str]:
         if isinstance(value, str):
@@ -228,7 +226,7 @@ def sample_in_rounds(
             groups: dict[int, int] = {}
             for n, variant in chosen.items():
                 apart[n] += variant.apart
-                groups[n] = first_group + n + (APART * apart[n] if variant.apart else 0)
+                groups[n] = first_group + n + (GROUP_STRIDE * apart[n] if variant.apart else 0)
             found = sample(
                 [variants.apply(p, chosen[n]) if n in chosen else p for n, p in enumerate(drawn)],
                 seed=derive(seed, "round", number, index) if number or index else seed,
@@ -258,9 +256,7 @@ def _finish(
 
 
 def _tried_growth(variants: PromptVariants, prompts: Sequence[Prompt]) -> int:
-    """Return how many tokens variants of a few prompts add to the prompt at most, for texts that a kind writes
-    itself.
-    """
+    """Return the most tokens that variants of a few prompts add to the prompt, for texts that a kind writes itself."""
     few = prompts[:: max(1, len(prompts) // TRIALS)][:TRIALS]
     tried = [(p, one) for p in few for draw in range(TRIALS) for one in variants_if_unsolved(variants, p, draw=draw)]
     return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in tried), default=0)

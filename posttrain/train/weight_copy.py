@@ -28,9 +28,7 @@ class WeightCopy:
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[Any]:
-        """Context manager in which `model` has the copy's weights, in eval mode without gradients; restores it
-        afterwards.
-        """
+        """Context manager in which `model` has the copy's weights, in eval mode and without gradients."""
         saved, training = {name: weight.data for name, weight in trained_parameters(model)}, model.training
         model.eval()
         try:

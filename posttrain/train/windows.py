@@ -13,9 +13,9 @@ from posttrain.rollout.engine import GenerationBatch
 from posttrain.seeds import derive
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
+from posttrain.train.roles import GROUP_STRIDE
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
 from posttrain.train.scoring import score_while_sampling
-from posttrain.train.variants import APART
 from posttrain.verify.failures import Calls, Failures, combine_calls
 
 
@@ -63,7 +63,7 @@ def continue_share(ctx: TrainContext, state: State, counts: dict[str, Any]) -> t
                 first_group=ctx.recipe.rollout.prompts_per_step,
                 share=range(ctx.ranks.number, len(begun), ctx.ranks.count),
             ),
-            apart=APART,
+            apart=GROUP_STRIDE,
             grade=scored.grade,
             metrics=counts,
             begun=[rollout.segments for rollout in begun],

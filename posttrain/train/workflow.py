@@ -20,7 +20,7 @@ from posttrain.recipe.rollout_sections import Workflow
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import MOST_ROLLOUTS, Shape
 from posttrain.shapes.protocol import Ended, Remembered
-from posttrain.train.roles import APART
+from posttrain.train.roles import GROUP_STRIDE
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
 from posttrain.workflows.protocol import Learned, Made, Outcome
 
@@ -96,7 +96,7 @@ def learn_from(
         raise _wrong_learned(shape, found, "posttrain.workflows.protocol.Learned")
     wanted = {row["prompt"] for row, _ in found.again}
     by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted} if wanted else {}
-    first = 1 + max((one.group % APART for one in rollouts), default=0)
+    first = 1 + max((one.group % GROUP_STRIDE for one in rollouts), default=0)
     again = [_as_stored(row, by_uid, advantage, first + k) for k, (row, advantage) in enumerate(found.again)]
     return LearnedStep(now, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
 

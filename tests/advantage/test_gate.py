@@ -81,7 +81,7 @@ def test_unknown_rows_count_neither_way(groups: Groups) -> None:
     assert rates.nan_to_num(nan=-1).tolist() == [1.0, -1.0, 0.0]
     assert batch.correct is not None
     assert torch.allclose(row_pass_rates(batch.correct, batch.group_ids), rates[key], equal_nan=True)
-    assert preflight.counts(batch) == [(1, 1), (0, 1)]
+    assert preflight.correct_by_group(batch) == [(1, 1), (0, 1)]
 
 
 def test_a_group_that_nobody_judged_is_nowhere_taken_for_right(groups: Groups) -> None:

@@ -32,7 +32,7 @@ def save_behind(root: Path) -> None:
         loaded = sharding.load(Model(path="tiny", shard=True), Path(), seed=0)
         optimizer = AdamW(loaded.model.parameters())
         go_on(loaded, optimizer)
-        first = sharding.plain(next(loaded.model.parameters()).detach()).clone()
+        first = sharding.full_tensor(next(loaded.model.parameters()).detach()).clone()
         may_write = threading.Event()
         write_with(lambda: may_write.wait(60))
         save(root, 1, loaded, optimizer)
@@ -48,7 +48,7 @@ def save_behind(root: Path) -> None:
         divided_checkpoint.wait_for_save()
         distributed.run_on_rank0(damage, checkpoints.folder_for(root, 2))  # whichever rank it is that hashes the file
         assert checkpoint.restore(root, restored, another) == checkpoint.State(step=1)
-        assert torch.equal(sharding.plain(next(restored.model.parameters()).detach()), first)
+        assert torch.equal(sharding.full_tensor(next(restored.model.parameters()).detach()), first)
         write_with(fail_on_rank1)
         save(root, 3, loaded, optimizer)
         try:
@@ -111,7 +111,7 @@ def save_adapters(root: Path) -> None:
         for own in parameters_by_adapter(loaded.model).values():
             for weight in own:
                 torch.nn.init.normal_(weight, std=0.1)
-        sharding.whole = None  # type: ignore[assignment]  # no rank builds the model
+        sharding.gather_model = None  # type: ignore[assignment]  # no rank builds the model
         report = model_folder.save_model(loaded, root)
         assert report["kind"] == "adapters" and {*report["adapters"]} == {"one", "two"}, report
         assert max(part["logit_gap"] for part in report["adapters"].values()) < 1e-4, report

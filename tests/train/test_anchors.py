@@ -86,5 +86,5 @@ def test_a_policy_is_said_once(dpo_recipe: Any, opened: Any, tmp_path: Path) -> 
 
 def test_where_log_probs_come_from_is_told(dpo_recipe: Any) -> None:
     named = dpo_recipe(loss={"use": "inpo"}, anchors={"reference": "first"}).anchors
-    told = pair_columns.origin(frozenset({"ref_logp", "prev_logp"}), {}, "tiny", named)
+    told = pair_columns.origin_note(frozenset({"ref_logp", "prev_logp"}), {}, "tiny", named)
     assert told == "reference: first; previous policy: the starting policy (tiny)"

@@ -1,4 +1,4 @@
-"""Saved rollouts read back as written, and other methods on them."""
+"""SavedRollouts rollouts read back as written, and other methods on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.errors import UserError
 from posttrain.recipe.load import load_dict
 from posttrain.train import saved_rollouts
 from posttrain.train.compare_methods import compare, summarize, tabulate_rows
-from posttrain.train.saved_rollouts import Saved
+from posttrain.train.saved_rollouts import SavedRollouts
 
 
 def resolved(**changes: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def resolved(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def saved() -> Saved:
+def saved() -> SavedRollouts:
     """Groups (1, 0) and (1, 1), 2 tokens a row; row 0 has moved by a ratio of 2, row 1 by 1/2."""
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 0, 1, 1]),
@@ -52,10 +52,10 @@ def saved() -> Saved:
         reward_weights={"b": 1.0},
     )
     moved = torch.tensor([2.0, 0.5, 1, 1]).log()[:, None]
-    return Saved(batch, batch.old_logp + moved)
+    return SavedRollouts(batch, batch.old_logp + moved)
 
 
-def test_written_and_read_back(saved: Saved, tmp_path: Path) -> None:
+def test_written_and_read_back(saved: SavedRollouts, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saved_rollouts.write(tmp_path, step, saved, keep=2)
     assert [path.name for path in saved_rollouts.steps(tmp_path)] == [
@@ -73,22 +73,22 @@ def test_written_and_read_back(saved: Saved, tmp_path: Path) -> None:
         saved_rollouts.read(tmp_path / "nowhere")
 
 
-def test_nothing_is_written_where_none_are_kept(saved: Saved, tmp_path: Path) -> None:
+def test_nothing_is_written_where_none_are_kept(saved: SavedRollouts, tmp_path: Path) -> None:
     saved_rollouts.write(tmp_path, 1, saved, keep=0)
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_rows_that_were_not_trained_on_take_the_engine_s_numbers(saved: Saved) -> None:
+def test_rows_that_were_not_trained_on_take_the_engine_s_numbers(saved: SavedRollouts) -> None:
     """Row 1 was skipped (log-probs 0); the engine said -3 for it."""
     scored = saved.batch.replace(old_logp=None, rollout_logp=torch.full((4, 2), -3.0))
     logp = torch.tensor([[-1.0, -1.0], [0, 0], [-1, -1], [-1, -1]])
-    kept = saved_rollouts.of(scored, scored.replace(old_logp=logp - 0.5, hidden=torch.ones(4, 2, 3)), logp)
+    kept = saved_rollouts.build_saved(scored, scored.replace(old_logp=logp - 0.5, hidden=torch.ones(4, 2, 3)), logp)
     assert kept.batch.old_logp is not None and kept.batch.hidden is None
     assert kept.batch.old_logp[:, 0].tolist() == [-1.5, -3.0, -1.5, -1.5]
     assert kept.logp[:, 0].tolist() == [-1.0, -3.0, -1.0, -1.0]
 
 
-def test_methods_by_hand(saved: Saved) -> None:
+def test_methods_by_hand(saved: SavedRollouts) -> None:
     """grpo: A = +-0.7071 (less eps), and the clip at 0.2 cuts both rows: A > 0 with ratio 2, A < 0 with ratio 1/2.
 
     cispo keeps every token; dapo drops the group that is all right; verl_rank needs what is not saved.
@@ -108,7 +108,7 @@ def test_methods_by_hand(saved: Saved) -> None:
     assert rows[2]["dapo: A"] is None and rows[2]["grpo: A"] == 0.0 and rows[0]["cispo: push"] > 0
 
 
-def test_the_command(saved: Saved, tmp_path: Path) -> None:
+def test_the_command(saved: SavedRollouts, tmp_path: Path) -> None:
     (tmp_path / "resolved.json").write_text(json.dumps(resolved()))
     saved_rollouts.write(tmp_path, 5, saved, keep=1)
     call = CliRunner().invoke

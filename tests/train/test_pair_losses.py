@@ -171,7 +171,7 @@ def test_what_is_told_of_lengths_and_labels() -> None:
     told = "1.5 tokens chosen, 2.5 rejected on average; the chosen side is longer in 50% of the pairs"
     assert preference.lengths_note(pairs) == told
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
-    assert pair_columns.labels([1.0, 1.0, 0.0], weights) == (
+    assert pair_columns.labels_note([1.0, 1.0, 0.0], weights) == (
         "2 good answers, 1 bad ones; weighted, 2.00 good to 1 bad; 1 to 1.33 is advised"
     )
-    assert pair_columns.labels([1.0, 0.0], weights) == "1 good answers, 1 bad ones; weighted, 1.00 good to 1 bad"
+    assert pair_columns.labels_note([1.0, 0.0], weights) == "1 good answers, 1 bad ones; weighted, 1.00 good to 1 bad"

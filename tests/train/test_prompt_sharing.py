@@ -140,7 +140,7 @@ def test_what_is_shared_and_what_it_costs() -> None:
     assert prompts.shared_token_counts(range(8)) == [0, 0, 15, 15, 0, 11, 15, 15]
     assert prompts.shared_token_counts([7, 5, 3]) == [0, 0, 15], "the first in a line is whole"
     assert prompts.cost([0, 2]) == 19 + 17 - 13, "an eighth of the 15 tokens stays: their keys and values"
-    assert prompts.pays() and not Prompts.of([(1, 2, 3, 4, 5)] * 2, [2, 2]).pays()
+    assert prompts.is_worthwhile() and not Prompts.of([(1, 2, 3, 4, 5)] * 2, [2, 2]).is_worthwhile()
 
 
 def test_rows_of_a_prompt_come_together_as_far_as_there_is_room() -> None:

@@ -22,7 +22,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, scoring
 from posttrain.train.collate import rollout_batch
 from posttrain.train.rl_metrics import rollout_metrics
-from posttrain.train.scoring import EarlyScoring, throughput
+from posttrain.train.scoring import EarlyScoring, reward_cost_metrics
 from posttrain.verify.pool import Worker
 from posttrain.verify.score import Sample, Scorer
 
@@ -214,12 +214,12 @@ def test_what_rewards_cost_is_told(recipe: Any, opened: Opened) -> None:
 
 def test_throughput_of_two_ranks() -> None:
     """Each was busy for 2 of the 4 seconds that the sum says, and scored half of the 40 rows."""
-    found = throughput({"reward": 1, "time/rewards": 4.0, "time/rewards/a": 8.0, "time/rewards/rows": 40}, 2)
+    found = reward_cost_metrics({"reward": 1, "time/rewards": 4.0, "time/rewards/a": 8.0, "time/rewards/rows": 40}, 2)
     assert found == {
         **{"reward": 1, "time/rewards": 2.0, "time/rewards/rows_per_s": 20.0},
         **{"time/rewards/a/seconds": 8.0, "time/rewards/a/call": 0.2},
     }
-    assert throughput({"reward": 1}, 2) == {"reward": 1}
+    assert reward_cost_metrics({"reward": 1}, 2) == {"reward": 1}
 
 
 def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(

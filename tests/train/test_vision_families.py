@@ -122,7 +122,7 @@ def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel) -> N
     read = list[int]()
     model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"].numel()), with_kwargs=True)
     packs = use_packed_attention(seeing.model) and packs_images(seeing)
-    assert rows.prompts.numbers == (0, 1, 2, 0, 3, 1, 2, 0, 3) and rows.prompts.pays()
+    assert rows.prompts.numbers == (0, 1, 2, 0, 3, 1, 2, 0, 3) and rows.prompts.is_worthwhile()
     passes.clear()
     read.clear()
     for line in (False, True) if packs else (False,):
