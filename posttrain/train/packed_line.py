@@ -32,7 +32,7 @@ class Packed:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:
-        """Build the layout of rows of these lengths, each attending to itself only."""
+        """Build the packed line of rows of these lengths, each attending to itself only."""
         return cls(ends_of(lengths, device), tuple(lengths), max(lengths))
 
     @classmethod
