@@ -240,15 +240,14 @@ def test_a_key_that_belongs_to_another_and_that_no_function_reads_is_left_out(fo
     unused = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.1}
     assert left_out(imported(folder, VERL | unused)) == {}
     command = f"{OPENRLHF} --advantage_estimator group_norm --dynamic_filtering --dynamic_filtering_reward_range"
-    assert (
-        "all right or all wrong" in left_out(imported(folder, f"{command} 0.2 0.8"))["dynamic_filtering_reward_range"]
-    )
+    told = left_out(imported(folder, f"{command} 0.2 0.8"))
+    assert "all-correct and all-wrong groups" in told["dynamic_filtering_reward_range"]
     assert left_out(imported(folder, f"{command} 0 1")) == {}
 
 
 def test_what_changes_the_samples_or_the_rows_is_not_dropped_in_silence(folder: Path) -> None:
     told = left_out(imported(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
-    assert "completions are drawn" in told["actor_rollout_ref.rollout.do_sample"]
+    assert "completions are sampled" in told["actor_rollout_ref.rollout.do_sample"]
     rows = [{"path": "org/rows", "type": "chat_template", "revision": "v1"}]
     assert "the newest rows" in left_out(imported(folder, AXOLOTL | {"datasets": rows}))["datasets.0.revision"]
     trl = {"trl": {"num_generations": 4, "sync_ref_model": True, "min_p": 0.1, "importance_sampling_level": "token"}}

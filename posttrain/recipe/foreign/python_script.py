@@ -218,7 +218,7 @@ class Training:
             shown = [one for one in found.keywords if one.arg != "bnb_4bit_compute_dtype"]  # model.dtype
             self.put_keywords(ast.Call(found.func, [], shown), {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"})
         else:
-            self.leave("quantization_config", value, "write `model.quantize: nf4` beside `model.lora`")
+            self.leave("quantization_config", value, "write `model.quantize: nf4` with `model.lora`")
 
     def read_adapter(self, value: ast.expr) -> None:
         """Read the keywords of a LoraConfig, or of a function with the same keywords."""
