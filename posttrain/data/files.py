@@ -70,7 +70,7 @@ def read(path: Path, stop: int | None) -> list[Record]:
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, OSError) as cause:
         if isinstance(cause, OSError) and cause.errno is not None:
             raise
-        raise DataError(f"cannot be unpacked: {cause}", where=display_path(path)) from cause
+        raise DataError(f"cannot be decompressed: {cause}", where=display_path(path)) from cause
     if not found:
         raise DataError("the file has no rows", where=display_path(path))
     return found

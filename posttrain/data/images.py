@@ -56,7 +56,7 @@ def collect_images(row: Row, where: str, folder: Path, limits: ImageLimits) -> R
         found[name] = [_replace_image_parts(message, own) for message in row[name]]
     if own and values:
         raise DataError(
-            f"images stand in the messages and in `{listed[0]}`", where=where, hint="name each of them once"
+            f"images are given both in the messages and in `{listed[0]}`", where=where, hint="name each of them once"
         )
     sources = [_resolve_source(value, f"image {n + 1}", where, folder, limits) for n, value in enumerate(own or values)]
     return {**found, "images": sources} if sources else found
@@ -234,7 +234,7 @@ def expand_placeholders(
                 _expand_text(text, (), {}, reader)
         return None
     if not section.chat:
-        raise DataError("`data.chat: false` writes texts alone, and the rows have images", hint="remove `chat: false`")
+        raise DataError("`data.chat: false` writes text only, and the rows have images", hint="remove `chat: false`")
     limits = section.image
     found: list[Text] = []
     wrong: list[Problem] = []
@@ -263,7 +263,7 @@ def _expand_text(text: Text, images: Sequence[Image], row: Mapping[str, Any], re
         raise DataError(
             f"the chat template writes {count_noun(count, 'place')} for {count_noun(len(images), 'image')}",
             allowed=f"`{reader.placeholder}` once for each image",
-            hint="a text that has it itself, or a `model.chat_template` that writes no images",
+            hint="check for a placeholder in the text itself, or a `model.chat_template` that writes no images",
         )
     used, pieces = iter(images[:count]), []
     for piece in text.pieces:

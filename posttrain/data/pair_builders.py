@@ -165,9 +165,8 @@ def _temporal(pool: list[Record], options: Options) -> BuildResult:
 
 def _versus_past(pool: list[Record], options: Options) -> BuildResult:
     """Pair each answer of the policy with one of the reference (XPO); the higher score is chosen."""
-    both = zip(
-        _indices_of(pool, "own"), _indices_of(pool, "past"), strict=False
-    )  # the shorter list sets the number of pairs
+    # the shorter list sets the number of pairs
+    both = zip(_indices_of(pool, "own"), _indices_of(pool, "past"), strict=False)
     scored = [(a, b, _read_score(pool[a], "reward"), _read_score(pool[b], "reward")) for a, b in both]
     ranked = [((a, b) if x > y else (b, a)) for a, b, x, y in scored if x is not None and y is not None and x != y]
     return BuildResult([c for c in ranked if not _is_truncated(pool[c[0]])][: options.max_pairs], "all scores equal")
@@ -277,7 +276,9 @@ def _read_flag(record: Record, name: Flag, options: Options, default: bool) -> b
         return default
     scores = record.get("scores") or {}
     if component not in scores:
-        raise DataError(f"no reward `{component}` in the completions", allowed=f"theirs: {', '.join(scores) or 'none'}")
+        raise DataError(
+            f"no reward `{component}` in the completions", allowed=f"rewards: {', '.join(scores) or 'none'}"
+        )
     return bool(scores[component])
 
 

@@ -117,7 +117,7 @@ def _collect_pools(
             uid = str(record["uid"])
             if uid not in sources:
                 raise DataError(
-                    f"no row `{uid}` in the recipe's data", hint="give the recipe that the completions are of"
+                    f"no row `{uid}` in the recipe's data", hint="give the recipe that sampled these completions"
                 )
             pools.setdefault(uid, []).append({**record, "source": source})
     for uid, pool in pools.items():

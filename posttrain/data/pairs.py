@@ -265,7 +265,7 @@ def tournament(pref: Table) -> Tournament:
     """
     size = len(pref)
     if size < 2 or size & (size - 1):
-        raise DataError(f"a tournament of {count_noun(size, 'answer')}", allowed="2, 4, 8, ... answers a prompt")
+        raise DataError(f"a tournament of {count_noun(size, 'answer')}", allowed="2, 4, 8, ... answers per prompt")
     matches = 0
 
     def play(players: Sequence[int]) -> list[tuple[int, int]]:

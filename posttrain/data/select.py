@@ -85,7 +85,7 @@ def pass_rates_of(rows: Sequence[Row], run: str, base_dir: Path) -> dict[str, fl
     missing = [row["uid"] for row in rows if row["uid"] not in rates]
     if missing:
         raise DataError(
-            f"{run} has measured {len(rows) - len(missing)} of {count_noun(len(rows), 'row')}",
+            f"{run} has pass rates of {len(rows) - len(missing)} of {count_noun(len(rows), 'row')}",
             hint="evaluate the same `data` (source, skip, size); rows that could not be scored have no rate",
         )
     return rates

@@ -105,7 +105,7 @@ def filter_tokens(
         first_order = a * scale * inner
     else:
         if m is None or v is None:
-            raise ValueError("the model of Adam's step needs its moments")
+            raise ValueError("optimizer `adam` needs its moments m and v")
         g = a[..., None, None] * e[..., None] * hidden[..., None, :]
         direction = adam_direction(g, m=m, v=v, step=step, beta1=beta1, beta2=beta2, eps=eps)
         u, scale = (direction * hidden[..., None, :]).sum(-1), torch.ones_like(a)

@@ -141,7 +141,8 @@ def mean_history_logp(history: Tensor | None, weights: tuple[float, ...] | None)
     given = torch.ones(len(history)) if weights is None else torch.as_tensor(weights)[: len(history)]
     if len(given) < len(history):
         raise UserError(
-            f"{count_noun(len(given), 'weight')} for a history of {len(history)}", hint="give one a policy, or none"
+            f"{count_noun(len(given), 'weight')} for a history of {len(history)}",
+            hint="give one weight per policy, or none",
         )
     shares = torch.where(given.sum() == 0, torch.ones_like(given), given).to(history)
     return (shares / shares.sum()) @ history.detach()

@@ -73,9 +73,8 @@ def hint_nll(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
         raise ValueError("hint_nll needs hint_mask")
     hint = batch.hint_mask.bool()
     rows = row_mean(-logp, hint)
-    first = (
-        batch.mask & (batch.mask.long().cumsum(-1) == 1) & hint.any(-1, keepdim=True)
-    )  # one cell per row with a hint
+    # one cell per row with a hint
+    first = batch.mask & (batch.mask.long().cumsum(-1) == 1) & hint.any(-1, keepdim=True)
     return TokenLoss(torch.where(first, rows[:, None], 0.0), {"hint_nll": rows.detach()}, counted=first)
 
 

@@ -31,7 +31,7 @@ def value(
     returns.
     """
     if batch.values is None or batch.new_values is None or batch.returns is None:
-        raise ValueError("the value loss needs the critic's values, then and now, and returns")
+        raise ValueError("the value loss needs the critic's old and new values and the returns")
     known = batch.mask & ~batch.returns.isnan()
     new, old, target = (torch.where(known, x, 0.0) for x in (batch.new_values, batch.values, batch.returns))
     losses = clipped_value_loss(new, old.detach(), target.detach(), clip=clip, reduce=reduce, huber=huber)

@@ -40,8 +40,8 @@ def test_packed_files_are_read(packed: str, kind: str, text: bytes, tmp_path: Pa
     [
         ("a.jsonl", b"", "a.jsonl  the file is empty"),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0), "a.jsonl.gz  the file has no rows"),
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:200], "a.jsonl.gz  cannot be unpacked"),
-        ("a.jsonl.xz", lzma.compress(LINES)[:60], "a.jsonl.xz  cannot be unpacked"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:200], "a.jsonl.gz  cannot be decompressed"),
+        ("a.jsonl.xz", lzma.compress(LINES)[:60], "a.jsonl.xz  cannot be decompressed"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd rest", "zstd is not read\n  hint: unpack it: zstd -d a.jsonl.zst"),
         ("a.jsonl", b"\x28\xb5\x2f\xfd rest", "zstd is not read"),
         ("a.jsonl", "{}".encode("utf-16"), "not UTF-8: it begins like UTF-16"),

@@ -286,7 +286,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "plain text": ({"text": "a", "image": "red.png"}, "a row of plain `text` has images"),
     "named twice": (
         {"messages": [{"role": "user", "content": [part("red.png")]}, ASSISTANT], "image": "red.png"},
-        "images stand in the messages and in `image`",
+        "images are given both in the messages and in `image`",
     ),
     "a part without an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]}, ""),
     "another kind of part": (
@@ -327,7 +327,7 @@ def test_text_models_keep_the_word(write: Write, tmp_path: Path) -> None:
 
 def test_plain_text_cannot_show_images(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
-    with pytest.raises(DataError, match="writes texts alone"):
+    with pytest.raises(DataError, match="writes text only"):
         prepare_prompts(write({"prompt": "a", "image": "red.png"}, chat=False), tokenizer, tmp_path, reader=reader)
 
 

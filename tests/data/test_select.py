@@ -100,6 +100,6 @@ def test_what_cannot_be_chosen_is_an_error(folder: Path, select: Values, told: s
 
 def test_an_evaluation_of_other_rows_is_an_error(folder: Path) -> None:
     write(folder / "run" / "problems.jsonl", [{"uid": rows(folder)[0]["uid"], "accuracy": 0.5}])
-    with pytest.raises(DataError, match="run has measured 1 of 5 rows") as error:
+    with pytest.raises(DataError, match="run has pass rates of 1 of 5 rows") as error:
         chosen(folder, pass_rate=[{"run": "run"}])
     assert "evaluate the same" in str(error.value)

@@ -110,7 +110,7 @@ def _shares(name: str, given: Any, count: int) -> list[float]:
     if not numbers or len(shares) != count or not sum(shares):
         raise DataError(
             f"{_format_source(name)}: shares {given!r}",
-            allowed=f"{count_noun(count, 'number')}, one a level, from 0 on",
+            allowed=f"{count_noun(count, 'number')}, one per level, 0 or more",
         )
     return [float(share) for share in shares]
 

@@ -110,7 +110,10 @@ def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int 
         if len(set(path)) == len(path):
             break
     else:
-        raise DataError(f"task:searchgym: a world of {entities} entities has no path of {hops} hops", hint="take more")
+        raise DataError(
+            f"task:searchgym: a world of {entities} entities has no path of {hops} hops",
+            hint="raise `entities`, or take lower levels",
+        )
     asked = path[0]
     for relation in relations:
         asked = f"the {relation} of {asked}"
