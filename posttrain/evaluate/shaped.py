@@ -40,7 +40,7 @@ def sample_rollouts(
     They are not trained on, so groups and metrics are not needed. See `generate_shaped`.
     """
     batch = replace(batch, logprobs=shape.reads_logps)
-    rows = generate_shaped(engine, shape, batch, apart=0, grade=grade, metrics={})
+    rows = generate_shaped(engine, shape, batch, group_stride=0, grade=grade, metrics={})
     by_rollout: dict[int, list[Rollout]] = {}
     for row in rows:
         assert row.trajectory is not None

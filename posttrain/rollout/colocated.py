@@ -47,7 +47,7 @@ class ColocatedClient(EngineClient):
         takes ownership of it."""
         self.llm, self.spec, self.log, self.home = llm, spec, log, home
         self.workers = spec.section.tensor_parallel
-        self.apart: list[int] = []  # pidfds of workers in processes other than the engine core's
+        self.worker_pidfds: list[int] = []  # pidfds of workers in processes other than the engine core's
         self.adapters: dict[str, Any] = {}  # vLLM's LoRARequest for the newest version of each adapter
         self.adapter_numbers = itertools.count(1)
         self.numbers = itertools.count()
@@ -178,7 +178,7 @@ class ColocatedClient(EngineClient):
         """Call `worker.Extension.posttrain_detach` in all processes. Keep pidfds of workers behind the engine core's
         process, to kill them with it."""
         found = await self._call(self.llm.collective_rpc("posttrain_detach"))
-        self.apart = [os.pidfd_open(pid) for pid in found if pid != self.processes[0].pid]
+        self.worker_pidfds = [os.pidfd_open(pid) for pid in found if pid != self.processes[0].pid]
 
     async def _all_workers(self, method: str, **arguments: Any) -> None:
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
@@ -220,11 +220,7 @@ class ColocatedClient(EngineClient):
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        raise self._death()
-
-    def _death(self) -> EngineError:
-        code = self.processes[0].exitcode
-        return vllm_start.death_error(code, self.log, self.spec.section)
+        raise vllm_start.death_error(self.processes[0].exitcode, self.log, self.spec.section)
 
     def close(self) -> None:
         """Kill the engine's processes: vLLM's own shutdown takes seconds that nobody needs."""
@@ -238,7 +234,7 @@ class ColocatedClient(EngineClient):
         for process in self.processes:
             process.kill()
             process.join()
-        end_processes(self.apart)
+        end_processes(self.worker_pidfds)
         llm.shutdown()
         llm.shutdown = _do_nothing  # vLLM calls it again when the object is collected, and fails at interpreter exit
         self.home.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import EngineError
+from posttrain.rollout.engine_process import restore_environment
 
 COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 LINKS = "posttrain-models"
@@ -32,14 +33,10 @@ MAX_STARTS = 64  # maximum number of concurrent starts of equal models
 def keep_compiler_settings() -> Iterator[None]:
     """Restore the settings of torch's compiler that vLLM's import changes inside the block. vLLM compiles in its own
     process."""
-    before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     try:
-        yield
+        with restore_environment(COMPILER_VARIABLES):
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
         inductor: Any = sys.modules.get("torch._inductor.config")
         if inductor is not None:
             inductor.compile_threads = inductor.decide_compile_threads()

@@ -186,7 +186,7 @@ def generate_shaped(
     shape: Shape,
     batch: GenerationBatch,
     *,
-    apart: int,
+    group_stride: int,
     grade: GradeRollouts,
     metrics: dict[str, Any],
     begun: Sequence[tuple[Segment, ...]] = (),
@@ -195,9 +195,9 @@ def generate_shaped(
     """Sample n rollouts of each prompt of `batch` and return the rows of each rollout in order; its number is their
     `trajectory`.
 
-    apart: distance between the group numbers of a prompt, if each rollout's rows form a group. begun: segments that
-    earlier steps have sampled of each prompt's rollouts, () = none. memory: of a workflow. grade: called in this thread
-    with rows that a shape wants graded. Adds the number of all sampled tokens, including tokens of no row, to
+    group_stride: distance between the group numbers of a prompt, if each rollout's rows form a group. begun: segments
+    that earlier steps have sampled of each prompt's rollouts, () = none. memory: of a workflow. grade: called in this
+    thread with rows that a shape wants graded. Adds the number of all sampled tokens, including tokens of no row, to
     `metrics`. Raises RecipeError for an error of a user's function, with its line.
     """
     prompts, n, sampling, seed = batch.prompts, batch.n, batch.sampling, batch.seed
@@ -209,7 +209,7 @@ def generate_shaped(
     async def make(number: int) -> list[Rollout]:
         place, own = divmod(number, n)
         prompt = prompts[place]
-        group = batch.first_group + place + (apart * own if shape.own_group else 0)
+        group = batch.first_group + place + (group_stride * own if shape.own_group else 0)
         trajectory = (batch.first_group + place) * MOST_ROLLOUTS + own
 
         def as_rollouts(rows: Sequence[Row]) -> list[Rollout]:
@@ -242,19 +242,19 @@ def generate_shaped(
     made = sampler.run([make(number) for number in sampler.numbers])
     metrics["rollout/drawn_tokens"] = metrics.get("rollout/drawn_tokens", 0) + sum(drawn)
     found = [rollout for rows in made for rollout in rows]
-    _group_calls(found, apart)
+    _group_calls(found, group_stride)
     return found
 
 
-def _group_calls(rollouts: Sequence[Rollout], apart: int) -> None:
-    """Assign groups to the calls of a workflow: for each prompt, numbers in steps of `apart`, in the order in which its
-    roles were called."""
+def _group_calls(rollouts: Sequence[Rollout], group_stride: int) -> None:
+    """Assign groups to the calls of a workflow: for each prompt, numbers in steps of `group_stride`, in the order in
+    which its roles were called."""
     known: dict[int, dict[tuple[Any, ...], int]] = {}
     for rollout in rollouts:
         if (call := rollout.call) is not None:
             of_parent = (rollout.trajectory, call.calls[call.number].parent) if call.compared == "parent" else ()
             groups = known.setdefault(rollout.group, {})
-            rollout.group += apart * groups.setdefault((call.role, *of_parent), len(groups))
+            rollout.group += group_stride * groups.setdefault((call.role, *of_parent), len(groups))
 
 
 async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:

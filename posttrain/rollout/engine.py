@@ -97,7 +97,7 @@ class Engine(Generator, Protocol):
     version: int  # policy version of the engine's weights
     window: int  # maximum length of prompt + completion in tokens
     gap: float  # result of `probe` right after the last sync
-    apart: bool  # can generate while the trainer updates: has its own weights and does not sleep meanwhile
+    generates_during_updates: bool  # it has its own weights and does not sleep meanwhile
 
     def sync(self, model: Any, version: int) -> None:
         """Load the weights of `model` and label them with this policy version."""
@@ -189,7 +189,7 @@ class StatelessEngine(Generator):
 
     version = 0
     gap = 0.0
-    apart = False
+    generates_during_updates = False
 
     def sync(self, model: Any, version: int) -> None:
         del model

@@ -30,13 +30,13 @@ def start_early(
     begun = None
     if section.engine == "vllm" and section.vllm.server is None:
         from posttrain.models.load import skeleton
-        from posttrain.rollout.shared_engine import begin_shared
+        from posttrain.rollout.engine_group import group_here
         from posttrain.rollout.vllm_engine import begin_colocated
 
-        begin = begin_shared if section.vllm.tensor_parallel > 1 else begin_colocated
         with contextlib.suppress(PosttrainError):
-            if (loaded := skeleton(model, base_dir, training=training)) is not None:
-                begun = begin(section.vllm, loaded, scratch=scratch, max_len=max_len)
+            starts = group_here(section.vllm.tensor_parallel).is_first  # the other ranks of its group use the engine
+            if starts and (loaded := skeleton(model, base_dir, training=training)) is not None:
+                begun = begin_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
     try:
         yield begun
     finally:

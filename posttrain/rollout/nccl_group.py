@@ -32,10 +32,10 @@ class NcclGroup:
     """A group of `size` processes with one GPU each. The constructor returns when all processes have called it."""
 
     def __init__(self, group_id: str, rank: int, size: int, device: torch.device) -> None:
-        self.library, apart = _library()
+        self.library, group_settings = _library()
         self.device = device
         unique = self.library.unique_id_from_bytes(base64.b64decode(group_id))
-        with torch.cuda.device(device), apart():
+        with torch.cuda.device(device), group_settings():
             self.communicator: Any = self.library.ncclCommInitRank(size, unique, rank)
 
     def broadcast(self, buffer: Tensor) -> None:

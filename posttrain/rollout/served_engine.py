@@ -75,7 +75,7 @@ class ServedEngine(VllmEngine):
         self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`
         sender = servers.sender(clients) if ranks.is_main else None
-        super().__init__(servers.spec, loaded, clients, sender, scratch=scratch, apart=True)
+        super().__init__(servers.spec, loaded, clients, sender, scratch=scratch, generates_during_updates=True)
 
     def take_counts(self) -> dict[str, float]:
         """Return metrics: the number of servers (on rank 0), and events since the last call."""

@@ -19,7 +19,7 @@ from posttrain.rollout.engine_client import TrainingRanks
 from posttrain.rollout.engine_group import EngineGroup, group_here
 from posttrain.rollout.shared_client import EngineHub, SharedClient
 from posttrain.rollout.starting import StartingEngine
-from posttrain.rollout.vllm_engine import VllmEngine, begin_colocated, continue_start, spec_of
+from posttrain.rollout.vllm_engine import VllmEngine, continue_start, spec_of
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender
 from posttrain.run import ranks
@@ -45,7 +45,9 @@ class SharedEngine(VllmEngine):
         except BaseException:
             client.close()
             raise
-        super().__init__(spec, loaded, [client], sender, scratch=scratch, apart=not spec.section.sleep)
+        super().__init__(
+            spec, loaded, [client], sender, scratch=scratch, generates_during_updates=not spec.section.sleep
+        )
 
     def sync(self, model: Any, version: int) -> None:
         """Sync the weights (`VllmEngine.sync`). A process that fails reports it, so that the others do not
@@ -75,12 +77,6 @@ class SharedEngine(VllmEngine):
             super().push_adapters(model, version)
         else:
             self.load_adapters({}, version)
-
-
-def begin_shared(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> StartingEngine | None:
-    """Call `begin_colocated` on the process that starts the group's engine; return None on the others."""
-    group = group_here(section.tensor_parallel)
-    return begin_colocated(section, loaded, scratch=scratch, max_len=max_len) if group.is_first else None
 
 
 def make_shared(

@@ -153,7 +153,7 @@ def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *,
     except BaseException:
         close_all(clients)
         raise
-    return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=not spec.section.sleep)
+    return VllmEngine(spec, loaded, clients, sender, scratch=scratch, generates_during_updates=not spec.section.sleep)
 
 
 class VllmEngine(Generator):
@@ -173,15 +173,14 @@ class VllmEngine(Generator):
         sender: WeightSender | None,
         *,
         scratch: Path,
-        apart: bool,
+        generates_during_updates: bool,
     ) -> None:
         """Takes ownership of the clients, and closes them if this fails; the weights of `loaded` become version 0.
 
-        sender: sends whole weights to all clients; None if adapters are loaded (`adapter_rank`). apart: see
-        `Engine.apart`.
+        sender: sends whole weights to all clients; None if adapters are loaded (`adapter_rank`).
         """
         self.spec, self.loaded, self.clients, self.sender = spec, loaded, list(clients), sender
-        self.scratch, self.window, self.apart = scratch, spec.window, apart
+        self.scratch, self.window, self.generates_during_updates = scratch, spec.window, generates_during_updates
         self.version, self.gap = 0, 0.0
         self.asleep = False
         self.empty = False  # weights were dropped by `sleep` and not sent since
@@ -383,7 +382,7 @@ class VllmEngine(Generator):
 
         Whole weights are dropped, since a sync sends new ones; under adapters the base stays in host memory.
         """
-        if self.spec.section.sleep and not self.apart and not self.asleep:
+        if self.spec.section.sleep and not self.generates_during_updates and not self.asleep:
             keep = self.sender is None
             loop.run_all([client.sleep(keep_weights=keep) for client in self.clients])
             self.asleep, self.empty = True, not keep

@@ -199,18 +199,12 @@ def _environment_of_core(spec: EngineSpec, log: Path, sockets: Path, ready: Path
     ours |= {engine_process.READY: str(ready.absolute()), engine_process.PARENT: str(os.getpid())}
     if spec.section.tensor_parallel > 1 and torch.cuda.is_available():
         ours[engine_process.DEVICES] = ",".join(devices_of(group_here(spec.section.tensor_parallel)))
-    before = {name: os.environ.pop(name, None) for name in (_TORCHRUN, *ours)}
-    os.environ.update(ours)
-    if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # otherwise the user wants to see them
-        os.environ[engine_process.LOG] = str(log.absolute())
-    try:
+    if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # otherwise the user wants to see the output
+        ours[engine_process.LOG] = str(log.absolute())
+    with engine_process.restore_environment([_TORCHRUN, *ours]):
+        os.environ.pop(_TORCHRUN, None)
+        os.environ.update(ours)
         yield
-    finally:
-        os.environ.pop(engine_process.LOG, None)
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def socket_settings(folder: Path) -> dict[str, str]:

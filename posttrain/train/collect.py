@@ -67,7 +67,7 @@ class SynchronousRollouts:
         """See `RolloutSource.next`."""
         sync_engine(ctx, state.step)
         found = collect(ctx, state)
-        if not ctx.engine.apart:
+        if not ctx.engine.generates_during_updates:
             ctx.engine.sleep()
         ctx.ranks.run(advance_state, ctx, state, found, 0)
         return found
@@ -307,7 +307,7 @@ def sample_prompts(
             if ctx.shape is not None and not plan.measure:
                 memory = state.memory.get(ctx.shape.name)
                 more: dict[str, Any] = {
-                    "apart": GROUP_STRIDE,
+                    "group_stride": GROUP_STRIDE,
                     "grade": scored.grade,
                     "metrics": counts,
                     "memory": memory,

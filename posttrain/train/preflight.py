@@ -67,7 +67,7 @@ def measure_start(ctx: TrainContext, prompts: int) -> Report:
     started = time.perf_counter()
     rollouts = sample(ctx, state, prompts)
     sampling = time.perf_counter() - started
-    if not ctx.engine.apart:
+    if not ctx.engine.generates_during_updates:
         ctx.engine.sleep()
     batch = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     started = time.perf_counter()

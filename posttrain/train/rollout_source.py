@@ -7,8 +7,8 @@ With staleness k, sampling of the rollouts of step t (from 0) begins with versio
     begin to generate and score the rollouts of step t+k (in the first step: those of steps 0 to k)
     wait for the rollouts of step t, and train on them: the trainer holds version t+1
 
-If the engine can generate while the trainer changes its weights (`Engine.apart`), the third line runs in parallel with
-the fourth. Otherwise it finishes first, and the engine sleeps during the update.
+If the engine can generate while the trainer changes its weights (`Engine.generates_during_updates`), the third line
+runs in parallel with the fourth. Otherwise it finishes first, and the engine sleeps during the update.
 
 Without `partial`, the rollouts depend on the recipe, the step and the weights, neither on timing nor on where the
 engine runs. With `partial` timing matters too, and each token records the version that sampled it. A batch of rollouts
@@ -110,7 +110,7 @@ class AsyncRollouts:
         for number in range(step, min(step + self._staleness + 1, ctx.steps)):
             if number not in self._tasks:
                 self._tasks[number] = self._begin(ctx, dataclasses.replace(state, step=number), version=step)
-        if not ctx.engine.apart:
+        if not ctx.engine.generates_during_updates:
             ctx.engine.sleep()
         task = self._tasks[step]
         with ctx.watchdog.phase("rollout"):
@@ -138,7 +138,7 @@ class AsyncRollouts:
 
         task = RolloutTask(version, work)
         # An opponent's weights temporarily replace the trained ones, which the update would be changing meanwhile.
-        if ctx.engine.apart and ctx.opponent is None:
+        if ctx.engine.generates_during_updates and ctx.opponent is None:
             task.start()
         else:
             with ctx.watchdog.phase("rollout"):

@@ -63,7 +63,7 @@ def continue_share(ctx: TrainContext, state: State, counts: dict[str, Any]) -> t
                 first_group=ctx.recipe.rollout.prompts_per_step,
                 share=range(ctx.ranks.number, len(begun), ctx.ranks.count),
             ),
-            apart=GROUP_STRIDE,
+            group_stride=GROUP_STRIDE,
             grade=scored.grade,
             metrics=counts,
             begun=[rollout.segments for rollout in begun],

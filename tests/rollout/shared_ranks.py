@@ -104,7 +104,7 @@ def cut_short(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> list[li
 def kill_worker(engine: Any, loaded: LoadedModel, number: int) -> dict[str, Any]:
     """Sample on both ranks; the first kills the second worker meanwhile. What error came, and how soon."""
     if number == 0:
-        worker = engine.clients[0].hub.client.apart[1]
+        worker = engine.clients[0].hub.client.worker_pidfds[1]
         threading.Timer(1.0, signal.pidfd_send_signal, (worker, signal.SIGKILL)).start()
     began = time.monotonic()
     try:

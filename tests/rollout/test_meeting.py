@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import EngineError, PeerLost
-from posttrain.rollout.meeting import Meeting
+from posttrain.rollout.shared_client import Meeting
 
 
 def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -60,7 +60,9 @@ def test_a_server(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) ->
     engine = engine_of(loaded, tmp_path, server={"devices": [1]})
     try:
         client: ServerClient = engine.clients[0]
-        assert engine.apart and client.is_here and client.about["logprobs_mode"] == "processed_logprobs"
+        assert (
+            engine.generates_during_updates and client.is_here and client.about["logprobs_mode"] == "processed_logprobs"
+        )
         assert not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
         check_draws(engine, loaded, prompts, tmp_path)
         check_access(client)

@@ -162,7 +162,7 @@ def test_all_sleep_and_wake_at_once(loaded: LoadedModel, tmp_path: Path, prompts
     pair = Pair(loaded, tmp_path, sleep=True)
     pair.together(lambda rank: pair.engines[rank].sleep())
     pair.disturb()
-    assert pair.sync(1) == [None, None] and not pair.engines[0].apart
+    assert pair.sync(1) == [None, None] and not pair.engines[0].generates_during_updates
     assert pair.client.told[3:] == ["sleep without weights", "pause", "wake", "update", "resume"]
     assert len(pair.together(lambda rank: pair.engines[rank].generate(prompts, 1, SAMPLED, seed=0))[1]) == len(prompts)
     pair.close()

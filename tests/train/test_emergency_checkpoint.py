@@ -85,7 +85,7 @@ def engine_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def apart(*args: Any, **more: Any) -> Any:
         engine = make_engine(*args, **more)
-        engine.apart = True
+        engine.generates_during_updates = True
         return engine
 
     monkeypatch.setattr(assemble, "make_engine", apart)

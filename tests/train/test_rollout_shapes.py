@@ -257,7 +257,7 @@ def test_a_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) 
     shape = Shape("budgets", partial(answer_at_budgets, **params), tokenizer, own_group=False, room=5)
     found = generate_shaped(
         engine, shape, GenerationBatch([Prompt("a", {}, "xy", (5, 6))], 1, Sampling(max_new_tokens=6), 3, [0]),
-        apart=100, grade=lambda _: [], metrics={},
+        group_stride=100, grade=lambda _: [], metrics={},
     )  # fmt: skip
     first, second, thought = found
     a, b, mark, closing = (shape.encode(text) for text in ("a", "b", "!", "?!"))
@@ -302,8 +302,8 @@ def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: 
     shape = Shape("again", again, tokenizer, own_group=True, room=2)
     prompt = Prompt("a", {}, "ab", (5, 6))
     found = generate_shaped(
-        engine, shape, GenerationBatch([prompt], 2, Sampling(max_new_tokens=6), 3, [0], first_group=4), apart=100,
-        grade=lambda _: [], metrics={},
+        engine, shape, GenerationBatch([prompt], 2, Sampling(max_new_tokens=6), 3, [0], first_group=4),
+        group_stride=100, grade=lambda _: [], metrics={},
     )  # fmt: skip
     assert [(r.group, r.part) for r in found] == [(4, 0), (4, 1), (104, 0), (104, 1)]
     assert [request.max_new_tokens for request in engine.asked[:2]] == [3, 3]

@@ -53,7 +53,7 @@ class Engine:
     """Holds a version. asleep: whether it was put to sleep after it was last synced."""
 
     def __init__(self, *, apart: bool) -> None:
-        self.apart, self.version, self.said, self.closed = apart, 0, list[str](), threading.Event()
+        self.generates_during_updates, self.version, self.said, self.closed = apart, 0, list[str](), threading.Event()
 
     def sync(self, model: None, version: int) -> None:
         assert model is None
@@ -475,7 +475,7 @@ def test_a_run_that_was_killed_after_any_step_goes_on_exactly(
 
     def together(tokenizer: Any) -> VersionedEngine:
         engine = VersionedEngine(tokenizer)
-        engine.apart = False
+        engine.generates_during_updates = False
         return engine
 
     use(together)

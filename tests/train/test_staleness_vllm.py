@@ -53,7 +53,7 @@ class Runs:
             if self.engine is None:
                 self.engine = make(section, loaded, **more)
                 self.close, self.engine.close = self.engine.close, lambda: None
-            self.engine.loaded, self.engine.apart = loaded, self.apart
+            self.engine.loaded, self.engine.generates_during_updates = loaded, self.apart
             self.engine.sync(loaded.model, 0)
             return self.engine
 

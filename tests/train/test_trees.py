@@ -420,8 +420,8 @@ def test_an_engine_that_takes_requests_as_they_come_grows_the_same_tree(tmp_path
     prompts = [Prompt("a", {}, "ab", (5, 6)), Prompt("b", {}, "c", (7,))]
     metrics: Values = {}
     found = generate_shaped(
-        engine, shape, GenerationBatch(prompts, 1, Sampling(max_new_tokens=6), 3, [0, 1]), apart=100, grade=grade,
-        metrics=metrics,
+        engine, shape, GenerationBatch(prompts, 1, Sampling(max_new_tokens=6), 3, [0, 1]), group_stride=100,
+        grade=grade, metrics=metrics,
     )  # fmt: skip
     assert [(r.group, r.part) for r in found] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert len(engine.asked) == 12 and len({request.seed for request in engine.asked}) == 12

@@ -136,7 +136,7 @@ def generate(workflow: Any, script: Any, home: Path, n: int = 1, *, concurrent: 
     engine = ConcurrentScriptedEngine(script, tokenizer) if concurrent else ScriptedEngine(script, tokenizer)
     sampling = recipe.rollout.model_copy(update={"max_new_tokens": 16})
     return generate_shaped(
-        engine, shape, GenerationBatch([prompt], n, sampling, 1, [0]), apart=100, grade=lambda _: [], metrics={},
+        engine, shape, GenerationBatch([prompt], n, sampling, 1, [0]), group_stride=100, grade=lambda _: [], metrics={},
     )  # fmt: skip
 
 

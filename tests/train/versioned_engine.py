@@ -27,7 +27,7 @@ class VersionedEngine(ConcurrentScriptedEngine):
     slowest: seconds that a token takes at most, by the request. drawn: the version that began each request, in order.
     """
 
-    apart = True
+    generates_during_updates = True
 
     def __init__(self, tokenizer: Any, *, slowest: float = 0.0) -> None:
         super().__init__(self._text, tokenizer, before_token=self._wait)
