@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import require_rewards
+from posttrain.advantage.group import number_groups, require_rewards, sort_by_rollout
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -128,11 +128,8 @@ def advantage_at_budgets(
     """
     assert batch.trajectory_ids is not None and batch.step_ids is not None and batch.part_ids is not None
     rewards, parts = require_rewards(batch).double(), torch.where(batch.mask, batch.part_ids, 0)
-    rollout, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
-    order = (
-        rollout * (int(batch.step_ids.max()) + 1) + batch.step_ids
-    ).argsort()  # sorted by rollout, with the thought last
-    thoughts = order[counts.cumsum(0) - 1]
+    rollout = number_groups(batch.trajectory_ids)
+    order, thoughts, _ = sort_by_rollout(batch.trajectory_ids, batch.step_ids)  # the thought is the last row
     answers = order[~torch.isin(order, thoughts)]
     budgets = int(parts.max()) + 1
 

@@ -73,7 +73,7 @@ def beta_normalised(
             hint="write the range that the rewards have after group_rewards, weights and a KL in the reward",
         )
     count, size = (group_sum(rows.to(rewards.dtype), key) for rows in (scored, torch.ones_like(scored)))
-    p = torch.where(size > 1, group_mean(rewards, key), 0.0).clamp(0, 1)  # a sum of weights is 1 but for rounding
+    p = torch.where(size > 1, group_mean(rewards, key), 0.0).clamp(0, 1)  # the clamp removes rounding
     alpha, beta = _fit_beta(p[count > 0])
     log_density = (alpha - 1) * _log_if_used(p, alpha) + (beta - 1) * _log_if_used(1 - p, beta)
     log_density = log_density + torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)

@@ -156,7 +156,7 @@ def adora_terms(
     group = number_groups(batch.group_ids)
     correct = rewards > correct_threshold
     wrong_short = ~correct & ~rewards.isnan() & (lengths < max_length)
-    longest = -group_min(torch.where(correct, -lengths, torch.inf), group)  # -inf where nothing is correct
+    longest = -group_min(torch.where(correct, -lengths, torch.inf), group)  # -inf without a correct row
     has_short = group_sum(wrong_short.to(rewards), group) > 0
     mean_short = group_mean(torch.where(wrong_short, lengths, torch.nan), group)
     if variant == "llm":
@@ -235,7 +235,7 @@ def get_numeric_column(batch: RolloutBatch, column: str) -> Tensor:
     "duration",
     paper="2509.01684",
     needs=("columns",),
-    note="Follows descriptions of the paper, without floor and cap.",
+    note="Follows descriptions of the paper, which have no floor or cap.",
 )
 def duration(
     batch: RolloutBatch, *, column: Column = "tool_seconds", floor: float = 0.0, cap: float | None = None

@@ -155,6 +155,16 @@ def combine_ids(*ids: Tensor) -> Tensor:
     return combined
 
 
+def sort_by_rollout(trajectory_ids: Tensor, step_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order [N] of rows by rollout and step, the last row of each rollout [R], and its row count [R].
+
+    trajectory_ids, step_ids [N]; rollouts are in ascending order of their ids.
+    """
+    numbers, counts = torch.unique(trajectory_ids, return_inverse=True, return_counts=True)[1:]
+    order = (numbers * (int(step_ids.max()) + 1) + step_ids).argsort()
+    return order, order[counts.cumsum(0) - 1], counts
+
+
 def normalize_by_group(
     rewards: Tensor,
     group_ids: Tensor,

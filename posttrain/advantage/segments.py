@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import normalize_by_group, require_rewards
+from posttrain.advantage.group import normalize_by_group, require_rewards, sort_by_rollout
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.registry import register
@@ -55,9 +55,7 @@ def normalize_rollouts(
     """
     assert batch.trajectory_ids is not None and batch.step_ids is not None
     rewards = require_rewards(batch)
-    numbers, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
-    order = (numbers * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, then by step
-    last = order[counts.cumsum(0) - 1]
+    order, last, counts = sort_by_rollout(batch.trajectory_ids, batch.step_ids)
     finished = None if batch.truncated is None else ~batch.truncated[last]
     groups = batch.group_ids if batch.prompt_ids is None else batch.prompt_ids
     shared = normalize_shared_rewards(
@@ -79,12 +77,8 @@ def normalize_role_calls(batch: RolloutBatch, *, role: str = "planner", eps: flo
         called = ", ".join(batch.roles)
         raise UserError(f"advantage `from_role`: no call of a role `{role}` is trained on", allowed=called)
     leads = batch.agent_ids == batch.roles.index(role)
-    numbers, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
-    key = (2 * numbers + leads) * (
-        int(batch.step_ids.max()) + 1
-    ) + batch.step_ids  # by rollout, with this role's calls last
-    order = key.argsort()
-    last = order[counts.cumsum(0) - 1]
+    role_last = batch.step_ids + leads * (batch.step_ids.max() + 1)  # the role's calls come after all others
+    order, last, counts = sort_by_rollout(batch.trajectory_ids, role_last)
     rewards = torch.where(leads[last], require_rewards(batch)[last], torch.nan)
     shared = normalize_planner_rewards(rewards, batch.group_ids[last], counts, eps=eps)
     return torch.zeros_like(shared.rows).scatter(0, order, shared.rows)

@@ -40,7 +40,7 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
         raise ValueError(f"k must be at least 1, got {k}")
     for samples, right in zip(n, c, strict=True):
         if not 0 <= right <= samples:
-            raise ValueError(f"{right} right of {count_noun(samples, 'sample')}")
+            raise ValueError(f"{count_noun(samples, 'sample')} cannot have {right} right ones")
     if any(k > samples for samples in n):
         return None
     # Python divides two integers of any size with a single correct rounding.
@@ -216,7 +216,7 @@ def bootstrap_ci(
     if data.size == 0:
         return Interval(None, None, None, level, 0, False, "no problems")
     if not np.isfinite(data).all():
-        raise ValueError("values must be finite; leave unscored problems out")
+        raise ValueError("values must be finite; exclude unscored problems")
     means = _means_of_indices(data, indices) if indices is not None else _resample_means(data, resamples, seed)
     tail = (1 - level) / 2
     low, high = (float(q) for q in np.quantile(means, [tail, 1 - tail], method="linear"))

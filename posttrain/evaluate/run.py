@@ -49,7 +49,9 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     started = time.perf_counter()
     n, settings = recipe.eval.samples, recipe.eval
     if max(settings.k, default=1) > n:
-        raise RecipeError(f"k = {max(settings.k)} needs as many samples, but eval.samples is {n}", where="eval.k")
+        raise RecipeError(
+            f"k = {max(settings.k)} needs {max(settings.k)} samples, but eval.samples is {n}", where="eval.k"
+        )
     prepared = prepare(recipe)
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in prepared.rows for column in row})

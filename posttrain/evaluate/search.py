@@ -130,7 +130,7 @@ class SearchEngine(Generator):
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """Implement `Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
         if batch.n != 1 or len(batch.share) < len(batch.prompts) or batch.logprobs:
-            raise ValueError("a search gives one completion a prompt, without log-probs, in one process")
+            raise ValueError("a search supports only n = 1, without log-probs, in a single process")
         prompts, sampling, seed = batch.prompts, batch.sampling, batch.seed
         self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

@@ -32,7 +32,7 @@ class TreeEngine(Generator):
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """Implement `Engine.generate`: the best path of n trees of each prompt, by reward; the first of ties."""
         if len(batch.share) < len(batch.prompts) or batch.logprobs:
-            raise ValueError("a tree gives completions without log-probs, in one process")
+            raise ValueError("a tree engine runs only without log-probs, in a single process")
         self.graded = {}
         self.paths = sample_rollouts(self.engine, self.shape, batch, self._grade)
         self._grade([path for paths in self.paths.values() for path in paths if path.scored])

@@ -190,7 +190,7 @@ class WorkflowEngine(Generator):
         It has all calls of its rollout in `call`.
         """
         if len(batch.share) < len(batch.prompts) or batch.logprobs:
-            raise ValueError("a workflow gives calls without log-probs, in one process")
+            raise ValueError("a workflow engine runs only without log-probs, in a single process")
         rollouts = sample_rollouts(self.engine, self.shape, batch, refuse_to_grade).values()
         return [replace(rows[-1], prompt=batch.prompts[rows[-1].group - batch.first_group]) for rows in rollouts]
 
