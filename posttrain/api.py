@@ -246,7 +246,7 @@ def export(
     from posttrain.cli import export as command
 
     command.check_options(to, upload_as, public)
-    plan = command.plan_of(
+    plan = command.plan_export(
         str(model),
         to,
         list(_as_typed(overrides)),
@@ -257,7 +257,7 @@ def export(
         [Path(path) for path in evaluations],
         overwrite=overwrite,
     )
-    return command.carry_out(plan, public=public)
+    return command.run_export(plan, public=public)
 
 
 def _run(
@@ -269,7 +269,7 @@ def _run(
     overrides: Mapping[str, Any],
 ) -> Run:
     from posttrain.cli import packages
-    from posttrain.cli.run_messages import tell_notes
+    from posttrain.cli.run_messages import print_notes
     from posttrain.cli.stage import locate_errors
     from posttrain.run import ranks
     from posttrain.run.directory import RunDirectory
@@ -278,7 +278,7 @@ def _run(
         raise UserError("this process is one of several", hint=f"use `posttrain {verb} RECIPE --gpus N`, or torchrun")
     loaded = _load(recipe, verb, overrides)
     packages.require(loaded)
-    tell_notes(loaded)
+    print_notes(loaded)
     from posttrain.pipeline import run_stage
     from posttrain.train.launch_fingerprint import named_files
 

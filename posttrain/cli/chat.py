@@ -16,16 +16,16 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.run_messages import print_notes
 from posttrain.cli.stage import Overrides
-from posttrain.cli.thought_folding import Divided
+from posttrain.cli.thought_folding import ThoughtSplitter
 from posttrain.errors import PosttrainError, UserError, count_noun
 
 if TYPE_CHECKING:
     from posttrain.evaluate.conversation import Answer, Conversation
     from posttrain.recipe.load import Loaded
 
-LONGEST_TURN = 1024  # tokens
+DEFAULT_MAX_TOKENS = 1024  # tokens
 COMMANDS = {
     "/reset": "forget the conversation but keep the system message",
     "/system TEXT": "set the system message; without TEXT: remove it",
@@ -84,15 +84,15 @@ def chat(
     Overrides are those of a generate recipe: sampling.top_p=0.9, model.device=cpu, engine.vllm.enforce_eager=true.
     """
     from posttrain.cli import packages, preflight
-    from posttrain.cli.component_checks import window_of
+    from posttrain.cli.component_checks import read_window
     from posttrain.export.source import find_source
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
 
-    offered, base_dir = offered_tools(tools)
+    offered, base_dir = read_tool_sections(tools)
     paths = [find_source(named).path for named in (model, *([against] if against else []))]
-    windows = [window for path in paths if (window := window_of(path, base_dir))]
-    longest = max_new_tokens or min([LONGEST_TURN, *(max(1, window // 2) for window in windows)])
+    windows = [window for path in paths if (window := read_window(path, base_dir))]
+    longest = max_new_tokens or min([DEFAULT_MAX_TOKENS, *(max(1, window // 2) for window in windows)])
     with scratch("chat") as folder:
         rows = folder / "prompts.jsonl"
         rows.write_text('{"prompt": "x"}\n', encoding="utf-8")
@@ -111,32 +111,33 @@ def chat(
             preflight.check(loaded)
             packages.require(loaded)
             recipes.append(loaded)
-        tell_notes(recipes[0])
-        with open_all(recipes, folder) as talks:
-            for talk in talks:
-                talk.set_system(system or "")
-                introduce(talk)
-            Chat(talks, show_thoughts=thoughts).run()
+        print_notes(recipes[0])
+        with open_conversations(recipes, folder) as conversations:
+            for conversation in conversations:
+                conversation.set_system(system or "")
+                print_introduction(conversation)
+            Chat(conversations, show_thoughts=thoughts).run()
 
 
 @contextlib.contextmanager
-def open_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Conversation]]:
+def open_conversations(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Conversation]]:
     """Open a conversation with the model of each recipe."""
-    from posttrain.evaluate import conversation
+    from posttrain.evaluate import conversation as chatting
     from posttrain.recipe.stages import GenerateRecipe
     from posttrain.train.library_logging import quiet
 
     quiet()
     with contextlib.ExitStack() as stack:
-        talks = []
+        conversations = []
         for number, loaded in enumerate(recipes):
             recipe = loaded.require(GenerateRecipe)
             say(f"loading {recipe.model.path}")
-            talks.append(stack.enter_context(conversation.open_conversation(recipe, folder / f"engine-{number}", say)))
-        yield talks
+            opened = chatting.open_conversation(recipe, folder / f"engine-{number}", say)
+            conversations.append(stack.enter_context(opened))
+        yield conversations
 
 
-def offered_tools(named: str | None) -> tuple[dict[str, Any], Path]:
+def read_tool_sections(named: str | None) -> tuple[dict[str, Any], Path]:
     """Return the recipe sections that configure tools, and the directory against which their files are resolved first.
 
     named: value of `--tools`: comma-separated tool names or a recipe.
@@ -156,30 +157,31 @@ def offered_tools(named: str | None) -> tuple[dict[str, Any], Path]:
     return {"tools": [{"use": name.strip()} for name in named.split(",") if name.strip()]}, Path.cwd()
 
 
-def introduce(talk: Conversation) -> None:
+def print_introduction(conversation: Conversation) -> None:
     """Print on stderr how the model is prompted: the chat template's turn, sampling settings, tools."""
     from posttrain import chat as templates
 
-    tokenizer, sampling = talk.loaded.tokenizer, talk.recipe.sampling
-    talked = [{"role": "user", "content": "..."}]
-    turn = templates.render(tokenizer, talked, generation_prompt=True)
-    cut = "".join(
+    tokenizer, sampling = conversation.loaded.tokenizer, conversation.recipe.sampling
+    messages = [{"role": "user", "content": "..."}]
+    turn = templates.render(tokenizer, messages, generation_prompt=True)
+    truncation = "".join(
         f", {key} {getattr(sampling, key)}"
-        for key, whole in (("top_p", 1.0), ("top_k", 0))
-        if getattr(sampling, key) != whole
+        for key, default in (("top_p", 1.0), ("top_k", 0))
+        if getattr(sampling, key) != default
     )
-    drawn = f"temperature {sampling.temperature:g}{cut}" if sampling.temperature else "greedy"
-    say(f"{talk.name}: {drawn}, {count_noun(sampling.max_new_tokens, 'token')} a turn at most; chat template: {turn!r}")
-    if talk.offer is not None:
-        names = ", ".join(tool.name for tool in talk.offer.tools)
-        say(f"tools: {names} (calls in the format {talk.offer.form})")
+    sampled = f"temperature {sampling.temperature:g}{truncation}" if sampling.temperature else "greedy"
+    limit = count_noun(sampling.max_new_tokens, "token")
+    say(f"{conversation.name}: {sampled}, at most {limit} per turn; chat template: {turn!r}")
+    if conversation.offer is not None:
+        names = ", ".join(tool.name for tool in conversation.offer.tools)
+        say(f"tools: {names} (calls in the format {conversation.offer.form})")
 
 
 @dataclass
 class Chat:
-    """Read-eval loop of the chat. talks: the conversations that receive every line of the user."""
+    """Read-eval loop of the chat. conversations: the conversations that receive every line of the user."""
 
-    talks: Sequence[Conversation]
+    conversations: Sequence[Conversation]
     show_thoughts: bool = False
     thought: list[str] = field(default_factory=list)  # parts of the last answer's thought
     _in_thought: bool = False
@@ -188,7 +190,7 @@ class Chat:
         """Answer lines until the input ends or /exit is entered."""
         if sys.stdin.isatty():
             say("Ctrl-C stops an answer, /exit ends the chat, /help lists the commands")
-        for line in lines():
+        for line in read_lines():
             if line.strip() == "/exit":
                 return
             try:
@@ -204,12 +206,12 @@ class Chat:
         rest = rest.strip()
         match name:
             case "/reset":
-                for talk in self.talks:
-                    talk.reset()
+                for conversation in self.conversations:
+                    conversation.reset()
                 say("the conversation starts over")
             case "/system":
-                for talk in self.talks:
-                    talk.set_system(rest)
+                for conversation in self.conversations:
+                    conversation.set_system(rest)
             case "/image":
                 self.add_image(rest)
             case "/save":
@@ -219,8 +221,8 @@ class Chat:
             case "/think":
                 say("".join(self.thought) or "the last answer had no thought")
             case "/prompt":
-                for talk in self.talks:
-                    say(talk.prompt())
+                for conversation in self.conversations:
+                    say(conversation.prompt())
             case "/help":
                 for command, about in COMMANDS.items():
                     say(f"  {command:<14}{about}")
@@ -235,12 +237,13 @@ class Chat:
     def add_image(self, name: str) -> None:
         """Attach an image to the next message of each model; an empty name removes all images attached so far."""
         if not name:
-            for talk in self.talks:
-                talk.pending.clear()
+            for conversation in self.conversations:
+                conversation.pending.clear()
             say("the next message has no image")
             return
-        for talk, source in [(talk, talk.find_image(name)) for talk in self.talks]:
-            talk.pending.append(source)
+        sources = [conversation.find_image(name) for conversation in self.conversations]
+        for conversation, source in zip(self.conversations, sources, strict=True):
+            conversation.pending.append(source)
         say(f"{name} is attached to the next message")
 
     def save(self, name: str) -> None:
@@ -249,36 +252,36 @@ class Chat:
             raise UserError("/save needs a file", hint="/save chat.jsonl")
         try:
             with Path(name).expanduser().open("a", encoding="utf-8") as file:
-                for talk in self.talks:
-                    shown = {"images": talk.images} if talk.images else {}
-                    row = {"messages": talk.messages, **shown, "model": talk.name}
+                for conversation in self.conversations:
+                    shown = {"images": conversation.images} if conversation.images else {}
+                    row = {"messages": conversation.messages, **shown, "model": conversation.name}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"{name} cannot be written: {error.strerror}") from error
-        say(f"appended to {name}: {count_noun(len(self.talks), 'conversation')}")
+        say(f"appended to {name}: {count_noun(len(self.conversations), 'conversation')}")
 
     def answer(self, line: str) -> None:
         """Let each model answer in turn. Ctrl-C stops the current answer and skips the remaining models."""
-        for talk in self.talks:
-            if len(self.talks) > 1:
-                terminal.say(f"[{talk.name}]")
-            with on_interrupt(talk.stop):
-                if self._stream_answer(talk, line):
+        for conversation in self.conversations:
+            if len(self.conversations) > 1:
+                terminal.say(f"[{conversation.name}]")
+            with on_interrupt(conversation.stop):
+                if self._stream_answer(conversation, line):
                     return
 
-    def _stream_answer(self, talk: Conversation, line: str) -> bool:
+    def _stream_answer(self, conversation: Conversation, line: str) -> bool:
         """Stream one answer; return whether it was interrupted."""
         self.thought, self._in_thought = [], False
-        divided: Divided | None = None
-        for piece in talk.ask(line):
+        splitter: ThoughtSplitter | None = None
+        for piece in conversation.ask(line):
             if isinstance(piece, str):
-                divided = divided or Divided(inside=talk.opens_thought)
-                for kind, text in divided.add(piece):
+                splitter = splitter or ThoughtSplitter(inside=conversation.opens_thought)
+                for kind, text in splitter.add(piece):
                     self.show(kind, text)
                 continue
-            for kind, text in divided.end() if divided else ():
+            for kind, text in splitter.end() if splitter else ():
                 self.show(kind, text)
-            divided = None
+            splitter = None
             self.finish(piece)
             if piece.finish == "interrupted":
                 return True
@@ -286,7 +289,7 @@ class Chat:
 
     def show(self, kind: str, text: str) -> None:
         """Print a part of an answer. A folded thought is printed as one marker when it begins."""
-        if kind == "said":
+        if kind == "answer":
             terminal.say("\n" + text if self._in_thought and self.show_thoughts else text, end="")
             self._in_thought = False
             return
@@ -329,7 +332,7 @@ def on_interrupt(stop: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def lines() -> Iterator[str]:
+def read_lines() -> Iterator[str]:
     """Yield the user's lines, with a prompt on a terminal. A line that ends in a backslash continues on the next line.
 
     Ctrl-C at the prompt discards the line; with piped input it ends the chat.
@@ -338,22 +341,22 @@ def lines() -> Iterator[str]:
     if asked:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() a history
-    whole = ""
+    text = ""
     while True:
         try:
-            line = input(("... " if whole else "> ") if asked else "")
+            line = input(("... " if text else "> ") if asked else "")
         except EOFError:
-            if whole:
-                yield whole
+            if text:
+                yield text
             return
         except KeyboardInterrupt:
             if not asked:
                 raise
             terminal.note("\n/exit or Ctrl-D ends the chat")
-            whole = ""
+            text = ""
             continue
         if line.endswith("\\"):
-            whole += line[:-1] + "\n"
+            text += line[:-1] + "\n"
             continue
-        yield whole + line
-        whole = ""
+        yield text + line
+        text = ""

@@ -51,18 +51,18 @@ def compare_methods(
     if as_json:
         print_json({"step": saved.batch.step + 1, "methods": table, "rows": single})
         return
-    _print(table)
+    _print_table(table)
     if rows:
         terminal.say()
-        _print(single[:rows])
+        _print_table(single[:rows])
     tokens = count_noun(int(saved.batch.mask.sum()), "token")
     say(f"rollouts of step {saved.batch.step + 1}: {count_noun(len(saved.batch), 'row')}, {tokens}")
 
 
-def _print(table: list[dict[str, Any]]) -> None:
+def _print_table(table: list[dict[str, Any]]) -> None:
     """Print columns of text; numbers with three digits."""
     columns = list(dict.fromkeys(key for row in table for key in row if key != "note"))
-    cells = [columns, *([_cell(row.get(key)) for key in columns] for row in table)]
+    cells = [columns, *([_format_value(row.get(key)) for key in columns] for row in table)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(columns))]
     notes = ["", *(row.get("note", "") for row in table)]
     for line, note in zip(cells, notes, strict=True):
@@ -73,7 +73,7 @@ def _print(table: list[dict[str, Any]]) -> None:
             terminal.say(f"{line[0]:<{widths[0]}}  {rest}".rstrip())
 
 
-def _cell(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

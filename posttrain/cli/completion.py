@@ -50,7 +50,7 @@ complete -c posttrain -a '(__posttrain_complete)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 TAKE_RECIPE = ("plan", "preflight", "compare-methods", "sweep")  # commands other than stages that take a recipe
-FROM = ("trl", "open-r1", "axolotl", "llamafactory", "ms-swift", "openrlhf", "verl", "mergekit")
+IMPORT_TOOLS = ("trl", "open-r1", "axolotl", "llamafactory", "ms-swift", "openrlhf", "verl", "mergekit")
 
 
 def register(app: typer.Typer) -> None:
@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
     app.command("__complete", hidden=True, context_settings={"ignore_unknown_options": True})(complete)
 
 
-TO = {"export": ("merged", "gguf", "ollama", "hub:"), "track": ("wandb", "tensorboard", "trackio", "mlflow")}
+TARGETS = {"export": ("merged", "gguf", "ollama", "hub:"), "track": ("wandb", "tensorboard", "trackio", "mlflow")}
 
 
 def completion(
@@ -77,24 +77,24 @@ def completion(
 
 def complete(ctx: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="WORD")] = None) -> None:
     """Print the candidates for the last of the words after `posttrain`, one per line."""
-    for candidate in candidates(words or [""], ctx.find_root().command):
+    for candidate in find_candidates(words or [""], ctx.find_root().command):
         terminal.say(candidate)
 
 
-def candidates(words: Sequence[str], root: Any) -> list[str]:
+def find_candidates(words: Sequence[str], root: Any) -> list[str]:
     """Return the completions of the last word, given the words before it. root: the top-level command."""
     before, last = list(words[:-1]), words[-1]
-    command, used = _command(root, before)
+    command, used = _find_command(root, before)
     if last.startswith("-"):
         found = [option for param in command.params for option in param.opts if option.startswith("--")]
         return [one for one in found if one.startswith(last)]
     if hasattr(command, "commands"):
         names = [name for name, one in command.commands.items() if not one.hidden]
         return [name for name in names if name.startswith(last)]
-    return [one for one in _arguments(before, used, last) if one.startswith(last)]
+    return [one for one in _complete_argument(before, used, last) if one.startswith(last)]
 
 
-def _command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
+def _find_command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
     """Return the command that the words name, and the number of words that name it."""
     command, used = root, 0
     for word in words:
@@ -110,17 +110,17 @@ def _command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
     return command, used
 
 
-def _arguments(before: Sequence[str], used: int, last: str) -> Iterator[str]:
+def _complete_argument(before: Sequence[str], used: int, last: str) -> Iterator[str]:
     from posttrain.recipe.keys import BY_NAME
 
     named, given = [word for word in before[:used] if not word.startswith("-")], list(before[used:])
     verb = named[0] if named else ""
     if given and given[-1] == "--from":
-        yield from FROM
+        yield from IMPORT_TOOLS
     elif given and given[-1] == "--to":
-        yield from TO.get(verb, ())
+        yield from TARGETS.get(verb, ())
     elif named == ["methods", "show"]:
-        yield from _methods()
+        yield from _list_method_names()
     elif named == ["recipe", "keys"]:
         yield from BY_NAME
     elif named == ["completion"]:
@@ -128,17 +128,17 @@ def _arguments(before: Sequence[str], used: int, last: str) -> Iterator[str]:
     elif verb.replace("-", "_") in BY_NAME or verb in (*TAKE_RECIPE, "run", "recipe", "data", "reward"):
         positional = [word for word in given if not word.startswith("-") and "=" not in word]
         if not positional:
-            yield from _recipes(verb)
-        yield from _overrides(_stage(verb, positional), last)
+            yield from _list_recipe_names(verb)
+        yield from _complete_override(_find_stage(verb, positional), last)
 
 
-def _methods() -> Iterator[str]:
+def _list_method_names() -> Iterator[str]:
     from posttrain.recipe import catalogue
 
     yield from dict.fromkeys(entry["name"] for entry in catalogue.list_entries())
 
 
-def _recipes(verb: str) -> Iterator[str]:
+def _list_recipe_names(verb: str) -> Iterator[str]:
     """Yield names of shipped recipes; for a stage command only those of its stage."""
     from posttrain.path_resolution import known_files
     from posttrain.recipe.keys import BY_NAME
@@ -149,7 +149,7 @@ def _recipes(verb: str) -> Iterator[str]:
             yield name
 
 
-def _stage(verb: str, positional: Sequence[str]) -> str:
+def _find_stage(verb: str, positional: Sequence[str]) -> str:
     """Return the stage whose keys to complete: that of the command, or the one that the recipe names."""
     import re
 
@@ -161,12 +161,12 @@ def _stage(verb: str, positional: Sequence[str]) -> str:
     for word in positional:
         path = Path(word) if Path(word).is_file() else known_files("recipes", [".yaml"]).get(word)
         text = path.read_text(encoding="utf-8", errors="replace") if path and path.suffix in (".yaml", ".yml") else ""
-        if said := re.search(r"^stage:\s*(\w+)", text, re.MULTILINE):
-            return said[1] if said[1] in BY_NAME else ""
+        if found := re.search(r"^stage:\s*(\w+)", text, re.MULTILINE):
+            return found[1] if found[1] in BY_NAME else ""
     return ""
 
 
-def _overrides(stage: str, last: str) -> Iterator[str]:
+def _complete_override(stage: str, last: str) -> Iterator[str]:
     """Yield `optim.lr=` for a key, and after the `=` its possible values: literals, true and false, components,
     presets.
     """

@@ -18,18 +18,18 @@ Found = Iterator[tuple[str, str, str]]  # (key within the stage, problem, hint)
 Values = Mapping[str, Any]
 
 
-def problems(section: Values, rewards: Sequence[LoadedReward], base_dir: Path) -> Found:
+def find_problems(section: Values, rewards: Sequence[LoadedReward], base_dir: Path) -> Found:
     """Yield the problems of one stage. section: its resolved values; rewards: those of all its lists, in order."""
     if section.get("stage") == "rl":
-        yield from _turns(section, rewards)
-    yield from _correctness(section, rewards)
-    yield from _window(section, base_dir)
+        yield from _check_turns(section, rewards)
+    yield from _check_correctness(section, rewards)
+    yield from _check_window(section, base_dir)
     output = (section.get("run") or {}).get("output")
     if output and Path(output).exists() and not Path(output).is_dir():
         yield "run.output", f"{output} is a file, not a directory", "name another directory"
 
 
-def _turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
+def _check_turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
     """Yield a problem if a component needs per-turn rewards and no reward returns them."""
     from posttrain import registry
     from posttrain.verify.completion_steps import problem
@@ -61,49 +61,49 @@ def _chosen_components(section: Values) -> Iterator[tuple[str, str]]:
             yield from ((kind, str(item.get("use"))) for kind in kinds)
 
 
-def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
+def _check_correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
     """Yield a problem for each list of rewards without a reward that decides whether an answer is correct."""
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify import correctness
 
-    places = reward_places(section)
+    places = list_reward_paths(section)
     for above, listed in itertools.groupby(zip(places, rewards, strict=True), lambda item: item[0][:-1]):
-        mine = list(listed)
-        sections = [Reward.model_validate(_at(section, place)) for place, _ in mine]
-        for key, what, right in correctness.problems(sections, [reward for _, reward in mine]):
+        entries = list(listed)
+        sections = [Reward.model_validate(_value_at(section, place)) for place, _ in entries]
+        for key, what, right in correctness.problems(sections, [reward for _, reward in entries]):
             yield ".".join([*map(str, above), key]), what, right
 
 
-def reward_places(section: Values) -> list[Path_]:
+def list_reward_paths(section: Values) -> list[Path_]:
     """Return the paths of all rewards of a stage, in the order of its schema."""
     holders: list[Path_] = [(), ("eval",), ("best_of",), ("search",), ("search", "evidence"), ("tree",)]
     lists: list[Path_] = [(*holder, "rewards") for holder in holders]
-    return [(*path, number) for path in lists for number in range(len(_at(section, path) or ()))]
+    return [(*path, number) for path in lists for number in range(len(_value_at(section, path) or ()))]
 
 
-def _at(section: Values, path: Path_) -> Any:
+def _value_at(section: Values, path: Path_) -> Any:
     value: Any = section
     for part in path:
         value = value[part] if isinstance(part, int) else (value or {}).get(part)
     return value
 
 
-def _window(section: Values, base_dir: Path) -> Found:
+def _check_window(section: Values, base_dir: Path) -> Found:
     """Yield a problem if `max_new_tokens` leaves no room in the model's context window, where a local config gives its
     length.
     """
     key = "rollout" if "rollout" in section else "sampling"
-    drawn = section.get(key) or {}
-    new = drawn.get("max_new_tokens")
-    if new is None or drawn.get("engine") == "stored":
+    sampling = section.get(key) or {}
+    new = sampling.get("max_new_tokens")
+    if new is None or sampling.get("engine") == "stored":
         return
-    window = window_of(str((section.get("model") or {}).get("path", "")), base_dir)
+    window = read_window(str((section.get("model") or {}).get("path", "")), base_dir)
     if window is not None and new >= window:
         what = f"{new} new tokens leave no room for a prompt in the model's window of {window}"
         yield f"{key}.max_new_tokens", what, f"write less than {window}"
 
 
-def window_of(path: str, base_dir: Path) -> int | None:
+def read_window(path: str, base_dir: Path) -> int | None:
     """Return the number of positions of a local model; None if the config does not say or is not on this machine."""
     from posttrain.models import adapters
     from posttrain.models.model_paths import TINY_WINDOW, locate

@@ -63,16 +63,16 @@ def inspect(
     if rollouts is not None:
         read_resolved(rollouts, "rl")
     if recipe is not None:
-        with _without_inspect_hint():
+        with _drop_inspect_hint():
             _inspect_recipe(recipe, overrides or [], rows, as_json, rollouts, with_model)
     elif rollouts is not None:
-        _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
+        _show_rollouts(rollouts, _load_tokenizer_of_run(rollouts), rows, as_json)
     else:
         raise UserError("no rows are named", hint="name a recipe, or an rl run after --rollouts")
 
 
 @contextlib.contextmanager
-def _without_inspect_hint() -> Iterator[None]:
+def _drop_inspect_hint() -> Iterator[None]:
     """Remove hints to run `posttrain data inspect` from errors: the user is running it."""
     try:
         yield
@@ -93,7 +93,7 @@ def _inspect_recipe(
     if stage == "reward-model":  # it reads pairs like dpo, or labelled answers like sft
         stage = "dpo" if recipe.objective.pairs else "sft"
     looking.check_stage(stage)
-    packages.require(checked, packages.of_tokens)
+    packages.require(checked, packages.is_for_tokens)
     from posttrain.models.load import load_eos_ids, load_image_reader, load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
@@ -110,13 +110,13 @@ def _inspect_recipe(
         recipe.base_dir,
         eos_ids,
         rows,
-        _weigh(recipe, tokenizer, with_model),
+        _make_token_weights(recipe, tokenizer, with_model),
         single=is_dpo and "labels" in recipe.loss.needs,
         rules=recipe.pairs if is_dpo else None,
         reader=reader,
     )
     if recipe.verb == "rl" and recipe.sampler.use != "uniform":
-        report = {**report, "sampler": _first_step(recipe, tokenizer, reader)}
+        report = {**report, "sampler": _describe_first_step(recipe, tokenizer, reader)}
     if recipe.verb == "rl":
         from posttrain.train.shown_data import add_answers, add_replay, add_shape, add_variants, add_workflow
 
@@ -132,7 +132,7 @@ def _inspect_recipe(
     data_audit.end_with_findings(report["checks"], as_json=as_json)
 
 
-def _first_step(recipe: Any, tokenizer: Any, reader: Any) -> dict[str, Any]:
+def _describe_first_step(recipe: Any, tokenizer: Any, reader: Any) -> dict[str, Any]:
     """Return the prompts that the recipe's sampler selects for the first step."""
     from posttrain.data.prepare import prepare_prompts
     from posttrain.train.assemble import total_steps
@@ -143,7 +143,7 @@ def _first_step(recipe: Any, tokenizer: Any, reader: Any) -> dict[str, Any]:
 
 
 @app.command("pairs", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def moved_pairs() -> None:
+def refuse_moved_pairs() -> None:
     """Refuse the former command `data pairs` and name its successor, `posttrain pairs`."""
     raise UserError(
         "preference pairs are made by `posttrain pairs`, from a recipe",
@@ -152,7 +152,7 @@ def moved_pairs() -> None:
     )
 
 
-def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
+def _make_token_weights(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
     """Return the function that computes the token weights of an example; None if the objective weights all tokens
     equally.
     """
@@ -198,7 +198,7 @@ def _show_sampler(console: Console, first: Mapping[str, Any]) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def _tokenizer_of_run(run: Path) -> Any:
+def _load_tokenizer_of_run(run: Path) -> Any:
     """Load the tokenizer that a run saved with its model. Raises UserError if the run has saved none yet."""
     from posttrain.models.load import load_tokenizer
     from posttrain.recipe.sections import Model
@@ -246,7 +246,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
         if len(sample["parts"]) > 1:
             text.append(f"{name}: ", style="bold")
         for run in part["runs"]:
-            written = _REPEATED.sub(_count_repeats, _visible(run["text"]))
+            written = _REPEATED.sub(_count_repeats, _mark_line_ends(run["text"]))
             trained = run["fate"] == "trained"
             marked = f"»{written}«" if trained and not coloured else written
             if trained and run.get("weight", 1.0) != 1.0:
@@ -268,14 +268,14 @@ def _count_repeats(found: re.Match[str]) -> str:
     return f"{found[1]} x{len(found[0]) // len(found[1])}"
 
 
-def _visible(text: str) -> str:
+def _mark_line_ends(text: str) -> str:
     """Return the text with its line ends marked, so that trained line ends can be seen."""
     return text.replace("\n", "⏎\n")
 
 
 def _show_lengths(console: Console, lengths: Mapping[str, Mapping[str, int]]) -> None:
     heads = ("min", "median", "p95", "max")
-    _table(console, ("tokens", *heads), [(part, *(str(s[h]) for h in heads)) for part, s in lengths.items()])
+    _print_table(console, ("tokens", *heads), [(part, *(str(s[h]) for h in heads)) for part, s in lengths.items()])
 
 
 def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
@@ -287,12 +287,12 @@ def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
         for cause, uids in report[fate].items()
     ]
     if found:
-        _table(console, ("fate", "cause", "rows", "which"), found)
+        _print_table(console, ("fate", "cause", "rows", "which"), found)
     else:
         console.print("no row was dropped or cut\n")
 
 
-def _table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
 
     table = Table(*heads, box=None, pad_edge=False, header_style="bold")

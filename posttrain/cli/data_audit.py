@@ -45,9 +45,9 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
     from posttrain.data import inspect as looking
 
     checked = preflight.load(recipe, overrides or [], without=["run"])
-    stage = stage_to_inspect(checked.recipe)
+    stage = choose_row_stage(checked.recipe)
     looking.check_stage(stage)
-    packages.require(checked, packages.of_tokens)
+    packages.require(checked, packages.is_for_tokens)
     report = audit_data(checked.recipe, stage, against or [])
     if as_json:
         print_json(report)
@@ -65,7 +65,7 @@ def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> 
         raise typer.Exit(1)
 
 
-def stage_to_inspect(recipe: Any) -> str:
+def choose_row_stage(recipe: Any) -> str:
     """Return the stage whose row format the recipe reads: a reward model reads pairs like dpo, or answers like sft."""
     if recipe.verb == "reward-model":
         return "dpo" if recipe.objective.pairs else "sft"
@@ -100,7 +100,7 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
         "duplicates": data_audit.find_duplicates(rows),
         "evaluation": [
             data_audit.find_overlap(rows, load_rows(data, base), str(data.source or "a mixture"))
-            for data, base in held_out(recipe, against)
+            for data, base in list_evaluation_data(recipe, against)
         ],
         "golds": golds,
         "labels": [one for column in columns if (one := data_audit.count_labels(rows, column))],
@@ -109,7 +109,7 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
     return {**report, "checks": data_audit.build_verdicts(report)}
 
 
-def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]:
+def list_evaluation_data(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]:
     """Yield the evaluation data of the recipe and of `--against` (a recipe with data, or a source), each with its
     directory.
     """

@@ -42,14 +42,16 @@ def register(app: typer.Typer) -> None:
 def doctor(as_json: Json = False) -> None:
     """Show versions, GPUs, memory, disk and CPU cores, with advice; the output can be pasted into a bug report."""
     found = examine()
-    found["advice"] = advice(found)
+    found["advice"] = list_advice(found)
     if as_json:
         print_json(found)
         return
     for key, value in found.items():
         if key in ("packages", "advice"):
             continue
-        terminal.say(f"{key:<10} {value if not isinstance(value, list) else ', '.join(map(_gpu, value)) or 'none'}")
+        terminal.say(
+            f"{key:<10} {value if not isinstance(value, list) else ', '.join(map(_format_gpu, value)) or 'none'}"
+        )
     terminal.say(
         "packages   " + "\n           ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     )
@@ -70,29 +72,29 @@ def examine() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": _read_memory_gib(),
         "disk_free_gib": round(disk.free / 2**30, 1),
         "sandbox": sandbox.describe(),
         "gpus": [],
         "packages": {name: package_version(name) for name in PACKAGES},
     }
     if find_spec("torch"):
-        found |= _torch()
+        found |= _describe_torch()
     return found
 
 
-def _torch() -> dict[str, Any]:
+def _describe_torch() -> dict[str, Any]:
     try:
         import torch
 
         cuda = torch.version.cuda if torch.cuda.is_available() else None
         devices = range(torch.cuda.device_count()) if cuda else []
-        return {"cuda": cuda, "gpus": [_device(torch, index) for index in devices]}
+        return {"cuda": cuda, "gpus": [_describe_gpu(torch, index) for index in devices]}
     except Exception as error:  # a broken installation is a finding, reported in the advice
         return {"cuda": None, "torch_error": f"{type(error).__name__}: {error}"}
 
 
-def _device(torch: Any, index: int) -> dict[str, Any]:
+def _describe_gpu(torch: Any, index: int) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(index)
     return {
         "name": torch.cuda.get_device_name(index),
@@ -102,46 +104,44 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: dict[str, Any]) -> str:
+def _format_gpu(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']} ({gpu['free_gib']} of {gpu['total_gib']} GiB free)"
 
 
-def _memory_gib() -> float | None:
+def _read_memory_gib() -> float | None:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):  # not every system has these
         return None
 
 
-def advice(found: dict[str, Any]) -> list[str]:
+def list_advice(found: dict[str, Any]) -> list[str]:
     """Return what is missing with the command that installs it; an empty list if nothing is."""
-    found_advice: list[str] = []
+    lines: list[str] = []
     packages = found["packages"]
-    needed = [name for name, there in packages.items() if there is None and name not in OPTIONAL]
+    needed = [name for name, version in packages.items() if version is None and name not in OPTIONAL]
     if needed:
-        found_advice.append(
-            f"missing {', '.join(needed)}: recipes can be checked but not run; pip install 'posttrain[train]'"
-        )
+        lines.append(f"missing {', '.join(needed)}: recipes can be checked but not run; pip install 'posttrain[train]'")
     if "torch_error" in found:
-        found_advice.append(f"torch is installed but cannot be imported ({found['torch_error']}): reinstall it")
+        lines.append(f"torch is installed but cannot be imported ({found['torch_error']}): reinstall it")
     if not found["gpus"] and packages["torch"] and "torch_error" not in found:
-        found_advice.append("no GPU: tiny models and SmolLM2-135M run on the CPU; larger models need a GPU")
+        lines.append("no GPU: tiny models and SmolLM2-135M run on the CPU; larger models need a GPU")
         if shutil.which("nvidia-smi"):
-            found_advice.append(
+            lines.append(
                 "nvidia-smi is installed but torch sees no GPU: torch may be a CPU build, or the driver too old"
             )
     for name in OPTIONAL:
         if packages[name] is None:
             extra, use = PACKAGES[name]
             command = extra if extra.startswith("pip ") else install_command(extra)
-            found_advice.append(f"no {name} ({use}): {command}")
+            lines.append(f"no {name} ({use}): {command}")
     for gpu in found["gpus"]:
         if gpu["free_gib"] < 0.5 * gpu["total_gib"]:
-            found_advice.append(
+            lines.append(
                 f"{gpu['name']}: only {gpu['free_gib']} of {gpu['total_gib']} GiB free; another process uses the memory"
             )
         if not gpu["bfloat16"]:
-            found_advice.append(f"{gpu['name']} has no bfloat16: write `model.dtype: float32`")
+            lines.append(f"{gpu['name']} has no bfloat16: write `model.dtype: float32`")
     if found["disk_free_gib"] < 10:
-        found_advice.append(f"only {found['disk_free_gib']} GiB of disk free: checkpoints may not fit")
-    return sorted(found_advice)
+        lines.append(f"only {found['disk_free_gib']} GiB of disk free: checkpoints may not fit")
+    return sorted(lines)

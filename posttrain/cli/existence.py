@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from posttrain.recipe.section import Names
     from posttrain.recipe.sections import Source
 
-ACCEPTED = "accepted:"
+ACCEPTED_PREFIX = "accepted:"
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Return whether a path exists; True if the system refuses to tell, because reading the path then raises the right
     error.
     """
@@ -29,7 +29,7 @@ def is_there(path: Path) -> bool:
         return True
 
 
-def find_model(name: str, base_dir: Path) -> str:
+def check_model(name: str, base_dir: Path) -> str:
     """Return the base that an adapter names, "" for other models. Raises ModelError if the model does not exist."""
     from posttrain import hub
     from posttrain.models import adapters
@@ -77,7 +77,7 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
 DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # GPU device files: no library needed
 
 
-def find_device(device: str) -> None:
+def check_device(device: str) -> None:
     """Raise ModelError for `cuda` on a machine where no GPU is visible."""
     if device != "cuda" or sys.platform != "linux":
         return
@@ -102,29 +102,29 @@ def check_targets(name: str, targets: object, base_dir: Path) -> None:
     for target in targets if isinstance(targets, list) and known else ():
         last = str(target).rpartition(".")[2]
         if last not in known:
-            there = ", ".join(sorted(known))
+            names = ", ".join(sorted(known))
             hint = did_you_mean(last, known) or f"{ALL_LINEAR} suits every model"
-            raise ModelError(f"no module of {name} is called `{target}`", allowed=f"there are: {there}", hint=hint)
+            raise ModelError(f"no module of {name} is called `{target}`", allowed=f"modules: {names}", hint=hint)
 
 
-def may_be_of_the_hub(name: str) -> bool:
+def could_be_hub_id(name: str) -> bool:
     """Return whether a name could be an id on the model hub."""
     from posttrain import hub
 
     return name not in ("tiny", "tiny-vision") and not hub.only_a_path(name, (".gguf", *ROW_FILES))
 
 
-def find_data(name: str, base_dir: Path, source: Source | None) -> None:
+def check_data(name: str, base_dir: Path, source: Source | None) -> None:
     """Raise DataError if the data does not exist or is visibly wrong. source: its section, if that is valid."""
     from posttrain import hub
     from posttrain.data import sources
     from posttrain.recipe.section import EVALUATION
 
-    if name.startswith(ACCEPTED):
-        find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
+    if name.startswith(ACCEPTED_PREFIX):
+        check_run(name.removeprefix(ACCEPTED_PREFIX), EVALUATION, base_dir)
     elif hub.only_a_path(name, ROW_FILES) and not name.startswith(("gym:", "task:")):
         find(name, base_dir, "data", DataError)
-    elif _elsewhere(name, base_dir) and (why := hub.why_absent(name, "dataset")):
+    elif _is_hub_only(name, base_dir) and (why := hub.why_absent(name, "dataset")):
         tried = candidates(name, base_dir)
         problem = f"data not found: {name}; {why}"
         raise DataError(problem, allowed=f"no file or directory {tried[0]}", hint=suggest_file(name, tried))
@@ -132,13 +132,13 @@ def find_data(name: str, base_dir: Path, source: Source | None) -> None:
         sources.check(source, base_dir)
 
 
-def _elsewhere(name: str, base_dir: Path) -> bool:
+def _is_hub_only(name: str, base_dir: Path) -> bool:
     """Return whether a data name can only be an id on the hub."""
     made = name.startswith(("gym:", "task:")) or split_function(name) is not None
-    return not made and may_be_of_the_hub(name) and not any(map(is_there, candidates(name, base_dir)))
+    return not made and could_be_hub_id(name) and not any(map(path_exists, candidates(name, base_dir)))
 
 
-def find_run(name: str, names: Names, base_dir: Path) -> None:
+def check_run(name: str, names: Names, base_dir: Path) -> None:
     """Raise DataError if the run or file does not exist, or lacks the file that is read from it."""
     place = find(name, base_dir, names.what, DataError)
     if names.kind == "file":

@@ -75,16 +75,16 @@ def export(
     Overrides are keys of `model`: model.chat_template=my.jinja, model.revision=..., model.trust_remote_code=true.
     """
     check_options(to, upload_as, public)
-    plan = plan_of(
+    plan = plan_export(
         model, to, overrides or [], output, dtype, upload_as, licence, evaluations or (), overwrite=overwrite
     )
     if dry_run:
-        preview(plan, public, as_json)
+        print_preview(plan, public, as_json)
         return
-    tell(carry_out(plan, public=public), as_json)
+    print_report(run_export(plan, public=public), as_json)
 
 
-def plan_of(
+def plan_export(
     model: str,
     to: str,
     overrides: Sequence[str],
@@ -97,7 +97,7 @@ def plan_of(
     overwrite: bool,
 ) -> Plan:
     """Return the plan of an export after all checks that need no model."""
-    section = _section(model, overrides)
+    section = _load_model_section(model, overrides)
     from posttrain.export import card, licences, run, source
     from posttrain.run.atomic_io import read_json
 
@@ -118,7 +118,7 @@ def plan_of(
     return run.make_plan(found, kind, section, dtype, where, facts, name=repo)
 
 
-def carry_out(plan: Plan, *, public: bool) -> dict[str, Any]:
+def run_export(plan: Plan, *, public: bool) -> dict[str, Any]:
     """Run the export, and upload it if the plan names a repository on the hub; return the report."""
     from posttrain.export import run, upload
 
@@ -154,7 +154,7 @@ def _suggest_target(to: str) -> str:
     return "the hub is written hub:OWNER/NAME" if "/" in to else did_you_mean(to, ("merged", "gguf", "ollama"))
 
 
-def _section(model: str, overrides: Sequence[str]) -> ModelSection:
+def _load_model_section(model: str, overrides: Sequence[str]) -> ModelSection:
     """Return the `model` section that loads MODEL, checked like a recipe's: what it names exists, packages are
     installed.
     """
@@ -180,7 +180,7 @@ def _section(model: str, overrides: Sequence[str]) -> ModelSection:
     return loaded.require(GenerateRecipe).model
 
 
-def preview(plan: Plan, public: bool, as_json: bool) -> None:
+def print_preview(plan: Plan, public: bool, as_json: bool) -> None:
     """Print what `--dry-run` shows: which files would be written where, and the model card."""
     from posttrain.cli.show import print_json
     from posttrain.export.card import write_card
@@ -202,7 +202,7 @@ def preview(plan: Plan, public: bool, as_json: bool) -> None:
     say(f"files: {', '.join(files)}{size}; README.md is printed above")
 
 
-def tell(report: dict[str, Any], as_json: bool) -> None:
+def print_report(report: dict[str, Any], as_json: bool) -> None:
     """Print the report of a finished export on stdout, as JSON or text."""
     from posttrain.cli.show import print_summary
 

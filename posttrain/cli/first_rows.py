@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from posttrain.recipe.tree import Path_
     from posttrain.verify.load import LoadedReward
 
-ROWS = 20  # rows that determine the columns
-CHECKED = 2000  # rows of a source that must each have the columns that the stage reads
+FIRST_ROWS = 20  # rows that determine the columns
+CHECKED_ROWS = 2000  # rows of a source that must each have the columns that the stage reads
 Check = Callable[[], list[str]]
 
 
 @dataclass
-class _Seen:
+class _SourceRows:
     """First rows of all sources of a stage.
 
-    whole: the sources have no further rows. read_all: functions that read every row of a source.
+    complete: the sources have no further rows. read_all: functions that read every row of a source.
     """
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
-    whole: bool = True
+    complete: bool = True
     read_all: list[Callable[[], Sequence[Mapping[str, Any]]]] = field(default_factory=list)
 
     def all_rows(self) -> list[Mapping[str, Any]]:
         """Return every row of the sources, for checks that the first rows cannot decide."""
-        return self.rows if self.whole else [row for read in self.read_all for row in read()]
+        return self.rows if self.complete else [row for read in self.read_all for row in read()]
 
     @property
     def columns(self) -> set[str]:
         return {column for row in self.rows for column in row if column != "uid"}
 
 
-def checks(
+def list_checks(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
     """Yield (key in the stage, check) for each local source and for the columns that rewards read.
@@ -60,26 +60,26 @@ def checks(
     from posttrain.recipe.stages import RlRecipe
     from posttrain.verify import correctness
 
-    seen = _Seen()
+    seen = _SourceRows()
     sources: list[tuple[Path_, Source]] = [(("data", "source"), data)]
     if data.mix is not None:
         sources = [(("data", "mix", number, "source"), source) for number, source in enumerate(data.mix)]
     for place, source in sources:
         if _is_local(source, base_dir):
-            yield place, lambda source=source: _read(section, source, data, base_dir, seen)  # type: ignore[misc]
+            yield place, lambda source=source: _check_source(section, source, data, base_dir, seen)  # type: ignore[misc]
     if section["stage"] != "eval" and section.get("eval"):
-        yield from _held_out(section, data, base_dir, rewards)
+        yield from _list_held_out_checks(section, data, base_dir, rewards)
     if all(_is_local(source, base_dir) for _, source in sources):
-        for place, reward in zip(component_checks.reward_places(section), rewards, strict=False):
+        for place, reward in zip(component_checks.list_reward_paths(section), rewards, strict=False):
             if reward is not None and place[0] != "eval":
-                yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
+                yield (*place, "use"), lambda reward=reward: _check_reward_columns(reward, seen)  # type: ignore[misc]
         if section["stage"] == "rl":
             recipe = RlRecipe.model_validate(section)
             for one in _named_columns(recipe, base_dir):
                 place = tuple(int(part) if part.isdigit() else part for part in one.key.split("."))
                 where = place[:-1] if place[0] == "solutions" else (*place[:-1], "use")
-                yield where, lambda one=one, acts=recipe.acts: _column(one, seen, acts)  # type: ignore[misc]
-            yield ("sampler", "use"), lambda: _sampler(recipe, seen)
+                yield where, lambda one=one, acts=recipe.acts: _check_column(one, seen, acts)  # type: ignore[misc]
+            yield ("sampler", "use"), lambda: _check_sampler(recipe, seen)
         known = [reward for reward in rewards if reward is not None]
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards) == len(known):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
@@ -88,11 +88,13 @@ def checks(
             number = correctness.position(sections, known)
             yield (
                 ("rewards", number, "use"),
-                lambda: _golds(sections[number], known, number, base_dir, seen, section["scoring"]["max_bad_gold"]),
+                lambda: _check_golds(
+                    sections[number], known, number, base_dir, seen, section["scoring"]["max_bad_gold"]
+                ),
             )
 
 
-def _held_out(
+def _list_held_out_checks(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
     """Yield the checks of the rows in `eval.data`, which the evaluation's rewards read: its own, or those of rl."""
@@ -101,15 +103,15 @@ def _held_out(
     held_out = held_out_data(data, HeldOut.model_validate(section["eval"]["data"]))
     if not _is_local(held_out, base_dir):
         return
-    seen = _Seen()
-    yield ("eval", "data", "source"), lambda: _read(section, held_out, held_out, base_dir, seen)
-    pairs = list(zip(component_checks.reward_places(section), rewards, strict=False))
+    seen = _SourceRows()
+    yield ("eval", "data", "source"), lambda: _check_source(section, held_out, held_out, base_dir, seen)
+    pairs = list(zip(component_checks.list_reward_paths(section), rewards, strict=False))
     own = [(place, reward) for place, reward in pairs if place[0] == "eval"]
     for place, reward in own or [(place, reward) for place, reward in pairs if place[0] == "rewards"]:
         key: Path_ = (*place, "use") if own else ("eval", "data", "source")
         if reward is None:
             continue
-        yield key, lambda reward=reward: _reward(reward, seen, "eval.data")  # type: ignore[misc]
+        yield key, lambda reward=reward: _check_reward_columns(reward, seen, "eval.data")  # type: ignore[misc]
 
 
 def _is_local(source: Source, base_dir: Path) -> bool:
@@ -117,27 +119,29 @@ def _is_local(source: Source, base_dir: Path) -> bool:
     return name.endswith(PLAIN_FILES) and any(path.is_file() for path in candidates(name, base_dir))
 
 
-def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _Seen) -> list[str]:
+def _check_source(
+    section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _SourceRows
+) -> list[str]:
     """Add the first rows of a source to `seen`; return notes about them.
 
     Raises DataError with the rows among the first 2,000 that do not suit the stage.
     """
     from posttrain.data.rows import shortage_warning, source_rows
 
-    few = source.model_copy(update={"size": min(source.size or CHECKED, CHECKED)})
+    few = source.model_copy(update={"size": min(source.size or CHECKED_ROWS, CHECKED_ROWS)})
     checked = source_rows(few, data, base_dir)
-    _refuse_unsuited(section, checked, data)
-    _numbers(section, checked)
-    rows = checked[:ROWS]
+    _check_rows(section, checked, data)
+    _check_numbers(section, checked)
+    rows = checked[:FIRST_ROWS]
     if any(row.get("images") for row in rows):
         _check_images(section, rows, data, base_dir)
     seen.rows += rows
     seen.read_all.append(lambda: source_rows(source, data, base_dir))
-    seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
+    seen.complete &= len(rows) < FIRST_ROWS or (source.size or FIRST_ROWS + 1) <= FIRST_ROWS
     if section["stage"] == "sft" and data.train_on != "all" and not any(map(_is_trained, rows)):
-        _refuse_untrained(rows if seen.whole else source_rows(source, data, base_dir))
-    fewer = shortage_warning(source, len(rows)) if len(rows) < ROWS else ""
-    return [*([f"`size` {fewer}"] if fewer else []), *_unwritten(section, rows, data, base_dir)]
+        _refuse_untrained(rows if seen.complete else source_rows(source, data, base_dir))
+    fewer = shortage_warning(source, len(rows)) if len(rows) < FIRST_ROWS else ""
+    return [*([f"`size` {fewer}"] if fewer else []), *_list_template_notes(section, rows, data, base_dir)]
 
 
 def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path) -> None:
@@ -197,17 +201,19 @@ def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def _unwritten(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path) -> list[str]:
+def _list_template_notes(
+    section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path
+) -> list[str]:
     """Return what the chat template omits from the rows or adds to them. Raises DataError if the run would."""
-    template = _template(section, base_dir) if data.chat else None
+    template = _read_chat_template(section, base_dir) if data.chat else None
     if template is None or not template.chat_template:
         return []
-    by_row = [{note for text in _texts(section, row, template, data) for note in text.notes} for row in rows]
+    by_row = [{note for text in _render_texts(section, row, template, data) for note in text.notes} for row in rows]
     notes = [note for found in by_row for note in sorted(found)]
     return [f"{note} (in {notes.count(note)} of the first {len(rows)} rows)" for note in dict.fromkeys(notes)]
 
 
-def _template(section: Mapping[str, Any], base_dir: Path) -> Any:
+def _read_chat_template(section: Mapping[str, Any], base_dir: Path) -> Any:
     from posttrain.models.templates import read_template
 
     model = section.get("model") or {}
@@ -217,22 +223,26 @@ def _template(section: Mapping[str, Any], base_dir: Path) -> Any:
         return None
 
 
-def _texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, data: Data) -> list[Any]:
+def _render_texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, data: Data) -> list[Any]:
     """Return the row's texts as its stage renders them."""
     from posttrain.data import binary_labels, render
 
-    reads = _reads(section)
-    if reads == "answers":
+    row_format = _row_format(section)
+    if row_format == "answers":
         return render.example_texts(row, template, data)
-    if reads == "prompts":
+    if row_format == "prompts":
         return [render.prompt_text(row, template, data)]
     sides = (
-        [{**one, "rejected": one["chosen"]} for one in binary_labels.split_answers(row)] if reads == "labels" else [row]
+        [{**one, "rejected": one["chosen"]} for one in binary_labels.split_answers(row)]
+        if row_format == "labels"
+        else [row]
     )
-    return [text for one in sides for text in render.pair_texts(one, template, data)[: 1 if reads == "labels" else 2]]
+    return [
+        text for one in sides for text in render.pair_texts(one, template, data)[: 1 if row_format == "labels" else 2]
+    ]
 
 
-def _reads(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", "prompts"]:
+def _row_format(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", "prompts"]:
     """Return what the stage reads from its rows."""
     from posttrain import registry
     from posttrain.recipe.preference_sections import RewardObjective
@@ -246,7 +256,7 @@ def _reads(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", 
     return "answers" if stage == "sft" else "prompts"
 
 
-def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data) -> None:
+def _check_rows(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data) -> None:
     """Raise DataError with the rows that lack what the stage reads; with only the first row if that is one of them."""
     from posttrain.data.files import summarize_problems
 
@@ -266,12 +276,12 @@ def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -
     """Raise DataError if the row lacks what the stage reads."""
     from posttrain.data import binary_labels, render
 
-    reads = _reads(section)
-    if reads == "labels":
+    row_format = _row_format(section)
+    if row_format == "labels":
         list(binary_labels.split_answers(row))
-    elif reads == "pairs":
+    elif row_format == "pairs":
         render.check_sides(row)
-    elif reads == "prompts":
+    elif row_format == "prompts":
         render.prompt_messages(row, data) if data.chat else render.plain_text(row, "prompt", data)
     elif row.get("messages") is None and row.get("prompt") is None:
         return  # plain text
@@ -281,7 +291,7 @@ def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -
         render.plain_text(row, "completion", data)
 
 
-def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise DataError if a row lacks a number that the stage trains on, RecipeError if two keys give the same one."""
     from posttrain import registry
     from posttrain.data import binary_labels
@@ -303,7 +313,7 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         pair_columns.refuse_twice({column for row in rows for column in row}, anchors)
 
 
-def _reward(reward: LoadedReward, seen: _Seen, key: str = "data") -> list[str]:
+def _check_reward_columns(reward: LoadedReward, seen: _SourceRows, key: str = "data") -> list[str]:
     from posttrain.verify.load import check_columns
 
     if seen.rows:  # otherwise the data could not be read, which is already reported
@@ -332,21 +342,21 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[RequiredColumn]
         yield from named_columns(key, section.use, takes, section.params)
 
 
-def _column(one: RequiredColumn, seen: _Seen, acts: bool) -> list[str]:
+def _check_column(one: RequiredColumn, seen: _SourceRows, acts: bool) -> list[str]:
     """Raise DataError if the first rows show that a column is missing or is not numeric."""
     from posttrain.data.columns import find_problems
 
     if not seen.rows:
         return []
     rows = seen.rows
-    if not one.every and not seen.whole and list(find_problems(rows, [one], acts=acts)):
+    if not one.every and not seen.complete and list(find_problems(rows, [one], acts=acts)):
         rows = seen.all_rows()  # later rows may have the column
     if found := list(find_problems(rows, [one], acts=acts)):
         raise DataError.of([problem for _, problem in found])
     return []
 
 
-def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
+def _check_sampler(recipe: RlRecipe, seen: _SourceRows) -> list[str]:
     """Raise DataError if a shipped sampler refuses the rows; return its notes on them if all rows are read.
 
     All rows are read of a short file, or for a sampler that reads a column of difficulties.
@@ -368,18 +378,18 @@ def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
         uids = [str(row["uid"]) for row in rows]
         return Pool(uids, rows, rollout.prompts_per_step, rollout.group_size, recipe.run.seed, recipe.run.steps or 1)
 
-    whole = seen.whole or getattr(made, "column", None) is not None
+    read_all = seen.complete or getattr(made, "column", None) is not None
     try:
-        made.start(pool(seen.all_rows() if whole else seen.rows))
+        made.start(pool(seen.all_rows() if read_all else seen.rows))
     except DataError:
-        if whole:
+        if read_all:
             raise
         made.start(pool(seen.all_rows()))  # later rows may have what the sampler needs
-    return list(made.notes(pool(seen.all_rows()))) if whole and hasattr(made, "notes") else []
+    return list(made.notes(pool(seen.all_rows()))) if read_all and hasattr(made, "notes") else []
 
 
-def _golds(
-    section: Reward, rewards: Sequence[LoadedReward], number: int, base_dir: Path, seen: _Seen, allowed: float
+def _check_golds(
+    section: Reward, rewards: Sequence[LoadedReward], number: int, base_dir: Path, seen: _SourceRows, allowed: float
 ) -> list[str]:
     """Return a note on rows without a usable gold answer. Raises RewardError if the run would: no row has one, or they
     are dicts.
@@ -406,9 +416,9 @@ def _golds(
         unusable = {uid: why for uid, why in found.items() if why} if "answer" in reward.columns else {}
     if not unusable:
         return []
-    rows = f"{'the' if seen.whole else 'the first'} {count_noun(len(seen.rows), 'row')}"
+    rows = f"{'the' if seen.complete else 'the first'} {count_noun(len(seen.rows), 'row')}"
     what = f"of {rows}, {describe_unusable(unusable)}"
-    if shipped and seen.whole and len(unusable) == len(seen.rows) and allowed < 1:
+    if shipped and seen.complete and len(unusable) == len(seen.rows) and allowed < 1:
         column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
         hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"
         raise RewardError(f"reward {reward.name}: {what}", where=source_locations.rows(list(unusable)), hint=hint)

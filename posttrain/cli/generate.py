@@ -12,8 +12,8 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import DEBUG, say
-from posttrain.cli.run_messages import report, tell_notes
-from posttrain.cli.stage import AllowChanged, Debug, DryRun, Json, Output, Overrides, Resume, execute, preview
+from posttrain.cli.run_messages import print_notes, print_run_summary
+from posttrain.cli.stage import AllowChanged, Debug, DryRun, Json, Output, Overrides, Resume, execute, print_preview
 from posttrain.errors import Interrupted, UserError, count_noun
 
 Source = Annotated[
@@ -41,7 +41,7 @@ Seed = Annotated[
     int, typer.Option("--seed", metavar="N", help="Sampling seed: equal seeds, equal completions (with --prompt).")
 ]
 
-KEYS = {  # option that goes with --prompt -> the recipe key of the same setting
+RECIPE_KEYS = {  # option that goes with --prompt -> the recipe key of the same setting
     "samples": "samples",
     "max_new_tokens": "sampling.max_new_tokens",
     "temperature": "sampling.temperature",
@@ -87,19 +87,19 @@ def generate(
             raise UserError("-n above 1 needs a --temperature above 0: greedy completions are all the same")
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         values = {"samples": samples, "sampling": sampling, "run": {"seed": seed}}
-        answer(source, prompt, values, overrides or [], as_json, images=image or [])
+        complete_prompts(source, prompt, values, overrides or [], as_json, images=image or [])
         return
     if image:
         raise UserError("--image goes with --prompt", hint="rows of a recipe name their own in a column `images`")
     _refuse_without_prompt(ctx, source)
     loaded = preflight.load(source, overrides or [], stage="generate")
     if dry_run:
-        preview(loaded, output, as_json)
+        print_preview(loaded, output, as_json)
         return
     packages.require(loaded)
     typed = ["posttrain", "generate", source, *(overrides or [])]
     summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
-    report(summary, path, as_json)
+    print_run_summary(summary, path, as_json)
 
 
 def _refuse_with_prompt(given: Mapping[str, object]) -> None:
@@ -114,14 +114,14 @@ def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
     if source in ("tiny", "tiny-vision") or Path(source).expanduser().is_dir():
         hint = f'posttrain generate {shlex.quote(source)} --prompt "..."'
         raise UserError(f"`{source}` is a model, and no prompt is given", hint=hint)
-    for name, key in KEYS.items():
+    for name, key in RECIPE_KEYS.items():
         given = ctx.get_parameter_source(name)
         if given is not None and given.name == "COMMANDLINE":
             option = "-n" if name == "samples" else f"--{name.replace('_', '-')}"
             raise UserError(f"{option} goes with --prompt", hint=f"with a recipe write {key}=...")
 
 
-def answer(
+def complete_prompts(
     model: str,
     prompts: Sequence[str],
     values: dict[str, Any],
@@ -143,7 +143,7 @@ def answer(
         loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
         preflight.check(loaded)
         packages.require(loaded)
-        tell_notes(loaded)
+        print_notes(loaded)
         from posttrain.pipeline import run_stage
         from posttrain.run.directory import RunDirectory
 
@@ -158,13 +158,13 @@ def answer(
         lines = Path(written).read_text(encoding="utf-8").splitlines()
         asked = [json.loads(line)["prompt"] for line in (run / "problems.jsonl").read_text("utf-8").splitlines()]
     records = [json.loads(line) for line in lines]
-    terminal.say("\n".join(lines) if as_json else "\n\n".join(texts(records, asked)))
+    terminal.say("\n".join(lines) if as_json else "\n\n".join(format_completions(records, asked)))
     if cut := [record["tokens"] for record in records if record.get("finish") == "length"]:
         which = "" if len(records) == 1 else f"{len(cut)} of {len(records)} completions "
         say(f"{which}cut after {count_noun(max(cut), 'token')} by --max-new-tokens or the model's context window")
 
 
-def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str | list[dict[str, Any]]]) -> list[str]:
+def format_completions(records: Sequence[dict[str, Any]], prompts: Sequence[str | list[dict[str, Any]]]) -> list[str]:
     """Return completions as printed: each below its prompt if there are several prompts, numbered if there are several
     samples.
 

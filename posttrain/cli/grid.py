@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
-from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.run_messages import print_notes
 from posttrain.cli.stage import TRAINING, Debug, DryRun, Json, Output, Recipe, Resume
 from posttrain.errors import RunError, UserError, count_noun
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
     from posttrain.run.children import Child
 
-NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # summary values shown beside the criterion
+SUMMARY_METRICS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # summary values shown beside the criterion
 TABLE = "table.md"  # the table and its findings, in the run directory
 CAVEAT = "All runs are shown. The best run is chosen on these numbers: evaluate it on other data before you report it."
 
@@ -71,7 +71,7 @@ def sweep(
     for point in points[1:]:  # check every value before the first run
         load(recipe, [*fixed, *point.overrides], stage=first.recipe.verb)
     measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval") if evaluation else None
-    tell_notes(first)
+    print_notes(first)
     if dry_run:
         for point in points:
             say(f"would run {' '.join(('posttrain', first.recipe.verb, recipe, *fixed, *point.overrides))}")
@@ -96,7 +96,7 @@ def sweep(
                     directory.path, parallel, page.write, below="eval", needs="final",
                 )  # fmt: skip
             measured = bool(evaluation) or first.recipe.verb == "eval"
-            finish(points, directory.path, failed, as_json, measured=measured)
+            write_results(points, directory.path, failed, as_json, measured=measured)
 
 
 def refuse_other_stages(recipe: str) -> None:
@@ -170,7 +170,7 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
-def finish(
+def write_results(
     points: Sequence[GridPoint], path: Path, failed: Mapping[str, str], as_json: bool, *, measured: bool
 ) -> None:
     """Write summary.json and the table, print it, and list the runs that failed. Raises RunError if any run failed."""
@@ -183,8 +183,8 @@ def finish(
     for point in points:
         settings.setdefault(point.setting or "all runs", {})[point.seed or "0"] = path / point.folder
     done = [folder for runs in settings.values() for folder in runs.values() if (folder / "summary.json").is_file()]
-    summary: dict[str, Any] = {"failed": dict(failed)} | (_accuracies(settings) if measured else {})
-    summary |= rank(settings, done, summary.get("table", []))
+    summary: dict[str, Any] = {"failed": dict(failed)} | (_compare_accuracies(settings) if measured else {})
+    summary |= rank_settings(settings, done, summary.get("table", []))
     write_json(path / "summary.json", summary)
     compared = comparison_as_markdown(summary["table"], summary["findings"]) if summary.get("table") else ""
     write_text(path / TABLE, "\n".join(filter(None, [ranking_as_markdown(summary["ranking"]), compared])))
@@ -205,7 +205,7 @@ def finish(
         raise RunError(f"{count_noun(len(failed), 'run')} of {len(points)} failed", where=str(path))
 
 
-def rank(
+def rank_settings(
     settings: Mapping[str, Mapping[str, Path]], done: Sequence[Path], table: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return `settings`, a row per setting, and `ranking`: the same as text with its `head`, `rows` and sentences
@@ -224,8 +224,8 @@ def rank(
         setting: {seed: read_json(folder / "summary.json") for seed, folder in runs.items()}
         for setting, runs in settings.items()
     }
-    there = [one for runs in summaries.values() for one in runs.values() if one]
-    names = [name for name in NUMBERS if any(name in one for one in there)]
+    finished = [one for runs in summaries.values() for one in runs.values() if one]
+    names = [name for name in SUMMARY_METRICS if any(name in one for one in finished)]
     nothing = {"mean": None, "low": None, "high": None, "runs": 0, "over": ""}
     rows = rank_rows(
         [
@@ -240,13 +240,13 @@ def rank(
         criterion,
     )
     head, cells = settings_table(rows, criterion.name, [name for name in names if name != criterion.name])
-    says = [*describe_ranking(rows, criterion), CAVEAT] if there else []
-    if best := _models(rows, settings):
+    says = [*describe_ranking(rows, criterion), CAVEAT] if finished else []
+    if best := _describe_best_models(rows, settings):
         says.insert(-1, best)
     return {"settings": rows, "ranking": {"criterion": criterion.describe(), "head": head, "rows": cells, "says": says}}
 
 
-def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[str, Path]]) -> str:
+def _describe_best_models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[str, Path]]) -> str:
     """Return a sentence with the paths of the models of the first row; empty if it has none."""
     if not rows or rows[0]["rank"] is None:
         return ""
@@ -254,7 +254,7 @@ def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[st
     return f"Models of {rows[0]['setting']}: {', '.join(models)}." if models else ""
 
 
-def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
+def _compare_accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
     """Return the closing table of a pipeline with a row per setting: accuracy on the problems, compared to the first
     setting.
     """

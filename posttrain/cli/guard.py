@@ -28,9 +28,9 @@ def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> A
     try:
         return command()
     except PosttrainError as error:
-        _debug(meta)
-        tell(error)
-        _tell_how_to_go_on(meta, error)
+        _print_traceback(meta)
+        print_problems(error)
+        _print_resume_command(meta, error)
         _print_as_json(meta, error.exit_code, error.problems)
         raise typer.Exit(_exit_code(error)) from None
     except KeyboardInterrupt as stopped:
@@ -45,18 +45,18 @@ def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> A
             if type(error).__name__ == "NoArgsIsHelpError":  # prints the help page
                 raise
             wrong = _usage_error(error)
-            tell(wrong)
+            print_problems(wrong)
             _print_as_json(meta, wrong.exit_code, wrong.problems)
             raise typer.Exit(wrong.exit_code) from None
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps errors raised while a class is created
             raise _exit_for_signal(meta, error.__cause__) from None
-        if refused := _refused_by_system(error):
-            _debug(meta)
-            tell(refused)
-            _tell_how_to_go_on(meta, refused)
+        if refused := _as_system_error(error):
+            _print_traceback(meta)
+            print_problems(refused)
+            _print_resume_command(meta, refused)
             _print_as_json(meta, refused.exit_code, refused.problems)
             raise typer.Exit(refused.exit_code) from None
-        _tell_unexpected(error, meta)
+        _print_unexpected(error, meta)
         _print_as_json(meta, 1, [Problem("", f"{type(error).__name__}: {error}")])
         raise typer.Exit(1) from None
 
@@ -80,7 +80,7 @@ def _usage_error(error: Any) -> UserError:
     return UserError(error.format_message(), allowed=f"usage: {usage}", hint=f"{context.command_path} --help")
 
 
-def _refused_by_system(error: Exception) -> PosttrainError | None:
+def _as_system_error(error: Exception) -> PosttrainError | None:
     """Return the error for a file that the system refused to read or write; None for any other error."""
     from posttrain.run.atomic_io import system_error
 
@@ -98,17 +98,17 @@ def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence
     from posttrain.redact import redacted_text
 
     directory: Any = meta.get(RUN)
-    there = directory is not None and directory.path.is_dir()
-    going_on = {"run": str(directory.path), "resume": redacted_text(shlex.join(meta[RESUME]))} if there else {}
-    told = {"exit_code": code, "problems": [as_data(problem) for problem in problems], **going_on}
-    terminal.say(json.dumps(told, indent=2, ensure_ascii=False))
+    has_run = directory is not None and directory.path.is_dir()
+    run = {"run": str(directory.path), "resume": redacted_text(shlex.join(meta[RESUME]))} if has_run else {}
+    error = {"exit_code": code, "problems": [as_data(problem) for problem in problems], **run}
+    terminal.say(json.dumps(error, indent=2, ensure_ascii=False))
 
 
 def _exit_for_signal(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:
     """Return the exit with a shell's code for the signal, whose number `GracefulStop` puts into the exception."""
-    _debug(meta)
+    _print_traceback(meta)
     say("interrupted")
-    _tell_how_to_go_on(meta, stopped)
+    _print_resume_command(meta, stopped)
     return typer.Exit(128 + next((int(n) for n in stopped.args if isinstance(n, int)), 2))
 
 
@@ -117,34 +117,34 @@ def say(text: str) -> None:
     terminal.note(text)
 
 
-def tell(error: PosttrainError) -> None:
+def print_problems(error: PosttrainError) -> None:
     """Print all problems of an error on stderr."""
-    texts = [_text(problem) for problem in error.problems]
-    who = "" if isinstance(error, UserError | Interrupted) else _who(str(error))  # all ranks raise these
+    texts = [_format_problem(problem) for problem in error.problems]
+    who = "" if isinstance(error, UserError | Interrupted) else _rank_prefix(str(error))  # all ranks raise these
     terminal.note_escaped(who + "\n".join(texts))
     if len(texts) > 1:
         say(f"\n{len(texts)} problems")
 
 
-def _who(text: str) -> str:
+def _rank_prefix(text: str) -> str:
     """Return the prefix `rank N: ` if several processes run, unless the text names a rank already."""
     from posttrain.run import ranks
 
     return f"rank {ranks.rank()}: " if ranks.world() > 1 and not text.startswith("rank ") else ""
 
 
-def _text(problem: Problem) -> str:
+def _format_problem(problem: Problem) -> str:
     head, _, rest = str(problem).partition("\n")
     bold = terminal.bold(head)
     return f"{bold}\n{terminal.escape_control_characters(rest)}" if rest else bold
 
 
-def _debug(meta: MutableMapping[str, Any]) -> None:
+def _print_traceback(meta: MutableMapping[str, Any]) -> None:
     if meta.get(DEBUG):
         terminal.note(traceback.format_exc().rstrip())
 
 
-def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: BaseException | None) -> None:
+def _print_resume_command(meta: MutableMapping[str, Any], error: BaseException | None) -> None:
     """Print the run directory and the command that resumes the run, if resuming can help.
 
     A run that made no step has its directory removed. After a user error the same files would fail again: the command
@@ -182,18 +182,18 @@ def _remove_if_unused(directory: Any) -> bool:
     if (
         directory.follows
         or directory.attempt != 1
-        or any(p.name not in written and not p.name.startswith(".") for p in _entries(directory))
+        or any(p.name not in written and not p.name.startswith(".") for p in _list_entries(directory))
     ):
         return False
     shutil.rmtree(directory.path)
     return True
 
 
-def _entries(directory: Any) -> list[Path]:
+def _list_entries(directory: Any) -> list[Path]:
     return list(directory.path.iterdir()) if directory.path.is_dir() else []
 
 
-def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
+def _print_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
     directory: Any = meta.get(RUN)
     where = ""
     if directory is not None and directory.logs.is_dir():
@@ -209,7 +209,7 @@ def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
     script = script_line(error)
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     head = f"{script}  {what}" if script else f"unexpected {what}"
-    terminal.note_escaped(_who(head) + terminal.bold(head) + terminal.escape_control_characters(where))
+    terminal.note_escaped(_rank_prefix(head) + terminal.bold(head) + terminal.escape_control_characters(where))
     if not meta.get(DEBUG):
         say(f"run with --debug for the traceback{'' if script else '; please report it'}")
-    _tell_how_to_go_on(meta, None)
+    _print_resume_command(meta, None)

@@ -24,7 +24,7 @@ class Command(TyperCommand):
             return list(super().parse_args(ctx, args))
         except Exception as error:
             option = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
-            if option is None or not any(one.metavar == OVERRIDES for one in _arguments(self, ctx)):
+            if option is None or not any(one.metavar == OVERRIDES for one in _list_arguments(self, ctx)):
                 raise
             from posttrain.cli.option_hints import no_such_option
 
@@ -33,10 +33,10 @@ class Command(TyperCommand):
             raise no_such_option(option, words, named, options) from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", *(_format_argument(argument) for argument in _arguments(self, ctx))]
+        return ["[OPTIONS]", *(_format_argument(argument) for argument in _list_arguments(self, ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        if arguments := [(_format_argument(one), getattr(one, "help", "") or "") for one in _arguments(self, ctx)]:
+        if arguments := [(_format_argument(one), getattr(one, "help", "") or "") for one in _list_arguments(self, ctx)]:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         options = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.param_type_name == "option"]
@@ -78,7 +78,7 @@ class App(typer.Typer):
         return super().command(name, **{"cls": Command, **settings})
 
 
-def _arguments(command: TyperCommand, ctx: Any) -> list[Any]:
+def _list_arguments(command: TyperCommand, ctx: Any) -> list[Any]:
     return [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
 
 

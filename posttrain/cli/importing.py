@@ -81,14 +81,14 @@ def import_recipe(
     text = to_yaml(draft)
     if rewards and draft.carried:
         write_script(draft, rewards)
-    problems, notes = check(text, base_dir, str(output or "the imported recipe"))
+    problems, notes = check_recipe(text, base_dir, str(output or "the imported recipe"))
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if as_json:
-        print_json(as_data(draft, problems, notes))
+        print_json(outcome_as_data(draft, problems, notes))
     elif output is None:
         terminal.say(text.rstrip("\n"))
-    _tell(draft, problems, notes, output, as_json=as_json)
+    _print_outcome(draft, problems, notes, output, as_json=as_json)
     if problems:
         raise typer.Exit(UserError.exit_code)
 
@@ -111,14 +111,14 @@ def to_yaml(draft: Draft) -> str:
     lines += [*(f"# {note}" for note in draft.notes), *commented_lines(draft.plain(), draft.origins())]
     if draft.left:
         lines += ["", f"# Left out of {name}:"]
-        lines += [f"# line {one.line}: {one.key}: {_short(one.key, one.value)}   {one.why}" for one in draft.left]
+        lines += [f"# line {one.line}: {one.key}: {_shorten(one.key, one.value)}   {one.why}" for one in draft.left]
     text = "\n".join(lines) + "\n"
     if draft.foreign.is_script:  # a variable that the script does not set is an environment variable in the recipe, too
         text = text.replace("$${", "${")
     return text
 
 
-def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Problem]]:
+def check_recipe(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Problem]]:
     """Return (errors, notes) of a recipe as if it were saved in `base_dir`. Missing models, data and packages are
     notes.
     """
@@ -134,7 +134,7 @@ def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Pro
     return [], [*loaded.notes, *notes, *packages.find_missing_packages(loaded)]
 
 
-def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem]) -> dict[str, Any]:
+def outcome_as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem]) -> dict[str, Any]:
     """Return what `--json` prints."""
     from dataclasses import asdict
 
@@ -153,7 +153,7 @@ def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem])
     }
 
 
-def _tell(
+def _print_outcome(
     draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem], output: Path | None, *, as_json: bool
 ) -> None:
     for note in draft.notes:
@@ -163,7 +163,7 @@ def _tell(
         where = "" if listed else ", listed at the end of the recipe"
         say(f"left out of {draft.foreign.path.name}: {count_noun(len(draft.left), 'key')}{where}")
         for one in draft.left if listed else ():
-            say(f"  line {one.line}: {one.key}: {_short(one.key, one.value)}   {one.why}")
+            say(f"  line {one.line}: {one.key}: {_shorten(one.key, one.value)}   {one.why}")
     for problem in notes:
         say(f"note: {problem}")
     where = str(output) if output else "the recipe"
@@ -175,7 +175,7 @@ def _tell(
         say(f"{where}: valid (stage {draft.stage}, from {draft.foreign.table.tool})")
 
 
-def _short(key: str, value: Any) -> str:
+def _shorten(key: str, value: Any) -> str:
     """Return a value that is left out in at most SHOWN_CHARS characters; keys and tokens as `***`."""
     from posttrain.redact import is_secret
 

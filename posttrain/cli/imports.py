@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from posttrain.verify.load import LoadedReward
     from posttrain.verify.pool import Pool
 
-SECONDS = "POSTTRAIN_IMPORT_SECONDS"  # environment variable that overrides the time limit
-DEFAULT_SECONDS = 30.0
+TIME_LIMIT_VARIABLE = "POSTTRAIN_IMPORT_SECONDS"  # environment variable that overrides the time limit
+DEFAULT_TIME_LIMIT = 30.0
 Kind = Literal["reward", "tool", "environment", "function", "script"]
 Described = dict[str, Any]
 _ENDED = "the worker process ended: "  # prefix of `verify.pool`'s result for a call whose worker has died
@@ -90,14 +90,14 @@ class Importer:
         split = split_function(use)
         request = json.dumps({"kind": kind, "section": section, "base_dir": str(self.base_dir or "")}, default=str)
         if split is None or split[0].startswith("posttrain."):
-            return _answer(describe(request))
-        return _answer(self._in_worker(request, kind, split[0]))
+            return _decode_answer(describe(request))
+        return _decode_answer(self._in_worker(request, kind, split[0]))
 
     def _in_worker(self, request: str, kind: Kind, script: str) -> str:
         from posttrain.verify.pool import Pool
         from posttrain.verify.worker import Call, Target
 
-        limit = seconds()
+        limit = read_time_limit()
         if self._pool is None:
             target = Target(f"{__name__}:describe", {}, batched=False, is_async=False, limit=limit, text=True)
             self._pool = Pool([target], workers=1)
@@ -108,7 +108,7 @@ class Importer:
         if result.kind == "timeout":
             raise error(
                 f"importing {script} took longer than {limit:g} s",
-                hint=f"move slow code into `setup()` or into the function; {SECONDS}=300 waits longer",
+                hint=f"move slow code into `setup()` or into the function; {TIME_LIMIT_VARIABLE}=300 waits longer",
             )
         message = str(result.value)
         if message.startswith(_ENDED):
@@ -126,13 +126,13 @@ def check_script(path: Path) -> None:
             importer.script(path)
 
 
-def seconds() -> float:
+def read_time_limit() -> float:
     """Return the time limit for importing a script, in seconds."""
-    given = os.environ.get(SECONDS, "")
+    given = os.environ.get(TIME_LIMIT_VARIABLE, "")
     try:
-        return max(0.1, min(float(given), 86_400.0)) if given else DEFAULT_SECONDS
+        return max(0.1, min(float(given), 86_400.0)) if given else DEFAULT_TIME_LIMIT
     except ValueError:
-        raise UserError(f"{SECONDS} is `{given}`, not a number of seconds") from None
+        raise UserError(f"{TIME_LIMIT_VARIABLE} is `{given}`, not a number of seconds") from None
 
 
 def refuse_call(*_: Any, **__: Any) -> float:
@@ -145,7 +145,7 @@ def describe(request: str) -> str:
     asked = json.loads(request)
     base_dir = Path(asked["base_dir"]) if asked["base_dir"] else None
     try:
-        return json.dumps({"found": _DESCRIBE[asked["kind"]](asked["section"], base_dir)})
+        return json.dumps({"found": _DESCRIBERS[asked["kind"]](asked["section"], base_dir)})
     except PosttrainError as error:
         return json.dumps({"error": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]})
     except OSError as error:
@@ -153,7 +153,7 @@ def describe(request: str) -> str:
         return json.dumps({"error": "UserError", "problems": [asdict(problem)]})
 
 
-def _answer(text: str) -> Described:
+def _decode_answer(text: str) -> Described:
     from posttrain import errors
 
     answer = json.loads(text)
@@ -165,7 +165,7 @@ def _answer(text: str) -> Described:
     )
 
 
-def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _describe_reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify.load import load_reward
 
@@ -180,14 +180,14 @@ def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     return {"reward": {key: facts[key] for key in facts if key not in ("function", "params")}, "names": names}
 
 
-def _tool(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _describe_tool(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     from posttrain.recipe.tool_sections import Tool
     from posttrain.tools.load import load_tool
 
     return {"name": load_tool(Tool.model_validate(section), base_dir).name}
 
 
-def _environment(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _check_environment(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     from posttrain.recipe.tool_sections import Environment
     from posttrain.tools.load import environment_class
 
@@ -195,24 +195,24 @@ def _environment(section: Mapping[str, Any], base_dir: Path | None) -> Described
     return {}
 
 
-def _function(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _check_function(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     from posttrain.registry import load_function
 
     load_function(section["use"], base_dir, what=section["what"])
     return {}
 
 
-def _script(section: Mapping[str, Any], _: Path | None) -> Described:
+def _check_script(section: Mapping[str, Any], _: Path | None) -> Described:
     from posttrain.registry import load_module
 
     load_module(Path(section["path"]))
     return {}
 
 
-_DESCRIBE = {
-    "reward": _reward,
-    "tool": _tool,
-    "environment": _environment,
-    "function": _function,
-    "script": _script,
+_DESCRIBERS = {
+    "reward": _describe_reward,
+    "tool": _describe_tool,
+    "environment": _check_environment,
+    "function": _check_function,
+    "script": _check_script,
 }

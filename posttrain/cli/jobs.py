@@ -44,7 +44,7 @@ KINDS = {
     "skypilot": Kind("skypilot.yaml.j2", ".sky.yaml", ("sky", "jobs", "launch"), {"accelerator": "H100"}),
 }
 COUNTS = {"nodes": 1, "gpus": 8, "servers": 0}
-WORD = re.compile(r"[\w.:/@-]*")  # value of a setting: no characters special to a shell or YAML
+SETTING_VALUE = re.compile(r"[\w.:/@-]*")  # value of a setting: no characters special to a shell or YAML
 
 _ABOUT = "Write a job file that starts this run {}, e.g. nodes=8,gpus=8,servers=2; {}."
 Slurm = Annotated[
@@ -99,13 +99,13 @@ def read_job(kind: str, text: str) -> Job:
                 allowed=f"KEY=VALUE separated by commas; keys: {', '.join(known)}",
                 hint=did_you_mean(key, known),
             )
-        if not WORD.fullmatch(value):
+        if not SETTING_VALUE.fullmatch(value):
             raise UserError(
                 f"--{kind}: {key}={value} has characters that cannot be written into the job file",
                 allowed="letters, digits and _ . : / @ -",
             )
         settings[key] = value
-    counts = {key: _count(kind, key, settings.pop(key, str(default))) for key, default in COUNTS.items()}
+    counts = {key: _parse_count(kind, key, settings.pop(key, str(default))) for key, default in COUNTS.items()}
     if counts["servers"] >= counts["nodes"]:
         raise UserError(
             f"--{kind}: {counts['servers']} of {counts['nodes']} nodes generate, and no node is left to train",
@@ -114,7 +114,7 @@ def read_job(kind: str, text: str) -> Job:
     return Job(kind, **counts, more={**KINDS[kind].settings, **settings})
 
 
-def _count(kind: str, key: str, value: str) -> int:
+def _parse_count(kind: str, key: str, value: str) -> int:
     least = COUNTS[key] if key == "servers" else 1
     if not value.isdecimal() or int(value) < least:
         raise UserError(f"--{kind}: {key}={value} must be a whole number of at least {least}")
@@ -134,7 +134,7 @@ def server_overrides(job: Job, verb: str) -> list[str]:
     return ["rollout.engine=vllm", "rollout.vllm.server.urls=[http://node:8100]"] if job.servers else []
 
 
-def engine_size(job: Job, loaded: Loaded) -> int:
+def gpus_per_engine(job: Job, loaded: Loaded) -> int:
     """Return the number of GPUs of one engine, 1 without servers. Raises UserError if it does not divide the GPUs of a
     node.
     """
@@ -156,7 +156,7 @@ def write_job(
     """Write the job file beside the run directory (`--output`, the recipe's, or `runs/NAME`); return its path."""
     import jinja2
 
-    size = engine_size(job, loaded)
+    size = gpus_per_engine(job, loaded)
     wanted = output or (Path(loaded.recipe.run.output) if loaded.recipe.run.output else Path("runs") / loaded.name)
     file = wanted.with_name(wanted.name + KINDS[job.kind].suffix)
     verb = loaded.recipe.verb
@@ -170,7 +170,7 @@ def write_job(
     text = environment.get_template(KINDS[job.kind].template).render(
         typed=shlex.join(["posttrain", verb, recipe, *overrides, f"--{job.kind}", settings]).replace("\n", " "),
         file=file,
-        name=_label(wanted.name),
+        name=_kubernetes_name(wanted.name),
         log=f"{wanted}.%j.log",
         python=shlex.quote(sys.executable),
         train=shlex.join([verb, recipe, *overrides, *flags]),
@@ -189,12 +189,12 @@ def write_job(
     return file
 
 
-def _label(name: str) -> str:
+def _kubernetes_name(name: str) -> str:
     """Return a name valid in Kubernetes: lower-case letters, digits and dashes, at most 40 characters."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
 
 
-def hand_over(job: Job, file: Path, *, submit: bool) -> None:
+def submit_job(job: Job, file: Path, *, submit: bool) -> None:
     """Submit the job file, or print the command that does. Raises RunError if the cluster's command is missing or
     fails.
     """

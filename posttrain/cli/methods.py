@@ -37,13 +37,13 @@ def list_methods(
             [{key: entry[key] for key in ("kind", "name", "stage", "file", "title", "paper")} for entry in entries]
         )
         return
-    for heading, rows in _by_kind(entries):
+    for heading, rows in _group_by_kind(entries):
         terminal.say(heading)
         width = max(len(entry["name"]) for entry in rows)
         for entry in rows:
             paper = f"  [{entry['paper']}]" if entry["paper"] else ""
             file = f"  {entry['file']}" if kind else ""
-            title = _short(entry["title"], WIDTH - width - len(paper))
+            title = _shorten(entry["title"], WIDTH - width - len(paper))
             terminal.say(f"  {entry['name']:<{width}}  {title}{paper}{file}")
         terminal.say()
 
@@ -76,24 +76,24 @@ def show(
     if as_json:
         print_json([{**entry, "recipe": "\n".join(recipe_lines(entry))} for entry in found])
         return
-    terminal.say("\n\n".join("\n".join(_page(entry)) for entry in found))
+    terminal.say("\n\n".join("\n".join(_describe_entry(entry)) for entry in found))
 
 
-def _by_kind(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _group_by_kind(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     from posttrain.recipe import catalogue
 
-    yield from _part(entries, "preset", "presets: `algorithm: NAME`")
+    yield from _select_kind(entries, "preset", "presets: `algorithm: NAME`")
     for kind, (about, _, _) in catalogue.KINDS.items():
-        yield from _part(entries, kind, f"{about} ({kind}): {_where(kind)}")
+        yield from _select_kind(entries, kind, f"{about} ({kind}): {_recipe_form(kind)}")
 
 
-def _part(entries: list[dict[str, Any]], kind: str, heading: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _select_kind(entries: list[dict[str, Any]], kind: str, heading: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     rows = [entry for entry in entries if entry["kind"] == kind]
     if rows:
         yield heading, rows
 
 
-def _where(kind: str) -> str:
+def _recipe_form(kind: str) -> str:
     from posttrain.recipe import catalogue
 
     _, place, shape = catalogue.KINDS[kind]
@@ -108,11 +108,11 @@ def _where(kind: str) -> str:
     return shapes[shape]
 
 
-def _short(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
-def _page(entry: dict[str, Any]) -> Iterator[str]:
+def _describe_entry(entry: dict[str, Any]) -> Iterator[str]:
     from posttrain.recipe import catalogue
 
     is_preset = entry["kind"] == "preset"
@@ -157,17 +157,17 @@ def _yaml(values: dict[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{key}:"
-            yield from (f"  - {_flow(item)}" for item in value)
+            yield from (f"  - {_flow_yaml(item)}" for item in value)
         elif isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
             yield f"{key}:"
-            yield from (f"  {name}: {_flow(item)}" for name, item in value.items())
+            yield from (f"  {name}: {_flow_yaml(item)}" for name, item in value.items())
         else:
-            yield f"{key}: {_flow(value) if isinstance(value, dict | list | tuple) else yaml_value(value)}"
+            yield f"{key}: {_flow_yaml(value) if isinstance(value, dict | list | tuple) else yaml_value(value)}"
 
 
-def _flow(value: Any) -> str:
+def _flow_yaml(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_flow_yaml(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_flow(item) for item in value)}]"
+        return f"[{', '.join(_flow_yaml(item) for item in value)}]"
     return flow_value(value)

@@ -41,7 +41,7 @@ def wrong_value(message: str) -> UserError | None:
 
 
 @functools.cache
-def _words(part: str) -> dict[str, str]:
+def _read_word_table(part: str) -> dict[str, str]:
     """Return one part of the command-line table: words of other tools' command lines -> posttrain's words."""
     from posttrain.recipe.foreign.words import TABLES, read_table
 
@@ -61,22 +61,24 @@ def no_such_option(option: str, words: Sequence[str], command: str, options: Seq
         value = value if equals or following.startswith("-") else following
         after = [*words[:place], *words[place + 1 + (not equals and bool(value)) :]]
     return UserError(
-        f"{option}: `posttrain {command}` has no such option", hint=_hint(option, value, after, command, options)
+        f"{option}: `posttrain {command}` has no such option", hint=_suggest(option, value, after, command, options)
     )
 
 
-def _hint(option: str, value: str, others: Sequence[str], command: str, options: Sequence[str]) -> str:
+def _suggest(option: str, value: str, others: Sequence[str], command: str, options: Sequence[str]) -> str:
     name = option.lstrip("-")
     plain = name.replace("-", "_").lower()
-    ours = next((one for one in options if one.lstrip("-").replace("-", "_") == plain), _words("options").get(plain))
+    ours = next(
+        (one for one in options if one.lstrip("-").replace("-", "_") == plain), _read_word_table("options").get(plain)
+    )
     if ours in options:
         return f"write {ours}" if ours in SWITCHES else f"write {ours} {value or 'VALUE'}"
     by_name = {one.lstrip("-").replace("-", "_"): one for one in options if one.startswith("--")}
     if "." not in name and len(plain) > 2 and (near := nearest(plain, by_name, alike=0.75)):
         return f"did you mean {by_name[near]}?"
-    if _words("none").get(plain) == "KEY=VALUE" and "=" in value:
+    if _read_word_table("none").get(plain) == "KEY=VALUE" and "=" in value:
         return f"write {value}, without {option}"
-    if _words("none").get(plain) == "RECIPE":
+    if _read_word_table("none").get(plain) == "RECIPE":
         return f"the recipe comes first: posttrain {command} {value or 'RECIPE'}"
     if name.endswith((".yaml", ".yml")):
         return f"the recipe comes first, without --: posttrain {command} {name}"
@@ -84,7 +86,7 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
         return "this command makes one run; for several: `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
     from posttrain.recipe.override_aliases import suggest_override
 
-    form = suggest_override(name, value or "VALUE", _stages(command, others)) if len(name) > 1 else ""
+    form = suggest_override(name, value or "VALUE", _guess_stages(command, others)) if len(name) > 1 else ""
     if form.startswith("write ") and "`" in form:
         return f"{form}; values are written KEY=VALUE, without --"
     if form:
@@ -101,7 +103,7 @@ def no_such_command(name: str, commands: Sequence[str], group: str = "") -> User
         return UserError(
             f"`posttrain {group}` has no command `{name}`", allowed=f"it has: {', '.join(commands)}", hint=hint
         )
-    verbs, instead = _words("commands"), _words("instead")
+    verbs, instead = _read_word_table("commands"), _read_word_table("instead")
     near = name if name in verbs or name in instead else nearest(name, [*commands, *verbs, *instead], alike=0.7)
     hint = instead.get(near or "") or (f"did you mean `posttrain {near}`?" if near else "")
     if near in verbs and near not in commands:
@@ -109,7 +111,7 @@ def no_such_command(name: str, commands: Sequence[str], group: str = "") -> User
     return UserError(f"no command `{name}`", allowed=f"there are: {', '.join(commands)}", hint=hint)
 
 
-def _stages(command: str, words: Sequence[str]) -> list[type]:
+def _guess_stages(command: str, words: Sequence[str]) -> list[type]:
     """Return the stage that the command or the recipe among the words is for; otherwise all stages, rl first."""
     from posttrain.path_resolution import known_files
     from posttrain.recipe.keys import BY_NAME

@@ -20,34 +20,34 @@ ENGINES = ("rollout", "engine")
 Need = tuple[str, str, str, str]  # package, reason, extra that installs it, recipe key
 
 
-def everything(_: Need) -> bool:
+def any_need(_: Need) -> bool:
     """Accept every need: what a run requires."""
     return True
 
 
-def of_rows(need: Need) -> bool:
+def is_for_rows(need: Need) -> bool:
     """Return whether reading the data requires the package."""
     return need[3].startswith("data")
 
 
-def of_tokens(need: Need) -> bool:
+def is_for_tokens(need: Need) -> bool:
     """Return whether showing the data as tokens requires the package."""
-    return of_rows(need) or need[0] in ("torch", "transformers", "gguf")
+    return is_for_rows(need) or need[0] in ("torch", "transformers", "gguf")
 
 
-def require(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> None:
+def require(loaded: Loaded, wanted: Callable[[Need], bool] = any_need) -> None:
     """Raise UserError listing every missing package, each with the recipe line that needs it."""
     if problems := find_missing_packages(loaded, wanted):
         raise UserError.of(problems)
 
 
-def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> list[Problem]:
+def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = any_need) -> list[Problem]:
     """Return a problem for each package that is needed and not installed, each package once."""
     stages = loaded.resolved.get("stages") or [loaded.resolved]
     prefixes = [f"stages.{n}." for n in range(len(stages))] if "stages" in loaded.resolved else [""]
     found: dict[str, Problem] = {}
     for prefix, values in zip(prefixes, stages, strict=True):
-        for package, why, extra, key in filter(wanted, needs(values)):
+        for package, why, extra, key in filter(wanted, list_needs(values)):
             if package not in found and importlib.util.find_spec(package) is None:
                 origin = loaded.origins.get(f"{prefix}{key}")
                 where = origin.mark if origin and origin.kind != "default" else ""
@@ -60,10 +60,10 @@ def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = every
     return list(found.values())
 
 
-def needs(values: Mapping[str, Any]) -> Iterator[Need]:
+def list_needs(values: Mapping[str, Any]) -> Iterator[Need]:
     """Yield the packages that one stage needs, from its resolved values."""
     stage = values["stage"]
-    for package in ("torch", "transformers", *_trainer(stage)):
+    for package in ("torch", "transformers", *_trainer_packages(stage)):
         yield package, f"stage {stage}", "train", "stage"
     if stage == "harness":
         yield "lm_eval", "stage harness (posttrain eval --harness)", "eval", "stage"
@@ -88,19 +88,19 @@ def needs(values: Mapping[str, Any]) -> Iterator[Need]:
     mix = [(f"data.mix.{i}.source", one.get("source")) for i, one in enumerate(data.get("mix") or [])]
     held_out = (values.get("eval") or {}).get("data") or {}
     for key, source in [("data.source", data.get("source")), *mix, ("eval.data.source", held_out.get("source"))]:
-        yield from _of_source(str(source or ""), key)
+        yield from _list_source_needs(str(source or ""), key)
     for number, reward in enumerate(values.get("rewards") or ()):
         if str(reward.get("use", "")).startswith("gym."):
             yield "reasoning_gym", f"rewards: {reward['use']}", "gym", f"rewards.{number}.use"
 
 
-def _trainer(stage: str) -> tuple[str, ...]:
+def _trainer_packages(stage: str) -> tuple[str, ...]:
     """Return the libraries that a stage's training loop needs."""
     trl = ("datasets", "trl", "accelerate")
     return {"sft": trl, "dpo": trl, "reward_model": trl, "rl": ("datasets", "safetensors")}.get(stage, ("safetensors",))
 
 
-def _of_source(source: str, key: str) -> Iterator[Need]:
+def _list_source_needs(source: str, key: str) -> Iterator[Need]:
     if source.startswith("gym:"):
         yield "reasoning_gym", f"data {source}", "gym", key
     elif source.endswith(".parquet"):

@@ -10,7 +10,7 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.run_messages import print_notes
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Gpus, Json, Overrides, Recipe
 from posttrain.errors import RecipeError, UserError
@@ -86,8 +86,8 @@ def plan(
     from posttrain.train.library_logging import quiet
 
     quiet()
-    loaded, refused = _load(recipe, overrides or [], servers)
-    tell_notes(loaded)
+    loaded, refused = _load_recipe(recipe, overrides or [], servers)
+    print_notes(loaded)
     machine = memory_plan.Machine.here(gpus)
     rates = None
     if gib or card or servers or assume:
@@ -108,7 +108,7 @@ def plan(
     if as_json:
         print_json({**found, **({"refused": refused} if refused else {})})
         return
-    _print(found)
+    _print_plan(found)
     if rates is not None:
         _print_cluster(found["cluster"])
     elif not torch.cuda.is_available():
@@ -117,7 +117,7 @@ def plan(
         say(f"this is a plan only; a run of the recipe would be refused: {refused}")
 
 
-def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, str]:
+def _load_recipe(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, str]:
     """Return the recipe, with vLLM servers if `--servers` asks for them, and why a run of it would be refused ("" if
     not).
     """
@@ -126,7 +126,7 @@ def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, 
 
     if servers is None:
         return preflight.load(recipe, overrides), ""
-    count, size = _read_servers(servers)
+    count, size = _parse_servers(servers)
     urls = [f"http://engine{n}:8100" for n in range(count)]
     added = ["rollout.engine=vllm", f"rollout.vllm.server.urls=[{','.join(urls)}]"]
     try:
@@ -141,7 +141,7 @@ def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, 
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"rollout": rollout})), refused
 
 
-def _read_servers(text: str) -> tuple[int, int]:
+def _parse_servers(text: str) -> tuple[int, int]:
     """Parse `8x2` or `8` to (servers, GPUs per server)."""
     found = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,2}))?", text)
     if not found:
@@ -183,7 +183,7 @@ def _print_cluster(found: dict[str, Any]) -> None:
         terminal.say(f"  {key:{width}}{value:>10g}  {MEANING[key]}")
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print_plan(found: dict[str, Any]) -> None:
     """Print text for people: batch sizes, memory by phase, possible changes."""
     trained = found["trained"] / found["parameters"]
     each = f", each of {found['ranks']}" if found["ranks"] > 1 else ""

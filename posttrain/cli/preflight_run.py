@@ -10,7 +10,7 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.run_messages import print_notes
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import UserError
@@ -46,7 +46,7 @@ def preflight(recipe: Recipe, overrides: Overrides = None, prompts: Prompts = No
         hint = "for other recipes: `posttrain plan` and `posttrain data audit`"
         raise UserError(f"`preflight` needs an rl recipe; this one is for `posttrain {loaded.recipe.verb}`", hint=hint)
     packages.require(loaded)
-    tell_notes(loaded)
+    print_notes(loaded)
     from posttrain.run.directory import RunDirectory
     from posttrain.train.preflight import preflight as measure_start
 

@@ -13,7 +13,7 @@ from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.importing import import_recipe
-from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.run_messages import print_notes
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import Problem, UserError, as_data, did_you_mean
@@ -77,29 +77,29 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
 
     notes: list[Problem] = []
     try:
-        loaded, rewards = preflight.look(recipe, overrides or [], elsewhere=notes)
+        loaded, rewards = preflight.load_with_rewards(recipe, overrides or [], notes=notes)
     except UserError as error:
         if not as_json:
-            _tell_notes(notes)
+            _print_absence_notes(notes)
             raise
-        print_json({"valid": False, "problems": _plain(error.problems), "notes": _plain(notes)})
+        print_json({"valid": False, "problems": _to_data(error.problems), "notes": _to_data(notes)})
         raise typer.Exit(error.exit_code) from None
     if as_json:
         stage, path = loaded.resolved["stage"], str(loaded.path)
-        told_all = _plain([*loaded.notes, *notes])
-        print_json({"valid": True, "stage": stage, "path": path, "rewards": rewards, "notes": told_all})
+        all_notes = _to_data([*loaded.notes, *notes])
+        print_json({"valid": True, "stage": stage, "path": path, "rewards": rewards, "notes": all_notes})
         return
-    tell_notes(loaded)
-    _tell_notes(notes)
-    told = f"; rewards: {', '.join(rewards)}" if rewards else ""
-    terminal.say(f"{loaded.path}: valid (stage {loaded.resolved['stage']}{told})")
+    print_notes(loaded)
+    _print_absence_notes(notes)
+    reward_names = f"; rewards: {', '.join(rewards)}" if rewards else ""
+    terminal.say(f"{loaded.path}: valid (stage {loaded.resolved['stage']}{reward_names})")
 
 
-def _plain(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
+def _to_data(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
     return [as_data(problem) for problem in problems]
 
 
-def _tell_notes(notes: Sequence[Problem]) -> None:
+def _print_absence_notes(notes: Sequence[Problem]) -> None:
     for note in notes:
         say(f"note: {note}")
     if notes:
@@ -163,7 +163,7 @@ def copy(
     if lines and lines[0].startswith(MODELINE):
         lines[0] = f"{MODELINE}{schema}\n"
     text = "".join(lines)
-    for relative, absolute in _files_beside(tree, source.parent).items():
+    for relative, absolute in _find_relative_files(tree, source.parent).items():
         written = rf"(?<![\w./-]){re.escape(relative)}(?![\w./-])"
         text = re.sub(written, str(absolute).replace("\\", r"\\"), text)
         say(f"{relative} stays where it is: {absolute}")
@@ -171,7 +171,7 @@ def copy(
     say(f"copied {source} to {target}")
 
 
-def _files_beside(tree: Node, folder: Path) -> dict[str, Path]:
+def _find_relative_files(tree: Node, folder: Path) -> dict[str, Path]:
     """Return the files that a recipe names relative to its own directory: name as written -> absolute path."""
     from posttrain.path_resolution import split_function
     from posttrain.recipe.tree import leaves, plain

@@ -153,7 +153,7 @@ def runs(
     if as_json:
         from posttrain.cli.show import print_json
 
-        print_json([_as_json(row) for row in found])
+        print_json([_to_dict(row) for row in found])
     elif found:
         _print_runs(found)
     else:
@@ -170,8 +170,8 @@ def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], 
             raise UserError(f"there is no folder {place}", hint=suggest_file(str(place), [place]))
     found = (run for place in places for run in find_runs(place, inner=inner or is_sweep(place)))
     rows = [describe(run) for run in found]
-    for told in unknown_filters(rows, words) if rows else ():
-        say(told)
+    for message in unknown_filters(rows, words) if rows else ():
+        say(message)
     rows = [row for row in rows if (state is None or row.state == state) and matches(row, words)]
     return sorted(rows, key=lambda row: row.when)
 
@@ -183,7 +183,7 @@ def _delete(places: Sequence[Path], yes: bool) -> None:
         check_removable(run)
         say(f"{run}  {size_of(run) / 1e6:.1f} MB")
     if not yes:
-        if not _can_ask():
+        if not _is_interactive():
             raise UserError(
                 "nothing was removed: stdin is not a terminal, so the removal cannot be confirmed",
                 hint="--yes removes without confirmation",
@@ -196,13 +196,13 @@ def _delete(places: Sequence[Path], yes: bool) -> None:
         say(f"removed {run}")
 
 
-def _can_ask() -> bool:
+def _is_interactive() -> bool:
     import sys
 
     return sys.stdin.isatty()
 
 
-def _as_json(row: RunRow) -> dict[str, Any]:
+def _to_dict(row: RunRow) -> dict[str, Any]:
     return {
         "path": str(row.path),
         "stage": row.stage,
@@ -273,9 +273,9 @@ def diff(
         terminal.say("the recipes and their files are the same\n")
     if found.metrics:
         means = "mean of the last steps (eval/: the last)" if any(found.spans) else "metric"
-        _print_table([means, *head, "difference"], [_metric(n, row) for n, row in found.metrics.items()])
+        _print_table([means, *head, "difference"], [_format_metric(n, row) for n, row in found.metrics.items()])
     if paired:
-        terminal.say(_tell_comparison(paired) + "\n")
+        terminal.say(_format_comparison(paired) + "\n")
         for run in (a, b):
             if note := trained_rows_note(read_json(run / "summary.json") or {}):
                 terminal.say(f"{run}: {note}\n")
@@ -286,10 +286,10 @@ def diff(
             "To get one, evaluate both models on the same rows, or train several seeds: "
             "posttrain sweep R run.seed=0,1,2\n"
         )
-    for prompt, mine, theirs in found.samples:
+    for prompt, first, second in found.samples:
         terminal.say(f"prompt: {prompt.strip()[-SHOWN_CHARS:]}")
-        for path, record in zip(head, (mine, theirs), strict=True):
-            terminal.say(f"--- {path} ({_facts(record)})\n{str(record['completion'])[:SHOWN_CHARS]}")
+        for path, record in zip(head, (first, second), strict=True):
+            terminal.say(f"--- {path} ({_format_facts(record)})\n{str(record['completion'])[:SHOWN_CHARS]}")
         terminal.say()
     if any(found.spans):
         say(f"to plot both runs together: {shlex.join(['posttrain', 'report', *head])}")
@@ -360,18 +360,20 @@ def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
     return {**compare(a, b), "metrics": {name: compare(a, b, metric=name) for name in both}}
 
 
-def _tell_comparison(found: dict[str, Any]) -> str:
+def _format_comparison(found: dict[str, Any]) -> str:
     if not found["problems"]:
         return "The evaluations share no problem, so the difference of their accuracies has no interval."
     alone = found["only_in_a"] + found["only_in_b"]
     left = f" {count_noun(alone, 'problem')} that only one run has are left out." if alone else ""
     few = f" {found['note'].capitalize()}." if found["informative"] and found["note"] else ""
     how = " (paired bootstrap over problems; does not cover other training seeds)" if found["informative"] else ""
-    lines = [f"accuracy on {count_noun(found['problems'], 'shared problem')}: {_tell_side(found)}{how}.{left}{few}"]
-    return "\n".join([*lines, *(f"{name}: {_tell_side(one)}" for name, one in found["metrics"].items())])
+    lines = [
+        f"accuracy on {count_noun(found['problems'], 'shared problem')}: {_format_difference(found)}{how}.{left}{few}"
+    ]
+    return "\n".join([*lines, *(f"{name}: {_format_difference(one)}" for name, one in found["metrics"].items())])
 
 
-def _tell_side(found: dict[str, Any]) -> str:
+def _format_difference(found: dict[str, Any]) -> str:
     """Return a difference with its interval, and whether the interval excludes 0."""
     if not found["informative"]:
         return f"{found['diff']:+.4f}, without an interval ({found['note']})"
@@ -381,13 +383,13 @@ def _tell_side(found: dict[str, Any]) -> str:
     )
 
 
-def _metric(name: str, values: Sequence[float | None]) -> list[str]:
+def _format_metric(name: str, values: Sequence[float | None]) -> list[str]:
     first, second = values
     shown = ["-" if value is None else f"{value:.4g}" for value in values]
     return [name, *shown, "" if first is None or second is None else f"{second - first:+.4g}"]
 
 
-def _facts(record: dict[str, Any]) -> str:
+def _format_facts(record: dict[str, Any]) -> str:
     facts = [f"step {record['step']}"] if record.get("step") else []  # step 0: an evaluation, or before training
     facts += [f"reward {record['reward']:.3g}"] if isinstance(record.get("reward"), (int, float)) else []
     facts += ["right" if record["correct"] else "wrong"] if record.get("correct") is not None else []

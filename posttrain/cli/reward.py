@@ -66,7 +66,7 @@ def test(
     Exit code 2 if an example fails, a call raises or times out, the gold answer does not score best, or a trick scores
     as high as the gold answer: gold only in the thought, every answer named, an injection for judges, and others.
     """
-    script = _script(target)
+    script = _find_script(target)
     if script:
         imports.check_script(script[0])
     if labelled is not None:
@@ -111,7 +111,9 @@ def _report_labels(
 def _print_labelled(report: Mapping[str, Any]) -> None:
     for name, one in report["rewards"].items():
         c = one["confusion"]
-        terminal.say(f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
+        terminal.say(
+            f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_format_kappa(one['kappa'])}"
+        )
         terminal.say(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
         terminal.say(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
@@ -120,18 +122,18 @@ def _print_labelled(report: Mapping[str, Any]) -> None:
             terminal.say(f"  against the label: {', '.join(one['wrong_rows'][:SHOWN_ROWS])}")
     for pair, one in report["pairs"].items():
         apart = f"; apart on {', '.join(one['rows'][:SHOWN_ROWS])}" if one["rows"] else ""
-        terminal.say(f"{pair}: kappa {_kappa(one['kappa'])}{apart}")
+        terminal.say(f"{pair}: kappa {_format_kappa(one['kappa'])}{apart}")
 
 
-def _kappa(value: float | None) -> str:
+def _format_kappa(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _script(target: str) -> tuple[Path, str | None] | None:
+def _find_script(target: str) -> tuple[Path, str | None] | None:
     """Return (file, function or None for all) of a target that names a script; None for a recipe."""
-    left, _, name = target.partition(".py:")
+    stem, _, name = target.partition(".py:")
     if name or target.endswith(".py"):
-        path = left + ".py" if name else target
+        path = stem + ".py" if name else target
         return find(path, None, "reward script", RewardError), name or None
     if target.endswith((".yaml", ".yml")):  # a recipe, even if a shipped script has the same name
         return None
@@ -152,25 +154,25 @@ def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -
     from posttrain.recipe.reward_sections import Scoring
     from posttrain.verify.script_rows import own_rows
 
-    found: dict[str, Any] = {"examples": _examples([script], timeout, quiet), "rows": []}
+    found: dict[str, Any] = {"examples": _run_examples([script], timeout, quiet), "rows": []}
     for own in own_rows(*script):
-        found["rows"].append(_try(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
+        found["rows"].append(_run_trial(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
     if not found["rows"]:
         say("right answers and tricks were not scored: they need rows (name a recipe, or define ROWS in the script)")
     return found
 
 
-def _examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
+def _run_examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
     from posttrain.verify.examples import run_examples
 
     report = []
     for path, function in scripts:
         outcomes = run_examples(path, function, timeout_s=timeout)
         for name in dict.fromkeys(o.function for o in outcomes):
-            mine = [o for o in outcomes if o.function == name]
-            report.append(_to_dict(path, name, mine))
+            of_function = [o for o in outcomes if o.function == name]
+            report.append(_to_dict(path, name, of_function))
             if not quiet:
-                _print_examples(report[-1], [o for o in mine if not o.ok])
+                _print_examples(report[-1], [o for o in of_function if not o.ok])
     return report
 
 
@@ -208,18 +210,18 @@ def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: boo
     parts = list(_graded_parts(loaded))
     if not parts:
         raise RewardError(f"stage {loaded.recipe.verb} has no rewards of data rows", where=str(loaded.path))
-    packages.require(loaded, packages.of_rows)
+    packages.require(loaded, packages.is_for_rows)
     base_dir = loaded.recipe.base_dir
     rewards = [load_reward(section, base_dir) for _, _, sections, _ in parts for section in sections]
-    scripts = {_split(reward.target): None for reward in rewards}
+    scripts = {_split_target(reward.target): None for reward in rewards}
     with_examples = [s for s in scripts if s and _has_examples(s)]
     for script in scripts:
         if script and script not in with_examples:
             say(f"{script[0]}: {script[1]} has no EXAMPLES")
-    found: dict[str, Any] = {"examples": _examples(with_examples, timeout, quiet), "recipe": []}
+    found: dict[str, Any] = {"examples": _run_examples(with_examples, timeout, quiet), "recipe": []}
     for stage, data, sections, scoring in parts:
         rows = load_rows(data, base_dir)
-        found["recipe"].append({"stage": stage, **_try(stage, rows, sections, scoring, base_dir, quiet)})
+        found["recipe"].append({"stage": stage, **_run_trial(stage, rows, sections, scoring, base_dir, quiet)})
     return found
 
 
@@ -242,9 +244,9 @@ def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Sco
     return list(parts.values())
 
 
-def _split(target: str) -> tuple[Path, str] | None:
-    left, _, name = target.rpartition(":")
-    return (Path(left), name) if left.endswith(".py") else None
+def _split_target(target: str) -> tuple[Path, str] | None:
+    stem, _, name = target.rpartition(":")
+    return (Path(stem), name) if stem.endswith(".py") else None
 
 
 def _has_examples(script: tuple[Path, str]) -> bool:
@@ -257,7 +259,7 @@ def _has_examples(script: tuple[Path, str]) -> bool:
     return True
 
 
-def _try(
+def _run_trial(
     what: str,
     rows: Sequence[Mapping[str, Any]],
     rewards: Sequence[Reward],
@@ -295,7 +297,7 @@ def _print_trial(what: str, trial: Trial) -> None:
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():
         speed = [f"{trial.call_ms[name]:.2f}", f"{trial.slowest_ms[name]:.1f}"]
-        lines.append([name, *(_cell(cells[kind]) for kind in kinds), *speed])
+        lines.append([name, *(_format_score(cells[kind]) for kind in kinds), *speed])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for first, *rest in lines:
         numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
@@ -327,7 +329,7 @@ def _print_trial(what: str, trial: Trial) -> None:
         )
 
 
-def _cell(cell: Any) -> str:
+def _format_score(cell: Any) -> str:
     """Return the mean score, with abstentions, errors and timeouts in brackets: `0.50 (2 none, 1 error, 1 late)`."""
     counts = [(cell.abstained, "none"), (cell.errors, "error"), (cell.timeouts, "late")]
     other = ", ".join(f"{n} {what}" for n, what in counts if n)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
 
 
-def tell_notes(loaded: Loaded) -> None:
+def print_notes(loaded: Loaded) -> None:
     """Print notes on recipe settings without effect to stderr, on rank 0 only."""
     from posttrain.run import ranks
 
@@ -19,7 +19,7 @@ def tell_notes(loaded: Loaded) -> None:
         say(f"note: {note}")
 
 
-def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:
+def print_run_summary(summary: dict[str, Any], path: Path, as_json: bool) -> None:
     """Print a finished run's summary on stdout and its directory on stderr, on rank 0 only."""
     from posttrain.run import ranks
 

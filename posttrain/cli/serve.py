@@ -54,7 +54,7 @@ def serve(
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vllm", "posttrain serve", "vllm")
-    numbers = _numbers(devices)
+    numbers = _parse_devices(devices)
     _check_port(host, port)
     loaded = preflight.load(recipe, overrides or [], without=("data", "run"))
     section = engine_section(loaded)
@@ -63,8 +63,8 @@ def serve(
     from posttrain.rollout.server_key import TOKEN_VARIABLE, serving_key
     from posttrain.rollout.serving import serve_runs
 
-    key, kept = serving_key(port)
-    shown = f"the key in {kept}, where runs on this machine find it" if kept else "the key of this shell"
+    key, key_file = serving_key(port)
+    shown = f"the key in {key_file}, where runs on this machine find it" if key_file else "the key of this shell"
     own = host if host not in ("0.0.0.0", "::") else socket.gethostname()
     ready = (
         f"ready: a run connects with  {section}.engine=vllm '{section}.vllm.server.urls=[http://{own}:{port}]'"
@@ -86,7 +86,7 @@ def serve(
     )
 
 
-def _numbers(devices: str | None) -> list[int]:
+def _parse_devices(devices: str | None) -> list[int]:
     """Return the GPU numbers of `--devices`. Raises UserError if the text is not a list of numbers."""
     parts = devices.split(",") if devices else []
     if not all(part.strip().isdecimal() for part in parts):
@@ -112,12 +112,12 @@ def _check_port(host: str, port: int) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"cannot listen on {host}:{port}: {_reason(error)}",
+            f"cannot listen on {host}:{port}: {_describe_os_error(error)}",
             hint="another `posttrain serve` or program may use the port; choose another one with --port",
         ) from error
 
 
-def _reason(error: OSError) -> str:
+def _describe_os_error(error: OSError) -> str:
     """Return the system's error message, without the address that Python adds to it.
 
     Error numbers of getaddrinfo are not the system's, so the error's own text is returned for them.

@@ -33,28 +33,30 @@ def print_recipe(loaded: Loaded, as_json: bool) -> None:
 
 def commented_lines(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
     """Return values as YAML lines with the origin of each (by its dotted key) as a comment."""
-    lines = list(_lines(values, origins, "", ""))
+    lines = list(_yaml_lines(values, origins, "", ""))
     width = min(max((len(text) for text, _ in lines), default=0), 60)
     return [f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines]
 
 
 def yaml_lines(values: Mapping[str, Any]) -> list[str]:
     """Return values as YAML lines that parse to the same values."""
-    return [text for text, _ in _lines(values, {}, "", "")]
+    return [text for text, _ in _yaml_lines(values, {}, "", "")]
 
 
-def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, indent: str) -> Iterator[tuple[str, str]]:
+def _yaml_lines(
+    value: Mapping[str, Any], origins: Mapping[str, str], path: str, indent: str
+) -> Iterator[tuple[str, str]]:
     """Yield (text, origin) of each line of a mapping."""
     for key, below in value.items():
         here = f"{path}.{key}" if path else key
         key = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key) else json.dumps(key, ensure_ascii=False)
         if isinstance(below, dict) and below:
             yield f"{indent}{key}:", ""
-            yield from _lines(below, origins, here, f"{indent}  ")
+            yield from _yaml_lines(below, origins, here, f"{indent}  ")
         elif isinstance(below, list) and below and all(isinstance(item, dict) and item for item in below):
             yield f"{indent}{key}:", ""
             for position, item in enumerate(below):
-                for number, (text, origin) in enumerate(_lines(item, origins, f"{here}.{position}", "")):
+                for number, (text, origin) in enumerate(_yaml_lines(item, origins, f"{here}.{position}", "")):
                     yield f"{indent}{'  ' if number else '- '}{text}", origin
         else:
             yield f"{indent}{key}: {yaml_value(below)}", origins.get(here, "")
@@ -97,7 +99,7 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
 
         print_table(rows, summary.get("findings", []))
         return
-    plain = {key: text for key, value in summary.items() if (text := _cell(value)) is not None}
+    plain = {key: text for key, value in summary.items() if (text := _format_value(value)) is not None}
     if (best := summary.get("best_checkpoint")) and best["model"]:
         plain["best"] = f"{best['model']}  ({best['metric']} {best['value']:.4g} after step {best['step']})"
     width = max((len(key) for key in plain), default=0)
@@ -110,7 +112,7 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
             terminal.say(line)
 
 
-def _cell(value: Any) -> str | None:
+def _format_value(value: Any) -> str | None:
     """Return a number, a text or a mean with its interval as text; None for values that do not fit into one cell."""
     if isinstance(value, str):
         return value

@@ -16,7 +16,7 @@ import typer
 
 from posttrain.cli import jobs
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
-from posttrain.cli.run_messages import report, tell_notes
+from posttrain.cli.run_messages import print_notes, print_run_summary
 from posttrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -111,13 +111,13 @@ def _command(verb: str) -> Callable[..., None]:
             raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
         if job := jobs.choose_job(slurm, kubernetes, skypilot, submit=submit):
             loaded = preflight.load(recipe, [*(overrides or []), *jobs.server_overrides(job, verb)], stage=verb)
-            tell_notes(loaded)
+            print_notes(loaded)
             file = jobs.write_job(job, loaded, recipe, overrides or [], output, allow_changed=allow_changed)
-            jobs.hand_over(job, file, submit=submit)
+            jobs.submit_job(job, file, submit=submit)
             return
         loaded = preflight.load(recipe, overrides or [], stage=verb)
         if dry_run:
-            preview(loaded, output, as_json)
+            print_preview(loaded, output, as_json)
             return
         packages.require(loaded)
         typed = ["posttrain", verb, recipe, *(overrides or [])]
@@ -133,13 +133,13 @@ def _command(verb: str) -> Callable[..., None]:
         if max_restarts:
             raise UserError("--max-restarts needs --gpus", hint="add --gpus N; under torchrun use torchrun's option")
         summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
-        report(summary, path, as_json)
+        print_run_summary(summary, path, as_json)
 
     if verb not in TRAINING:
         signature = inspect.signature(command, eval_str=True)
         several = ("gpus", "max_restarts", *jobs.KINDS, "submit")
-        kept = [parameter for name, parameter in signature.parameters.items() if name not in several]
-        command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]  # what typer reads
+        parameters = [parameter for name, parameter in signature.parameters.items() if name not in several]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
     return command
 
 
@@ -222,12 +222,12 @@ def _eval(
     loaded = replace(loaded, text=yaml.safe_dump(values, sort_keys=False))
     preflight.check(loaded)
     if dry_run:
-        preview(loaded, output, as_json)
+        print_preview(loaded, output, as_json)
         return
     packages.require(loaded)
     typed = ["posttrain", "eval", recipe, "--harness", harness, *(overrides or [])]
     summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
-    report(summary, path, as_json)
+    print_run_summary(summary, path, as_json)
 
 
 def launch(typed: list[str], processes: int, max_restarts: int) -> int:
@@ -258,11 +258,11 @@ def execute(
     if allow_changed and not resume:
         raise UserError("--allow-changed needs --resume", hint="add --resume")
 
-    tell_notes(loaded)
+    print_notes(loaded)
 
     wanted = output or (Path(loaded.recipe.run.output) if loaded.recipe.run.output else None)
 
-    def open_it() -> RunDirectory:
+    def open_directory() -> RunDirectory:
         before = _directory_before_restart() if ranks.world() > 1 else None
         path = wanted or before
         again = before is not None or ranks.restarts() > 0
@@ -276,9 +276,9 @@ def execute(
             allow_changed=allow_changed,
         )
 
-    with open_run(open_it, loaded) as directory:
+    with open_run(open_directory, loaded) as directory:
         ctx.meta[RUN] = directory
-        ctx.meta[RESUME] = [*typed, *_launch_words(), "--output", str(directory.path), "--resume"]
+        ctx.meta[RESUME] = [*typed, *_launch_options(), "--output", str(directory.path), "--resume"]
         if not directory.follows:
             say(f"run directory: {directory.path}")
             if model := getattr(loaded.recipe, "model", None):
@@ -303,7 +303,7 @@ def locate_errors(loaded: Loaded) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        located = [_of_reward(_with_line(problem, loaded), loaded) for problem in error.problems]
+        located = [_with_reward_line(_with_line(problem, loaded), loaded) for problem in error.problems]
         if located == list(error.problems):
             raise
         raise type(error).of(located) from error
@@ -312,13 +312,13 @@ def locate_errors(loaded: Loaded) -> Iterator[None]:
 def _with_line(problem: Problem, loaded: Loaded) -> Problem:
     """Return the problem with the line of the recipe key that it begins with or has as its place."""
     if not problem.where:
-        return replace(problem, where=_line_of(problem.what, loaded))
-    if line := _line_of(problem.where, loaded):
+        return replace(problem, where=_find_line(problem.what, loaded))
+    if line := _find_line(problem.where, loaded):
         return replace(problem, where=line, what=f"{problem.where}: {problem.what}")
     return problem
 
 
-def _of_reward(problem: Problem, loaded: Loaded) -> Problem:
+def _with_reward_line(problem: Problem, loaded: Loaded) -> Problem:
     """Return a problem of `reward NAME` with the line of that entry of `rewards`, instead of a place in its file or
     data.
     """
@@ -331,7 +331,7 @@ def _of_reward(problem: Problem, loaded: Loaded) -> Problem:
     return replace(problem, where=loaded.origins[f"{key}.use"].mark, what=f"{key}: {place}{problem.what}")
 
 
-def _line_of(what: str, loaded: Loaded) -> str:
+def _find_line(what: str, loaded: Loaded) -> str:
     key = what.split(maxsplit=1)[0].rstrip(":") if what else ""
     origin = loaded.origins.get(key) if "." in key else None
     if origin is None and "." in key:  # a section: the line of its first value that is not a default
@@ -341,14 +341,14 @@ def _line_of(what: str, loaded: Loaded) -> str:
 
 
 @contextlib.contextmanager
-def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
+def open_run(open_directory: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
     """Open the run directory. Several processes first join a process group, compare their recipes, and use rank 0's
     directory.
     """
     from posttrain.run import ranks
 
     if ranks.world() == 1:
-        with open_it() as directory:
+        with open_directory() as directory:
             yield directory
         return
     ranks.claim_gpu()
@@ -357,11 +357,11 @@ def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[Ru
 
     with distributed.join_process_group():
         rank_consistency.check(launch_fingerprint.launch_facts(loaded))
-        with distributed.open_directory(open_it) as directory:
+        with distributed.open_directory(open_directory) as directory:
             yield directory
 
 
-def _launch_words() -> list[str]:
+def _launch_options() -> list[str]:
     """Return the --gpus and --max-restarts options with which this process was started, if it is one of several."""
     from posttrain.run import ranks
 
@@ -371,13 +371,13 @@ def _launch_words() -> list[str]:
     return ["--gpus", str(ranks.world()), *(["--max-restarts", again] if again != "0" else [])]
 
 
-def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
+def print_preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
     """Print what `--dry-run` shows: every value that would be used, with its origin."""
     from posttrain.cli import packages
     from posttrain.cli.show import print_recipe
 
     print_recipe(loaded, as_json)
-    tell_notes(loaded)
+    print_notes(loaded)
     where = output or loaded.recipe.run.output or f"runs/{loaded.name}/..."
     say(f"dry run: the recipe is valid; posttrain {loaded.recipe.verb} would write to {where}")
     for problem in packages.find_missing_packages(loaded):

@@ -35,7 +35,7 @@ def sweep(
 ) -> None:
     """Check everything, then merge and evaluate every point. Of the merged models only the best one is kept."""
     from posttrain.cli import packages, preflight
-    from posttrain.cli.run_messages import report, tell_notes
+    from posttrain.cli.run_messages import print_notes, print_run_summary
     from posttrain.recipe.load import load
     from posttrain.recipe.merge_sweep import parse, points
     from posttrain.recipe.stages import MergeRecipe
@@ -46,8 +46,8 @@ def sweep(
     found = points(axes, start.require(MergeRecipe))
     merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
     measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval")  # the recipe's own model is never read
-    tell_notes(start)
-    tell_notes(measure)
+    print_notes(start)
+    print_notes(measure)
     if dry_run:
         for point in found:
             say(f"would merge and measure {point.name}: {' '.join(point.overrides)}")
@@ -70,8 +70,8 @@ def sweep(
         from posttrain.report.live import keep_report
 
         with keep_report(directory):
-            summary = run(found, merges, evaluation, directory)
-        report(summary, directory.path, as_json)
+            summary = run_points(found, merges, evaluation, directory)
+        print_run_summary(summary, directory.path, as_json)
         say(CAVEAT)
 
 
@@ -80,7 +80,7 @@ def _comparable_values(measure: Loaded) -> dict[str, Any]:
     return {key: value for key, value in measure.resolved.items() if key not in ("model", "run")}
 
 
-def run(
+def run_points(
     points: Sequence[Point], merges: Mapping[str, Loaded], evaluation: str, directory: RunDirectory
 ) -> dict[str, Any]:
     """Merge and evaluate every point that has no result yet; keep the best model in `final`; write best.yaml and
@@ -98,12 +98,14 @@ def run(
             raise Interrupted(f"stopped after point {number - 1} of {len(points)}", number=asked)
         say(f"point {number} of {len(points)}: {point.name}")
         accuracies[point.name] = measure_point(point.name, merges[point.name], evaluation, directory.path)
-        _keep_only(best(accuracies), accuracies, directory.path)
+        _remove_other_weights(best(accuracies), accuracies, directory.path)
     chosen = best(accuracies)
     if chosen is None:
         raise UserError("no point could be measured", where=str(directory.path))
-    rows = closing_table({name: {"0": _folder(directory.path, name) / "eval"} for name in accuracies}, level=LEVEL)
-    _to_final(_folder(directory.path, chosen) / "merge" / "final", directory.final)
+    rows = closing_table(
+        {name: {"0": _point_folder(directory.path, name) / "eval"} for name in accuracies}, level=LEVEL
+    )
+    _move_to_final(_point_folder(directory.path, chosen) / "merge" / "final", directory.final)
     recipe = directory.path / BEST
     recipe.write_text(recipe_text(merges[chosen], chosen, accuracies[chosen]), encoding="utf-8")
     summary = {
@@ -133,7 +135,7 @@ def measure_point(name: str, merge: Loaded, evaluation: str, path: Path) -> floa
     from posttrain.recipe.load import load
     from posttrain.run.atomic_io import read_json
 
-    folder = _folder(path, name)
+    folder = _point_folder(path, name)
     done = read_json(folder / "eval" / "summary.json")
     if done is None:
         model = folder / "merge" / "final"
@@ -145,19 +147,19 @@ def measure_point(name: str, merge: Loaded, evaluation: str, path: Path) -> floa
     return None if accuracy is None else float(accuracy)
 
 
-def _folder(path: Path, name: str) -> Path:
+def _point_folder(path: Path, name: str) -> Path:
     return path / "points" / name
 
 
-def _keep_only(chosen: str | None, names: Mapping[str, Any], path: Path) -> None:
+def _remove_other_weights(chosen: str | None, names: Mapping[str, Any], path: Path) -> None:
     """Remove the weights of all points except the best so far; their evaluations and merge reports stay."""
     for name in names:
         if name != chosen:
-            for file in (_folder(path, name) / "merge" / "final").glob("*.safetensors"):
+            for file in (_point_folder(path, name) / "merge" / "final").glob("*.safetensors"):
                 file.unlink()
 
 
-def _to_final(model: Path, final: Path) -> None:
+def _move_to_final(model: Path, final: Path) -> None:
     from posttrain.run.atomic_io import put_in_place
 
     if any(model.glob("*.safetensors")):

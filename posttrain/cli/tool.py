@@ -72,11 +72,11 @@ def test(
     from posttrain.tools.load import load_tool
     from posttrain.tools.tool_tests import run_calls, sample_of, try_examples, try_wrong
 
-    uses = _uses(target)
+    uses = _list_uses(target)
     if arguments and len(uses) > 1:
         names = ", ".join(use.rpartition(":")[2] for use in uses)
         raise ToolError(f"{target} holds several tools: {names}", hint=f"write {target}:NAME")
-    params, given = _pairs(param or [], "--param"), _parse_arguments(arguments or [])
+    params, given = _parse_pairs(param or [], "--param"), _parse_arguments(arguments or [])
     results, failed = [], False
     for use in uses:
         with tempfile.TemporaryDirectory() as folder:
@@ -89,14 +89,14 @@ def test(
         failed |= any(not one.ok for one in examples) or any(one.call.kind != "ok" for one in asked)
         results.append({"schema": tool.schema["function"], "examples": examples, "call": asked, "wrong": wrong})
         if not as_json:
-            _print(tool, examples, asked, wrong)
+            _print_trial(tool, examples, asked, wrong)
     if as_json:
-        print_json([{k: v if k == "schema" else list(map(_plain, v)) for k, v in one.items()} for one in results])
+        print_json([{k: v if k == "schema" else list(map(_to_dict, v)) for k, v in one.items()} for one in results])
     if failed:
         raise typer.Exit(2)
 
 
-def _uses(target: str) -> list[str]:
+def _list_uses(target: str) -> list[str]:
     """Return the `use` value of each tool of the target."""
     from posttrain.tools.tool_tests import names_in
 
@@ -117,10 +117,10 @@ def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
             return dict(json.loads(arguments[0]))
         except ValueError as cause:
             raise ToolError(f"not a JSON object: {arguments[0]:.60}: {cause}") from cause
-    return _pairs(arguments, "an argument")
+    return _parse_pairs(arguments, "an argument")
 
 
-def _pairs(written: Sequence[str], what: str) -> dict[str, Any]:
+def _parse_pairs(written: Sequence[str], what: str) -> dict[str, Any]:
     """Parse NAME=VALUE texts; a value that is valid JSON is decoded, any other is text."""
     found: dict[str, Any] = {}
     for text in written:
@@ -134,7 +134,7 @@ def _pairs(written: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
-def _print(
+def _print_trial(
     tool: LoadedTool, examples: Sequence[ToolTrial], asked: Sequence[ToolTrial], wrong: Sequence[ToolTrial]
 ) -> None:
     function = tool.schema["function"]
@@ -167,6 +167,6 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in cut.splitlines()) or "  (an empty text)"
 
 
-def _plain(one: ToolTrial) -> dict[str, Any]:
+def _to_dict(one: ToolTrial) -> dict[str, Any]:
     call = {"arguments": dict(one.call.arguments), "kind": one.call.kind, "result": one.call.result}
     return {"what": one.what, **call, "seconds": one.seconds, "ok": one.ok, "expected": one.expected}

@@ -14,8 +14,8 @@ from PIL import Image as Pillow
 from typer.testing import CliRunner
 
 from posttrain.cli.app import app
-from posttrain.cli.chat import Chat, offered_tools
-from posttrain.cli.thought_folding import Divided
+from posttrain.cli.chat import Chat, read_tool_sections
+from posttrain.cli.thought_folding import ThoughtSplitter
 from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.evaluate.conversation import Answer
@@ -63,11 +63,11 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_thoughts_are_divided_wherever_the_pieces_break() -> None:
     text = "a<think>b<c</think>d<e"
     for size in range(1, len(text)):
-        divided = Divided()
+        divided = ThoughtSplitter()
         parts = [p for i in range(0, len(text), size) for p in divided.add(text[i : i + size])] + list(divided.end())
-        joined = {kind: "".join(t for k, t in parts if k == kind) for kind in ("said", "thought")}
-        assert joined == {"said": "ad<e", "thought": "b<c"}
-    assert list(Divided(inside=True).add("x</think>y")) == [("thought", "x"), ("said", "y")]
+        joined = {kind: "".join(t for k, t in parts if k == kind) for kind in ("answer", "thought")}
+        assert joined == {"answer": "ad<e", "thought": "b<c"}
+    assert list(ThoughtSplitter(inside=True).add("x</think>y")) == [("thought", "x"), ("answer", "y")]
 
 
 def test_thoughts_are_folded_and_shown_when_asked_for(monkeypatch, capsys) -> None:
@@ -121,11 +121,11 @@ def test_commands(monkeypatch, capsys, tmp_path: Path) -> None:
 
 
 def test_tools_by_name_or_from_a_recipe() -> None:
-    assert offered_tools("calculator, python")[0]["tools"] == [{"use": "calculator"}, {"use": "python"}]
-    offered, folder = offered_tools("debug/tools")
+    assert read_tool_sections("calculator, python")[0]["tools"] == [{"use": "calculator"}, {"use": "python"}]
+    offered, folder = read_tool_sections("debug/tools")
     assert offered["tools"] and folder.name == "debug"
     with pytest.raises(UserError, match="has no `tools`"):
-        offered_tools("debug/rl")
+        read_tool_sections("debug/rl")
 
 
 @pytest.mark.usefixtures("folder")
@@ -151,7 +151,7 @@ def test_piped_lines_are_answered_by_two_models_side_by_side() -> None:
     assert found.stdout.count("[tiny]\n") == 2
     one, other = map(json.loads, Path("talk.jsonl").read_text().splitlines())
     assert one == other and [m["role"] for m in one["messages"]] == ["system", "user", "assistant"]
-    assert "tiny: greedy, 8 tokens a turn at most; chat template: '<bos><|user|>...<|assistant|>'" in found.stderr
+    assert "tiny: greedy, at most 8 tokens per turn; chat template: '<bos><|user|>...<|assistant|>'" in found.stderr
 
 
 def test_a_run_directory_with_a_model_of_a_short_window(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_run_directory_with_a_model_of_a_short_window(tmp_path: Path) -> None:
     (tmp_path / "run" / "resolved.json").write_text('{"stage": "sft"}')
     found = CliRunner().invoke(app, ["chat", str(tmp_path / "run")], input="1+1=?\n", prog_name="posttrain")
     assert found.exit_code == 0, found.stderr
-    assert "run/final: temperature 0.7, 32 tokens a turn at most" in found.stderr
+    assert "run/final: temperature 0.7, at most 32 tokens per turn" in found.stderr
     (tmp_path / "run" / "final").rename(tmp_path / "elsewhere")
     gone = CliRunner().invoke(app, ["chat", str(tmp_path / "run")], input="", prog_name="posttrain")
     assert gone.exit_code == 2 and "holds no trained model" in gone.stderr

