@@ -89,7 +89,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         STYLED,
         {"rewards.1": {"use": "judge_model", "params": {"path": "tiny", "samples": 2}}},
-        "all the same at temperature 0",
+        "are all equal at temperature 0",
     ),
     (STYLED, {"rewards.1": {"use": "reward_model"}}, "reward reward_model: needs params: {path: FOLDER}"),
     (STYLED, {"rewards.1": {"use": "reward_model", "params": {"path": "tiny"}}}, "tiny is no reward model"),
