@@ -1,5 +1,5 @@
-"""Rollouts as objects and as tensors (`rollouts`), as records (`records`), and what components return (`results`). The
-names of the first and the last are imported from here."""
+"""Rollouts as objects and tensors (`rollouts`), return types of components (`results`), and records of multi-turn
+rollouts (`records`). The names of `rollouts` and `results` are re-exported here."""
 
 from __future__ import annotations
 

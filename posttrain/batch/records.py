@@ -1,4 +1,4 @@
-"""Rollouts of several turns as fields of a reward's `Sample`, as records of samples.jsonl, and as metrics."""
+"""Conversions of multi-turn rollouts: to fields of a reward's `Sample`, to records of samples.jsonl, to metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.batch import Rollout, ToolCall
 
 
 def sample_fields(rollout: Rollout) -> dict[str, Any]:
-    """The fields of a `verify.score.Sample` about the turns, or the calls of a workflow; none for a single turn."""
+    """Return the `verify.score.Sample` fields of a rollout's turns or workflow calls; {} for a single-turn rollout."""
     if not rollout.turns:
         return _fields_of_call(rollout)
     return {
@@ -27,7 +27,7 @@ def sample_fields(rollout: Rollout) -> dict[str, Any]:
 
 
 def _fields_of_call(rollout: Rollout) -> dict[str, Any]:
-    """The fields of a call of a workflow, with its turns where it was replied to; none for a plain completion."""
+    """Return the `Sample` fields of a workflow call, with its turns if it was replied to; {} for other rollouts."""
     if rollout.call is None:
         return {}
     said, fields = rollout.call.calls[rollout.call.number], call_records(rollout)
@@ -38,7 +38,7 @@ def _fields_of_call(rollout: Rollout) -> dict[str, Any]:
 
 
 def sample_fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a row of completions.jsonl, as far as `turn_records` keeps it."""
+    """Return the fields of `sample_fields` from a completions.jsonl record, as far as `turn_records` stores them."""
     turns = record.get("turns")
     if not turns:
         return {}
@@ -52,7 +52,7 @@ def sample_fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(rollout: Rollout) -> list[dict[str, Any]]:
-    """The prompt's messages, and what was written and replied after them."""
+    """Return the rollout as chat messages: the prompt's messages, then each turn with the tool results or reply."""
     row = rollout.prompt.row
     asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(m) for m in asked or ()]
@@ -66,12 +66,12 @@ def conversation(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def call_record(call: ToolCall) -> dict[str, Any]:
-    """A call as rewards and samples.jsonl have it."""
+    """Return a tool call as the dict that rewards receive and samples.jsonl stores."""
     return {"name": call.name, "arguments": dict(call.arguments), "result": call.result, "kind": call.kind}
 
 
 def call_records(rollout: Rollout) -> dict[str, Any]:
-    """What samples.jsonl adds for a call of a workflow: all calls of its rollout, and which it is. {} for others."""
+    """Return the samples.jsonl fields of a workflow call: all calls of its rollout, and its index. {} for others."""
     if rollout.call is None:
         return {}
     calls = [
@@ -82,7 +82,7 @@ def call_records(rollout: Rollout) -> dict[str, Any]:
 
 
 def turn_records(rollout: Rollout) -> dict[str, Any]:
-    """What samples.jsonl and completions.jsonl add for rollouts of several turns."""
+    """Return the samples.jsonl and completions.jsonl fields of a multi-turn rollout; {} for a single-turn rollout."""
     if not rollout.turns:
         return {}
     turns = [
@@ -98,9 +98,9 @@ def turn_records(rollout: Rollout) -> dict[str, Any]:
 
 
 def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means a rollout, by tool too, and why rollouts ended (shares). {} where no rollout has turns.
+    """Compute means per rollout (also per tool) and the share of each end reason; {} if no rollout has turns.
 
-    turns/productivity: right answers / calls of the step; absent without a call.
+    turns/productivity: correct answers / tool calls of the step; absent if the step has no call.
     """
     acting = [r for r in rollouts if r.turns]
     if not acting:

@@ -1,4 +1,4 @@
-"""What components return: losses, advantages, selections, corrections; and the pairs that pair losses read.
+"""Return types of components (losses, advantages, selections, corrections), and the input of pair losses.
 
 Shapes: N rows (rollouts), T completion tokens of the longest row, K groups, P pairs.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a policy loss or a regulariser returns: `values` [N,T] to be aggregated once, `stats` name -> [N] or [N,T],
-    detached.
+    """Result of a policy loss or regulariser: `values` [N,T], aggregated once by the caller; `stats` name -> [N] or
+    [N,T], detached.
 
-    counted [N,T] bool: for a term with a mean of its own, the tokens that this mean is over: its sum is divided by
-    their number in the whole optimiser batch. It depends on the batch only, never on logp. None = aggregated as the
-    recipe says.
+    counted [N,T] bool: set by a term that has its own mean: the tokens that this mean runs over. The sum of the term
+    is divided by their number in the whole optimiser batch. It depends on the batch only, never on logp. None = the
+    term is aggregated as the recipe says.
     """
 
     values: Tensor
@@ -30,11 +30,11 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class GroupLoss:
-    """What a loss over whole groups returns: `values` [K], one a group in order of first appearance, averaged over the
+    """Result of a loss over whole groups: `values` [K], one per group in order of first appearance, averaged over the
     groups of the optimiser batch; `stats` name -> [K], detached.
 
-    weights [K]: how much a group counts in that average, e.g. its number of pairs; they depend on the batch only, never
-    on logp. None, or 0 everywhere in the optimiser batch: all alike.
+    weights [K]: weight of a group in that average, e.g. its number of pairs. They depend on the batch only, never on
+    logp. None, or 0 everywhere in the optimiser batch, = equal weights.
     """
 
     values: Tensor
@@ -44,7 +44,7 @@ class GroupLoss:
 
 @dataclass(frozen=True)
 class Credit:
-    """What an advantage with a critic returns: advantages and the returns that the critic learns, both [N,T]."""
+    """Result of an advantage function with a critic: advantages, and returns for the critic to learn, both [N,T]."""
 
     advantages: Tensor
     returns: Tensor
@@ -52,8 +52,8 @@ class Credit:
 
 @dataclass(frozen=True)
 class ChannelAdvantages:
-    """What an advantage with several channels returns: `total` [N] becomes the batch's advantages, `channels`
-    name -> [N] its `channels`."""
+    """Result of an advantage function with several channels: `total` [N] becomes the batch's `advantages`, and
+    `channels` name -> [N] its `channels`."""
 
     total: Tensor
     channels: Mapping[str, Tensor]
@@ -61,10 +61,10 @@ class ChannelAdvantages:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens are trained on: `mask` [N,T] bool, within the batch's mask.
+    """Tokens that are trained on: `mask` [N,T] bool, a subset of the batch's mask.
 
-    denominator: `all`: the others lose their policy-gradient term, and nothing else changes; `kept`: the others leave
-    the batch and its denominators. A method must say which, because it decides how large the step is.
+    denominator: `all` = unselected tokens only lose their policy-gradient term; `kept` = they also leave the batch and
+    its denominators. Each method must choose, because the denominator sets the step size.
     """
 
     mask: Tensor
@@ -73,22 +73,22 @@ class Selection:
 
 @dataclass(frozen=True)
 class Correction:
-    """Engine-trainer mismatch: `weights` [N,T] multiply the policy-gradient term, cells where `mask` [N,T] is False
-    lose it. Both are constants; other terms (KL, regularisers) and denominators stay as they are."""
+    """Correction of the engine-trainer mismatch: the policy-gradient term is multiplied by `weights` [N,T] and set to 0
+    where `mask` [N,T] is False. Both are constants. Other terms (KL, regularisers) and denominators do not change."""
 
     weights: Tensor
     mask: Tensor
     stats: Mapping[str, Tensor] = field(default_factory=dict)
 
     def apply(self, values: Tensor) -> Tensor:
-        """Values [N,T] of the policy-gradient term, corrected."""
+        """Return the values [N,T] of the policy-gradient term, weighted and masked."""
         return torch.where(self.mask, values * self.weights, 0.0)
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a component with a memory returns: its result, and the JSON-able state that comes back to it in the next
-    step as `batch.memory[its name]` (absent in the first); it is kept in checkpoints."""
+    """Result of a stateful component: `result`, and `memory`, JSON values that are passed to the component in the next
+    step as `batch.memory[its name]` (absent in the first step) and saved in checkpoints."""
 
     result: Any
     memory: Any
@@ -96,10 +96,10 @@ class Remembered:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P preference pairs: summed log-probs and lengths of both sides [P]; what no term needs is None.
+    """P preference pairs: summed log-probs and lengths of both sides [P]; fields that no term needs are None.
 
-    Where rows are labelled one by one instead of ranked, the chosen side is the row's completion and the rejected side
-    a completion of another row, which belongs to another prompt.
+    If rows are labelled individually rather than ranked, the chosen side is the row's completion and the rejected side
+    is a completion of another row, of another prompt.
     """
 
     chosen_logp: Tensor
@@ -108,23 +108,23 @@ class PairBatch:
     rejected_length: Tensor | None = None
     ref_chosen_logp: Tensor | None = None
     ref_rejected_logp: Tensor | None = None
-    prev_chosen_logp: Tensor | None = None  # by the policy that the pairs were sampled from
+    prev_chosen_logp: Tensor | None = None  # under the policy that sampled the pairs
     prev_rejected_logp: Tensor | None = None
-    history_chosen_logp: Tensor | None = None  # [J,P] by earlier policies, the newest first
+    history_chosen_logp: Tensor | None = None  # [J,P] under earlier policies, newest first
     history_rejected_logp: Tensor | None = None
     chosen_win: Tensor | None = None  # share of comparisons won, 0 to 1
     rejected_win: Tensor | None = None
     chosen_score: Tensor | None = None  # any scalar reward
     rejected_score: Tensor | None = None
-    ref_sample_is_chosen: Tensor | None = None  # the chosen side is the reference's sample; else the rejected side is
+    ref_sample_is_chosen: Tensor | None = None  # True = the reference sampled the chosen side; else the rejected side
     label: Tensor | None = None  # 1 = the chosen side is a good answer, 0 = a bad one
-    mean_chosen_length: Tensor | float | None = None  # of the whole optimiser batch; None = these pairs are all
-    kl_baseline: Tensor | None = None  # [] of the whole optimiser batch; None = from the rejected side of these rows
+    mean_chosen_length: Tensor | float | None = None  # over the whole optimiser batch; None = over these pairs
+    kl_baseline: Tensor | None = None  # [] over the whole optimiser batch; None = from the rejected side of these rows
 
 
 @dataclass(frozen=True)
 class PairLoss:
-    """What a pair loss returns: `losses` [P] with gradient, `stats` name -> [P], detached."""
+    """Result of a pair loss: `losses` [P] with gradient; `stats` name -> [P], detached."""
 
     losses: Tensor
     stats: Mapping[str, Tensor] = field(default_factory=dict)

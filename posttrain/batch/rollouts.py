@@ -1,8 +1,10 @@
-"""Rollouts, one by one and as a batch of tensors. Row: a dataset record. Prompt: what is sampled from. Rollout: one
-trajectory, token in, token out. RolloutBatch: the numeric batch that advantages and losses read.
+"""Rollouts as objects and as a batch of tensors.
+
+Row: a dataset record. Prompt: the tokens to sample from. Rollout: one trajectory, token in, token out. RolloutBatch:
+the numeric batch that advantages and losses read.
 
 Shapes: N rows (rollouts), T completion tokens of the longest row. Groups are marked by `group_ids` and may differ in
-size: nothing here is ever reshaped to [prompts, group_size].
+size, so nothing is ever reshaped to [prompts, group_size].
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt, or of a reply within a rollout, in the order in which its tokens show them. short_ids:
-    its tokens with one an image, as the chat template writes them, which vLLM is given. length: of its tokens as the
-    model gets them."""
+    """Images of a prompt, or of a reply within a rollout, in the order in which the tokens show them. short_ids: the
+    tokens with one token per image, as the chat template writes them and vLLM expects them. length: number of tokens as
+    the model gets them (several per image)."""
 
     shown: tuple[Image, ...]
     short_ids: tuple[int, ...]
     length: int
 
     def shorten(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens of the prompt and of what follows it, with one token an image."""
+        """Return the prompt's tokens and those that follow, with one token per image."""
         return self.short_ids + ids[self.length :]
 
 
 def join_images(parts: Sequence[tuple[tuple[int, ...], PromptImages | None]]) -> PromptImages | None:
-    """The images of tokens that stand one after another; None if there are none. parts: tokens with their images."""
+    """Concatenate the images of consecutive token sequences, given as (tokens, images); None if there are none."""
     if all(images is None for _, images in parts):
         return None
     return PromptImages(
@@ -55,35 +57,35 @@ def join_images(parts: Sequence[tuple[tuple[int, ...], PromptImages | None]]) ->
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is sampled from: a data row and its rendered tokens. `uid` is stable across runs and resumes."""
+    """Sampling input: a data row and its rendered tokens. `uid` is stable across runs and resumes."""
 
     uid: str
     row: Mapping[str, Any]  # the record with all its columns (rewards read them)
     text: str  # rendered with the chat template, generation prompt included
-    ids: tuple[int, ...]  # tokens of `text`, exactly as the model gets them: an image has one for each of its features
+    ids: tuple[int, ...]  # tokens of `text`, exactly as the model gets them: an image has one token per feature
     images: PromptImages | None = None
-    adapter: str | None = None  # that answers it, of a model with several; None = the first, `base` = none
+    adapter: str | None = None  # the adapter to sample with, if the model has several; None = the first, `base` = none
 
     @property
     def shown(self) -> tuple[Image, ...]:
-        """Its images, in order."""
+        """Images of the prompt, in order."""
         return () if self.images is None else self.images.shown
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What some rollouts of a prompt are sampled from in place of the plain prompt, and what the loss sees of it.
+    """What some rollouts of a prompt are sampled from in place of the plain prompt, and how the loss treats it.
 
-    name: as metrics and samples.jsonl call it. system: the system message, None = the data's own. user: the last user
-    message, in which `{prompt}` stands for what the data has there, and the names of `fills` for their texts (`ask`
-    fills them in one pass, so that a text that holds such a name stays as it is). prefill: text that the answer begins
-    with and that belongs to the prompt: neither a reward nor the loss sees it. begin: tokens that the answer begins
-    with, such as a part of a solution; rewards read them, and max_new_tokens counts only what is sampled after them.
-    begin_is: `prompt` = a part of the state, where no row has a loss; `untrained` = a part of the completion that is
-    not trained on; `trained` = one that is. loss_on: the prompt under which the trained pass computes log-probs, the
-    sampled or the plain one; `old_logp` is always under the sampled one. hinted: whether the rows count as hinted.
-    replaces: the earlier rollouts of the prompt leave the step. apart: the rollouts are a group of their own. columns:
-    more columns of the data row, for rewards. note: what the kind's `learn` wants to know again; JSON-able.
+    name: label in metrics and samples.jsonl. system: the system message, None = that of the data. user: template of the
+    last user message: `{prompt}` is replaced by the data's message and each name of `fills` by its text (`ask` does so
+    in one pass, so a text that contains such a name is not filled again). prefill: text at the start of the answer that
+    belongs to the prompt: neither rewards nor the loss see it. begin: tokens at the start of the answer, such as a part
+    of a solution; rewards read them, and max_new_tokens counts only the tokens sampled after them. begin_is: `prompt` =
+    part of the state, without loss in any row; `untrained` = part of the completion that is not trained on; `trained` =
+    part of the completion that is. loss_on: the prompt, sampled or plain, under which the training pass computes
+    log-probs; `old_logp` is always under the sampled prompt. hinted: whether the rows are marked as `hinted`. replaces:
+    earlier rollouts of the prompt are removed from the step. apart: the rollouts form their own group. columns: extra
+    data columns for rewards. note: JSON values that are handed back to the kind's `learn`.
     """
 
     name: str = "plain"
@@ -101,15 +103,15 @@ class Variant:
     note: Mapping[str, Any] = field(default_factory=dict)
 
     def ask(self, question: str) -> str:
-        """The last user message, about what the data asks there."""
+        """Return the last user message for the data's question: `user` with `{prompt}` and `fills` replaced."""
         texts = {**self.fills, "prompt": question}
         names = "|".join(map(re.escape, texts))
         return re.sub(rf"\{{({names})\}}", lambda found: texts[found[1]], self.user)
 
 
 class Elsewhere(Sequence[Any]):
-    """The tokens of a segment that another rank has: how many they are. Whoever reads one has forgotten to ask for it
-    (`train.own_rows`)."""
+    """Placeholder for the tokens of a segment that another rank holds; knows only their number. Reading a token raises
+    LookupError: the caller forgot to fetch the tokens (`train.own_rows`)."""
 
     def __init__(self, count: int) -> None:
         self._length = count
@@ -123,9 +125,10 @@ class Elsewhere(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one origin: sampled by the model; a reply of a tool; `injected`, put there and not trained on;
-    `given`, put there and trained on. `logps` are the engine's, or None; `images` those that a reply shows. `ids` are
-    `Elsewhere`, and text, log-probs, versions and images are missing, while another rank has the rollout."""
+    """Consecutive tokens of one origin: `model` = sampled; `tool` = a tool's reply; `injected` = inserted and not
+    trained on; `given` = inserted and trained on. `logps` are the engine's, or None; `images` are those that a reply
+    shows. While another rank holds the rollout, `ids` is `Elsewhere`, and text, log-probs, versions and images are
+    missing."""
 
     kind: Literal["model", "tool", "injected", "given"]
     ids: tuple[int, ...]
@@ -135,8 +138,8 @@ class Segment:
 
 
 class Node(NamedTuple):
-    """A node of a tree of rollouts, as a segment of one of its paths. number: the same in all paths through it; value:
-    what the search says that it is worth; visits: how often the search came through it."""
+    """A node of a tree of rollouts, for one segment of a path. number: node id, equal in all paths through the node;
+    value: the search's value estimate; visits: the search's visit count."""
 
     number: int
     value: float
@@ -148,9 +151,9 @@ CallKind = Literal["ok", "error", "timeout", "malformed", "unknown"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote, and the text that it got back. kind: what came of it; `error`: the tool raised.
-    seconds: that the tool worked, without waiting for a free worker; None if it was not called. images: that it
-    returned, one for each PLACE in the result, until they have become a segment's."""
+    """A tool call that the model wrote, and the text returned to the model. kind: outcome; `error` = the tool raised.
+    seconds: run time of the tool, without the wait for a free worker; None if it was not called. images: those that the
+    tool returned, one for each PLACE in the result; () once they belong to a segment."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -162,9 +165,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model. text: what it wrote, without special tokens; reply: what was shown to it next, None after
-    its last turn; reward: an environment's for this turn; mc_value: what random plays from the state before it earned;
-    returns: what each legal action of that state returns, where that is measured, and action: which of them it was.
+    """One turn of the model. text: what the model wrote, without special tokens; reply: what the model was shown next,
+    None after the last turn; reward: the environment's reward for this turn; mc_value: mean return of random plays from
+    the state before the turn; returns: the return of each legal action in that state, if computed; action: the legal
+    action that the turn was.
     """
 
     text: str
@@ -174,13 +178,13 @@ class Turn:
     mc_value: float | None = None
     returns: Mapping[str, float] = field(default_factory=dict)
     action: str | None = None
-    seconds: float | None = field(default=None, compare=False)  # of its slowest call, or the environment's step
+    seconds: float | None = field(default=None, compare=False)  # run time of its slowest call or the environment's step
 
 
 class Said(NamedTuple):
-    """One call of a workflow, as rewards and samples.jsonl have it. parent: the place of the call that it goes on from,
-    None = the data's prompt. tokens: that it wrote. note: what the workflow tells rewards of it; values of JSON. parts,
-    shown: of a call that was replied to, the texts of its turns, and what was shown between them."""
+    """One call of a workflow, as rewards and samples.jsonl see it. parent: index of the call that it follows, None =
+    the data's prompt. tokens: number of tokens sampled. note: JSON values that the workflow passes to rewards. parts,
+    shown: of a call with replies, the texts of its turns and the replies between them."""
 
     role: str
     text: str
@@ -194,9 +198,9 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkflowCall:
-    """Which call of a workflow a row is. calls: all of its rollout. number: its place among them. compared: which calls
-    are its group: `role`, those of its role for the same prompt; `parent`, of these the ones with the same parent. cut:
-    the rollout ended because the prompt of a further call had no room."""
+    """The workflow call that a row holds. calls: all calls of its rollout. number: index of this call. compared: the
+    calls in its group: `role` = calls of the same role for the same prompt; `parent` = of these, calls with the same
+    parent. cut: the rollout ended because the prompt of a further call did not fit."""
 
     calls: tuple[Said, ...]
     number: int
@@ -205,15 +209,15 @@ class WorkflowCall:
 
     @property
     def role(self) -> str:
-        """Who was asked."""
+        """Role that was called."""
         return self.calls[self.number].role
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a replayed rollout was stored with. step: that sampled it, from 0. logps: of its completion's tokens, by the
-    trainer's policy at the start of that step (the engine's, where that was not measured). advantages: as assigned
-    within its group then; one for the row, or one a token."""
+    """Values that a replayed rollout was stored with. step: the step that sampled it, from 0. logps: log-probs of the
+    completion tokens under the trainer's policy at the start of that step (the engine's, if those were not computed).
+    advantages: as assigned within its original group; one for the row, or one per token."""
 
     step: int
     logps: tuple[float, ...]
@@ -225,37 +229,37 @@ class Rollout:
     """One completion of one prompt. `scores` holds every reward component by name; None = does not apply."""
 
     prompt: Prompt
-    group: int  # rollouts of one prompt in one step share it
+    group: int  # group id within the step, shared by rollouts that are compared
     segments: tuple[Segment, ...]
     text: str  # completion decoded without special tokens
-    finish: FinishReason  # stop = ended by itself (EOS or stop string), length = hit the limit
+    finish: FinishReason  # stop = EOS or stop string, length = hit the limit
     version: int  # policy version that began it; see `versions`
     scores: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of scores; None = unscored
     correct: bool | None = None  # by the component that the recipe marks as correctness
-    turns: tuple[Turn, ...] = ()  # with tools or an environment: one a model segment, in order
-    ended: str = ""  # with them, why it ended: answer, done, turns, tokens, time, error
-    world_score: float | None = None  # what its environment says of the whole
-    # Of rewards by turn, where there are any: the token that ends each part, name -> each part's score, and their
-    # weighted sum, which is a part of `reward`.
+    turns: tuple[Turn, ...] = ()  # with tools or an environment: one per model segment, in order
+    ended: str = ""  # with turns, the reason why it ended: answer, done, turns, tokens, time, error
+    world_score: float | None = None  # the environment's score of the whole rollout
+    # Per-turn rewards, if any: last token of each part, component name -> score of each part, and weighted sums of
+    # these scores, which are included in `reward`.
     part_ends: tuple[int, ...] = ()
     turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
     variant: Variant | None = None  # what was sampled from in place of the data's prompt; None = the prompt itself
-    loss_ids: tuple[int, ...] | None = None  # prompt tokens of the trained pass; None = those of `prompt`
-    bin: int | None = None  # that the prompt sampler put its prompt into
-    # Of rollouts of several rows (`rollout.shape`, `rollout.workflow`): the number of the rollout, None = this row is
-    # all of it; the row's place in it; whether rewards read the row; which call of a workflow it is.
+    loss_ids: tuple[int, ...] | None = None  # prompt tokens of the training pass; None = those of `prompt`
+    bin: int | None = None  # bin that the prompt sampler assigned to its prompt
+    # For rollouts of several rows (`rollout.shape`, `rollout.workflow`): id of the rollout (None = this row is all of
+    # it), index of the row in it, whether rewards read the row, and the workflow call of the row (`call`).
     trajectory: int | None = None
     part: int = 0
     scored: bool = True
-    nodes: tuple[Node, ...] = ()  # of a path through a tree (`rollout.shape`): the node of each segment
-    unfinished: bool = False  # it goes on in the next step
-    older: int = 0  # completion tokens that earlier steps have sampled
-    ends: tuple[int, ...] = ()  # the token that ends each part, where the shape divides the row; -1: before its first
+    nodes: tuple[Node, ...] = ()  # for a path through a tree (`rollout.shape`): the node of each segment
+    unfinished: bool = False  # continues in the next step
+    older: int = 0  # completion tokens sampled by earlier steps
+    ends: tuple[int, ...] = ()  # last token of each part, if the shape divides the row; -1 = the part has no token here
     call: WorkflowCall | None = None
-    stored: Stored | None = None  # of a rollout of an earlier step that is replayed; None = fresh
+    stored: Stored | None = None  # set if the rollout is replayed from an earlier step; None = fresh
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -263,52 +267,52 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Completion tokens."""
+        """Number of completion tokens."""
         return sum(len(s.ids) for s in self.segments)
 
     @property
     def sampled_length(self) -> int:
-        """Completion tokens that the model wrote."""
+        """Number of completion tokens that the model sampled."""
         return sum(len(s.ids) for s in self.segments if s.kind == "model")
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank has its tokens and its text."""
+        """Whether this rank holds the tokens and text of the rollout."""
         return not any(isinstance(s.ids, Elsewhere) for s in self.segments)
 
     @property
     def is_given(self) -> bool:
-        """Whether it is a solution that the data bring: the policy has sampled nothing of it."""
+        """Whether the completion is a solution from the data, with no token sampled by the policy."""
         return bool(self.segments) and all(s.kind == "given" for s in self.segments)
 
     @property
     def tool_seconds(self) -> float | None:
-        """That its tools or its environment worked, turn by turn; None if they never did."""
+        """Total run time of tools or environment over all turns; None if they never ran."""
         known = [turn.seconds for turn in self.turns if turn.seconds is not None]
         return sum(known) if known else None
 
     @property
     def sampled(self) -> tuple[int, ...]:
-        """The tokens that the model wrote; `ids` without those that a tool or a hint put there."""
+        """Tokens that the model sampled: `ids` without inserted tokens such as tool replies and hints."""
         return _concatenate(s.ids for s in self.segments if s.kind == "model")
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Per completion token: sampled, or given to be trained on (True), or put there to be read (False)."""
+        """Per completion token: True = trained on (sampled or given), False = context only."""
         return _concatenate((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
 
     def by_segment(self, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
-        """A value for each segment, at all its tokens."""
+        """Repeat one value per segment over the tokens of the segment."""
         return np.repeat(values, [len(segment.ids) for segment in self.segments])
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """The images that stand in prompt and completion, in order."""
+        """Images of prompt and completion, in order."""
         own = (self.prompt.images, *(s.images for s in self.segments))
         return tuple(image for images in own if images is not None for image in images.shown)
 
     def images_within(self, count: int) -> tuple[Image, ...]:
-        """Those of the prompt and of whole segments among the first `count` tokens of the completion."""
+        """Return the images of the prompt and of the segments that end within the first `count` completion tokens."""
         found, end = list(self.prompt.shown), 0
         for segment in self.segments:
             end += len(segment.ids)
@@ -318,13 +322,13 @@ class Rollout:
 
     @property
     def logps(self) -> tuple[float, ...]:
-        """Per completion token: the engine's log-prob, NaN where it reported none."""
+        """Per completion token: the engine's log-prob, NaN if not reported."""
         nan = float("nan")
         return _concatenate(s.logps if s.logps is not None else (nan,) * len(s.ids) for s in self.segments)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Per completion token: the policy version that sampled it, or under which it was put there."""
+        """Per completion token: the policy version that sampled or inserted it."""
         return _concatenate(s.versions or (self.version,) * len(s.ids) for s in self.segments)
 
 
@@ -335,75 +339,75 @@ def _concatenate(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Fields of a `RolloutBatch` that only some recipes fill: where a component's `needs` name one, or where rollouts
-    carry what it is made of."""
+    """Fields of a `RolloutBatch` that only some recipes fill: those named by a component's `needs`, or made from data
+    that only some rollouts carry."""
 
     opponent_rewards: Tensor | None = None  # [N,M] of the opponent's answers to the row's prompt, NaN = unscored
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
-    finished: Tensor | None = None  # [N] bool, the rollout has ended; others go on in the next step
+    finished: Tensor | None = None  # [N] bool, the rollout has ended; False = it continues in the next step
     new_tokens: Tensor | None = None  # [N,T] bool, sampled in this step
-    part_ids: Tensor | None = None  # [N,T] int64, number of the part that a token belongs to, as a shape divides rows
-    turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
-    token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
-    turn_rewards: Tensor | None = None  # [N,T] what of the row's reward a turn earned, at the turn's last token
-    turn_scores: Mapping[str, Tensor] = field(default_factory=dict)  # reward by turn -> [N,T], at the turn's last token
+    part_ids: Tensor | None = None  # [N,T] int64, index of the token's part, if the shape divides rows into parts
+    turn_ids: Tensor | None = None  # [N,T] int64, index of the token's turn, from 0
+    token_rewards: Tensor | None = None  # [N,T] reward per token; None = the row's reward at its last trained token
+    turn_rewards: Tensor | None = None  # [N,T] a turn's share of the row's reward, at the turn's last token
+    turn_scores: Mapping[str, Tensor] = field(default_factory=dict)  # per-turn reward -> [N,T], at a turn's last token
     turn_states: Tensor | None = None  # [N,T] int64, turns of a group that begin in the same state share a number
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], numbers of the data row, NaN = none
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], numeric data column, NaN = missing
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # component -> the recipe's weight; {} = unknown
-    channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages with a loss of their own
+    channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages with separate losses
     # Workflows and environments, where a row is one call or one step of a trajectory:
-    agent_ids: Tensor | None = None  # [N] int64, the role that made the call: its place in `roles`
+    agent_ids: Tensor | None = None  # [N] int64, index in `roles` of the role that made the call
     roles: tuple[str, ...] = ()
-    prompt_ids: Tensor | None = None  # [N] int64, calls of one prompt of the data, whatever their roles and groups
+    prompt_ids: Tensor | None = None  # [N] int64, equal for all calls of one data prompt, of any role and group
     trajectory_ids: Tensor | None = None  # [N] int64
     trajectory_tokens: Tensor | None = None  # [N] int64, trained tokens of all rows of the trajectory
     step_ids: Tensor | None = None  # [N] int64, order of the steps within their trajectory
     state_ids: Tensor | None = None  # [N] int64, equal or similar states of the environment share a number
-    node_ids: Tensor | None = None  # [N,T] int64, node of a tree that a token belongs to; paths of a tree share them
-    node_values: Tensor | None = None  # [N,T] what the search says that the token's node is worth
-    edge_ids: Tensor | None = None  # [N,T] int64, turns that do the same in the same state share a number
+    node_ids: Tensor | None = None  # [N,T] int64, tree node of the token; paths of a tree share nodes
+    node_values: Tensor | None = None  # [N,T] the search's value of the token's node
+    edge_ids: Tensor | None = None  # [N,T] int64, turns with the same action in the same state share a number
     dones: Tensor | None = None  # [N] bool, the episode ended with this step
     hinted: Tensor | None = None  # [N] bool, the completion continues a hint
-    hint_mask: Tensor | None = None  # [N,T] bool, tokens of the completion that are the hint's, trained on or not
+    hint_mask: Tensor | None = None  # [N,T] bool, completion tokens that belong to the hint, trained on or not
     answer_mask: Tensor | None = None  # [N,T] bool, tokens of the final answer, None = not marked
     external: Tensor | None = None  # [N,T] bool, tokens of a given solution that the policy did not sample
-    expert_logp: Tensor | None = None  # [N,T] of an expert answer by the old policy, by position; NaN = past its end
-    returns: Tensor | None = None  # [N,T] what a critic learns, from the advantage function
-    # What the policy pass adds only where a component needs it, at rollout time and without gradient:
+    expert_logp: Tensor | None = None  # [N,T] log-prob of an expert answer under the old policy, NaN = past its end
+    returns: Tensor | None = None  # [N,T] regression target of the critic, from the advantage function
+    # Computed by the policy pass at rollout time, without gradient, only if a component needs them:
     entropy: Tensor | None = None  # [N,T] nats
-    values: Tensor | None = None  # [N,T] critic; the old values of a clipped value loss
-    mc_values: Tensor | None = None  # [N,T] mean return of the environment's own rollouts from the token's turn
-    legal_returns: Tensor | None = None  # [N,K] of each legal action of the first turn's state, NaN = it has fewer
-    action_ids: Tensor | None = None  # [N] int64, which of them the first turn was, -1 = none
+    values: Tensor | None = None  # [N,T] critic values; the old values of a clipped value loss
+    mc_values: Tensor | None = None  # [N,T] mean return of random plays from the state before the token's turn
+    legal_returns: Tensor | None = None  # [N,K] return per legal action in the first turn's state, NaN = fewer than K
+    action_ids: Tensor | None = None  # [N] int64, index in legal_returns of the first turn's action, -1 = none
     answer_logp: Tensor | None = None  # [N,S] mean log-prob of the data's answer before each turn, NaN = past the last
     prompt_logp: Tensor | None = None  # [N,P] log-probs of the prompt's tokens
     prompt_mask: Tensor | None = None  # [N,P] bool, False = padding or a token without a log-prob
-    hidden: Tensor | None = None  # [N,T,H] last hidden state of the policy, of the position that predicts the token
-    ref_hidden: Tensor | None = None  # [N,T,H] the same of the reference
-    topk_logp: Tensor | None = None  # [N,T,K] the K largest log-probs, falling
+    hidden: Tensor | None = None  # [N,T,H] last hidden state of the policy at the position that predicts the token
+    ref_hidden: Tensor | None = None  # [N,T,H] last hidden state of the reference, at the same position
+    topk_logp: Tensor | None = None  # [N,T,K] the K largest log-probs, in descending order
     topk_chosen: Tensor | None = None  # [N,T,K] bool, the sampled token among them
     old_vocab_mean_logp: Tensor | None = None  # [N,T] mean of the log-probs over the vocabulary
-    opponent_logp: Tensor | None = None  # [N,T] of the slow copy of the policy
-    prox_logp: Tensor | None = None  # [N,T] of a moving average of the policy's weights, from before the first update
-    masked_logp: Tensor | None = None  # [N,T] of the policy when it is shown the row's images with parts taken away
-    perturbed_logp: Tensor | None = None  # [N,T] the same when it is shown the images with noise
+    opponent_logp: Tensor | None = None  # [N,T] log-prob under the slow copy of the policy
+    prox_logp: Tensor | None = None  # [N,T] log-prob under the EMA of the policy's weights, before the first update
+    masked_logp: Tensor | None = None  # [N,T] log-prob under the policy with parts of the row's images masked
+    perturbed_logp: Tensor | None = None  # [N,T] log-prob under the policy with noise added to the row's images
     tempered_ref_logp: Tensor | None = None  # [N,T] sampled token's log-prob under softmax(power * reference logits)
-    # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
+    # Of the current policy, with gradient; filled for a loss or regulariser that needs them:
     new_values: Tensor | None = None  # [N,T] critic
     vocab_mean_logp: Tensor | None = None  # [N,T]
     divergence: Tensor | None = None  # [N,T] from the reference, over the vocabulary
     new_entropy: Tensor | None = None  # [N,T] nats
     router_loss: Tensor | None = None  # [N] load-balancing loss of a mixture of experts over a row's tokens
-    replayed: Tensor | None = None  # [N] bool, rows of earlier steps; None = all are fresh
-    bins: Tensor | None = None  # [N] int64, bin that the prompt sampler put the row's prompt into
-    sampler_state: Mapping[str, Any] = field(default_factory=dict)  # what the prompt sampler knows before the step
+    replayed: Tensor | None = None  # [N] bool, rows of earlier steps; None = all rows are fresh
+    bins: Tensor | None = None  # [N] int64, bin that the prompt sampler assigned to the row's prompt
+    sampler_state: Mapping[str, Any] = field(default_factory=dict)  # state of the prompt sampler before the step
 
 
 @dataclass(frozen=True)
 class RolloutBatch(Extras):
-    """The numeric side of N rollouts. Cells with mask 0 may hold anything and must never matter.
+    """N rollouts as tensors. Cells with mask 0 may hold anything and must never affect a result.
 
-    These fields every step of RL has, or computes on its way to the loss; rare ones are in `Extras`.
+    Every RL step has these fields, or computes them on its way to the loss; rarer fields are in `Extras`.
     """
 
     group_ids: Tensor  # [N] int64
@@ -413,22 +417,22 @@ class RolloutBatch(Extras):
     correct: Tensor | None = None  # [N] float 0/1, NaN = unknown
     truncated: Tensor | None = None  # [N] bool, hit the length limit
     old_logp: Tensor | None = None  # [N,T] trainer's log-probs at rollout time; None = equal to logp (one update)
-    rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
-    versions: Tensor | None = None  # [N,T] int32, policy version that sampled each token, as rollout_logp is of it
+    rollout_logp: Tensor | None = None  # [N,T] log-probs from the engine, NaN = not reported
+    versions: Tensor | None = None  # [N,T] int32, policy version that sampled each token (and gave its rollout_logp)
     ref_logp: Tensor | None = None  # [N,T] frozen reference
     advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
-    selected: Tensor | None = None  # [N,T] bool, tokens that have a policy-gradient term; None = all trained ones
+    selected: Tensor | None = None  # [N,T] bool, tokens with a policy-gradient term; None = all trained tokens
     lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     step: int = 0  # finished steps of the run
     total_steps: int = 1  # planned steps of the run
-    memory: Mapping[str, Any] = field(default_factory=dict)  # component name -> what it remembers from the last step
+    memory: Mapping[str, Any] = field(default_factory=dict)  # component name -> its state from the last step
 
     def __len__(self) -> int:
         return int(self.group_ids.shape[0])
 
     def select(self, rows: Tensor | Sequence[int]) -> RolloutBatch:
-        """The batch of these rows (index or boolean mask [N]); every tensor field is cut alike."""
+        """Return the batch restricted to rows (index or boolean mask [N]); every tensor field is indexed alike."""
         rows = rows if isinstance(rows, Tensor) else on_device(rows, self.group_ids.device)
         return self._map(lambda x: x[rows])
 
@@ -450,14 +454,14 @@ class RolloutBatch(Extras):
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the cells of each row where mask [N,T] is True, [N,T] -> [N]; 0 for an empty row."""
+    """Compute the mean of each row over the cells where mask [N,T] is True, [N,T] -> [N]; 0 for an empty row."""
     return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def pad_rows(
     values: Sequence[Sequence[float] | NDArray[Any]], width: int, fill: float | bool, dtype: DTypeLike
 ) -> Tensor:
-    """Rows of different length as one tensor [N,width], `fill` after each."""
+    """Pad rows of different lengths with `fill` at the end; returns [N,width]."""
     out = np.full((len(values), width), fill, dtype)
     for row, own in zip(out, values, strict=True):
         row[: len(own)] = own
@@ -465,8 +469,7 @@ def pad_rows(
 
 
 def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
-    """The numbers start, start + 1, ... of several runs one after another, so many of each; they start at 0 unless
-    `starts` says where."""
+    """Concatenate integer ranges: counts[i] consecutive numbers from starts[i] (default 0) for each i."""
     many = torch.tensor(counts, dtype=torch.long)
     first = torch.zeros_like(many) if starts is None else torch.tensor(starts, dtype=torch.long)
     return torch.arange(int(many.sum())) + (first - (many.cumsum(0) - many)).repeat_interleave(many)
@@ -475,7 +478,7 @@ def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor
 def on_device(
     numbers: Sequence[float | bool] | Tensor, device: torch.device = CPU, dtype: torch.dtype = torch.long
 ) -> Tensor:
-    """The numbers as a tensor, without waiting for what a GPU still computes, as `torch.tensor(..., device=)` does. A
-    list goes by way of numpy, which reads a step's tokens ten times as fast."""
+    """Copy numbers to a tensor on a device without the GPU synchronisation of `torch.tensor(..., device=)`. A list goes
+    through numpy, which reads a step's tokens ten times faster."""
     found = (numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.array(numbers))).to(dtype)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

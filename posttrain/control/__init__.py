@@ -1,4 +1,4 @@
-"""Controllers: numbers of a recipe that change over a run, from the step or from what was measured. No torch.
+"""Controllers: change a number of the recipe over a run, by step or by metrics. Do not import torch.
 
 A controller is a frozen dataclass with keyword-only fields (its recipe keys) and three pure methods on a JSON state:
 
@@ -10,5 +10,5 @@ A controller is a frozen dataclass with keyword-only fields (its recipe keys) an
         def value(self, state: dict, step: int) -> float: ...  # the number to use in step 0, 1, ...
         def update(self, state: dict, metrics: Mapping, step: int) -> dict: ...  # state after that step's metrics
 
-A field `total_steps` of None is the length of the run.
+A field `total_steps` of None means the length of the run.
 """

@@ -1,4 +1,4 @@
-"""A coefficient that follows a measured KL (PPO's adaptive KL, as in early RLHF)."""
+"""Adaptive KL coefficient (PPO for RLHF, arXiv 1909.08593)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from posttrain.registry import register
 @register("controller", "adaptive_kl", paper="1909.08593", needs=("multiplies", "measured_kl"))
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveKl:
-    """Raises the number while the measured KL is above `target` and lowers it below, by at most 20% * rows / horizon.
+    """Raises the coefficient while the measured KL is above `target`, lowers it below, by at most 20% * rows / horizon.
 
-    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon) after each step; it starts at the recipe's number,
-    which must not be 0. Reads the metrics `kl` (mean over trained tokens, so the target is one a token) and
-    `rollout/rows`; a step without a KL changes nothing. target and horizon are for the user to set: early RLHF had 6
-    nats a whole answer and 10000.
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon) after each step. Starts at the recipe's number, which
+    must not be 0. Reads the metrics `kl` (mean over trained tokens, so the target is per token) and `rollout/rows`; a
+    step without a KL changes nothing. target and horizon are to be set by the user: early RLHF used 6 nats per answer
+    and 10000.
     """
 
     target: float = 0.01
@@ -38,7 +38,7 @@ class AdaptiveKl:
 
 
 def adaptive_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: float) -> float:
-    """The coefficient after a step that measured `kl` on `n_steps` samples (arXiv 1909.08593).
+    """Return the coefficient after a step with a mean KL of `kl` over `n_steps` samples (arXiv 1909.08593).
 
     coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon).
     """

@@ -1,4 +1,4 @@
-"""SAFE: more KL pressure when entropy is low, less while the reward climbs."""
+"""SAFE: KL coefficient that is higher at low entropy and adapts its threshold to the reward's trend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.registry import register
 
-WINDOW = 50  # rewards that decide the phase
+WINDOW = 50  # number of rewards that determine the phase
 FACTORS = {"WARMUP": 1.5, "CLIMBING": 1.2, "CONVERGED": 1.0, "PLATEAU": 0.8}
 
 
@@ -28,7 +28,7 @@ class Safe:
     """A KL coefficient that is 0 below a moving threshold and grows with the distance above it.
 
     kl_short = 0.9 kl_short + 0.1 KL. threshold = clip((base + PID of the reward's velocity) * factor of the phase, 0.1,
-    0.6); phases by the last 50 rewards: fewer, WARMUP 1.5; their mean 0.01 above that of the 50 before, CLIMBING 1.2;
+    0.6). Phases by the last 50 rewards: fewer than 50, WARMUP 1.5; mean 0.01 above that of the 50 before, CLIMBING 1.2;
     std < 0.02 and mean > 0.7, CONVERGED 1; else PLATEAU 0.8. penalty = 0.1 (kl_short - threshold)^2 * max(0.5,
     entropy_floor / (entropy + 0.1)) above the threshold, else 0. The coefficient is its derivative, 0.2 (kl_short -
     threshold) * the same factor. Reads the metrics `kl`, `entropy`, `reward`; a step without them changes nothing.
@@ -81,7 +81,7 @@ class Safe:
         }
 
     def _velocity(self, state: Mapping[str, Any], reward: float) -> dict[str, Any]:
-        """The PID's state after one more reward, and its adjustment of the threshold (0 in the first step)."""
+        """Return the PID state after one more reward, and its adjustment of the threshold (0 in the first step)."""
         if state["ema"] is None:
             return {"ema": reward, "integral": 0.0, "error": 0.0, "adjustment": 0.0}
         ema = 0.95 * state["ema"] + 0.05 * reward
@@ -92,7 +92,7 @@ class Safe:
 
 
 def phase_of(rewards: list[float]) -> str:
-    """The phase of training, from all rewards so far (the last 100 are enough)."""
+    """Return the phase of training from all rewards so far (the last 100 are enough)."""
     if len(rewards) < WINDOW:
         return "WARMUP"
     recent = rewards[-WINDOW:]

@@ -1,4 +1,4 @@
-"""Coefficients that follow the step alone."""
+"""Coefficients that are functions of the step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class GrpoD:
-    """A KL coefficient that lets go first and holds on later: explore, then stay.
+    """A KL coefficient that first decreases, for exploration, and then increases, for stability.
 
-    From (low + high) / 2 down to `low` over the first explore_frac of total_steps, then up to `high` at the end, both
-    linearly. The paper has low 0, high 0.02 for reasoning and 0.04, 0.1 for simple tasks.
+    Linear from (low + high) / 2 down to `low` over the first explore_frac of total_steps, then linear up to `high` at
+    the end. The paper uses low 0, high 0.02 for reasoning and 0.04, 0.1 for simple tasks.
     """
 
     total_steps: int | None = None  # None = the run's
@@ -48,12 +48,12 @@ class GrpoD:
 @register("controller", "remix_convex", paper="2507.06892", needs=("multiplies",))
 @dataclass(frozen=True, kw_only=True)
 class RemixConvex:
-    """ReMix's convex mixture of two leashes: the reference's share is 1 for 50 steps, then falls by 0.1 every 10 to
-    0.5.
+    """ReMix's convex mixture of two KL terms: the reference's share is 1 for 50 steps, then drops by 0.1 every 10 steps
+    to 0.5.
 
-    share(t) = max(1 - 0.1 * ceil(max(t - 50, 0) / 10), 0.5). The number is the coefficient times the share; with
-    complement, times 1 - share: drive the coefficient of the KL to the reference by one and that of `kl_old` by the
-    other, both starting at the same coefficient.
+    share(t) = max(1 - 0.1 * ceil(max(t - 50, 0) / 10), 0.5). The value is the coefficient times the share, or times 1 -
+    share with `complement`. Use one controller for the coefficient of the KL to the reference and one with `complement`
+    for that of `kl_old`, both with the same initial coefficient.
     """
 
     complement: bool = False
@@ -70,5 +70,5 @@ class RemixConvex:
 
 
 def reference_share(step: int) -> float:
-    """max(1 - 0.1 * ceil(max(step - 50, 0) / 10), 0.5), in tenths so that 0.9 is 0.9."""
+    """Compute max(1 - 0.1 * ceil(max(step - 50, 0) / 10), 0.5), in tenths so that 0.9 is exact."""
     return max(10 - math.ceil(max(step - 50, 0) / 10), 5) / 10

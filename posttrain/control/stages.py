@@ -1,4 +1,4 @@
-"""Numbers that change over the run for brevity: stages, a cosine, and DECS's share of solved prompts."""
+"""Controllers by stage, along a cosine, and DECS's share of solved prompts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from posttrain.registry import register
 @register("controller", "stages", paper="2503.06749")
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """One value a stage: values[k] until step until[k] (exclusive), the last one from then on.
+    """One value per stage: values[k] until step until[k] (exclusive), then the last value.
 
-    PTST (Vision-R1) drives `rollout.max_new_tokens` through 4096, 8192, 16384 and `rollout.group_size` through 16, 8,
-    4, so that a step costs the same; the paper does not state when a stage ends (100 and 200 are guesses). Also a
+    PTST (Vision-R1) sets `rollout.max_new_tokens` to 4096, 8192, 16384 and `rollout.group_size` to 16, 8, 4, so that
+    every step costs the same; the paper does not state when a stage ends (100 and 200 are guesses). Also usable as a
     warm-up of a length term's weight: values [0, 0.5], until [100].
     """
 
@@ -40,17 +40,17 @@ class Stages:
 
 
 def stage_of(step: int, until: Sequence[int]) -> int:
-    """Number of the stage that a step belongs to."""
+    """Return the index of the stage that a step belongs to."""
     return sum(step >= end for end in until)
 
 
 @register("controller", "equal_stages", paper="2509.08755")
 @dataclass(frozen=True, kw_only=True)
 class EqualStages:
-    """values[k] in the k-th stage of `every` steps, the last value from then on.
+    """values[k] in the k-th stage of `every` steps, then the last value.
 
-    ScalingInter-RL lets an agent take more turns in later stages (5, 8 and 10 for search, every 100 steps). The stage
-    follows from the number of finished steps, so a resumed run agrees with one in one piece.
+    ScalingInter-RL allows an agent more turns in later stages (5, 8 and 10 for search, every 100 steps). The stage
+    depends only on the number of finished steps, so a resumed run matches an uninterrupted one.
     """
 
     values: tuple[float, ...]
@@ -71,14 +71,14 @@ class EqualStages:
 
 
 def equal_stage(number: int, rounds: Sequence[float], every: int = 100) -> float:
-    """The value of `rounds` in the step that is called `number`, counted from 1, in stages of `every` steps."""
+    """Return the value of `rounds` in step `number`, counted from 1, in stages of `every` steps."""
     return rounds[min((number - 1) // every, len(rounds) - 1)]
 
 
 @register("controller", "cosine")
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """From `high` at step 0 along half a cosine to `low` at total_steps, and `low` from then on."""
+    """Half a cosine from `high` at step 0 to `low` at total_steps, and `low` from then on."""
 
     total_steps: int | None = None  # None = the run's
     high: float = 1.0
@@ -98,11 +98,12 @@ class Cosine:
 @register("controller", "redundancy", paper="2509.25827")
 @dataclass(frozen=True, kw_only=True)
 class Redundancy:
-    """DECS: kappa, the share of solved prompts to keep, follows how necessary the thoughts of right answers are.
+    """DECS: adapts kappa, the share of solved prompts to keep, to how necessary the thoughts of correct answers are.
 
-    kappa += beta * (R - the R before), then limited to 0 and the share of solved prompts in the batch; nothing changes
-    at the first R, nor in a step without a right answer. R is the mean of `necessary`, a component that only right rows
-    have; drive `keep.kappa` of `mixed_plus_solved`. The authors' code does not limit kappa; the paper does.
+    kappa += beta * (R - previous R), then clipped to 0 and the share of solved prompts in the batch. kappa does not
+    change at the first R, nor in a step without a correct answer. R is the mean of `necessary`, a component that only
+    correct rows have. Use it for `keep.kappa` of `mixed_plus_solved`. The authors' code does not clip kappa; the paper
+    does.
     """
 
     beta: float = 0.2

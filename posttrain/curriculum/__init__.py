@@ -1,5 +1,5 @@
-"""Prompt samplers: which prompts a step of rl draws and how many rollouts each gets, from what was seen so far. No
-torch.
+"""Prompt samplers: choose the prompts of an RL step and the number of rollouts of each, from the results so far. Does
+not import torch.
 
 A sampler is a frozen dataclass with keyword-only fields (its recipe keys) and pure methods on a JSON state:
 
@@ -9,6 +9,6 @@ A sampler is a frozen dataclass with keyword-only fields (its recipe keys) and p
         def propose(self, state: State, request: Request, pool: Pool) -> Plan: ...  # the prompts of a step
         def update(self, state, groups, pool, *, step, planned) -> State: ...  # the state after a step
 
-`protocol` has the types, `difficulty`, `allocation` and `selection` the formulas, the other modules the samplers.
-`train/prompt_sampler.py` is who calls them.
+`protocol` has the types; `difficulty`, `allocation` and `selection` have the formulas; the other modules have the
+samplers. They are called by `train/prompt_sampler.py`.
 """

@@ -1,4 +1,4 @@
-"""How many rollouts each prompt gets at a fixed budget. Pure formulas."""
+"""Allocation of a fixed rollout budget over prompts. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import stdev
 
-FLOOR = 1e-12  # of the probability of an arm
+FLOOR = 1e-12  # lower bound of an arm's probability
 
 
 # --- XRPO (arXiv 2510.06672) ---
 
 
 def half_width(count: int, std: float, alpha: float) -> float:
-    """Half the width of the confidence interval of a mean: t_{1-alpha/2, count-1} * std / sqrt(count)."""
+    """Compute half the width of the confidence interval of a mean: t_{1-alpha/2, count-1} * std / sqrt(count)."""
     if std == 0:
         return 0.0
     if count < 2:  # no interval
@@ -23,8 +23,8 @@ def half_width(count: int, std: float, alpha: float) -> float:
 
 
 def priority(count: int, std: float, total: int, *, alpha: float = 0.05, explore: float = 0.1) -> tuple[float, float]:
-    """(what one rollout more takes off the half-width, the bonus explore * sqrt(ln(1 + total) / count)); their sum is
-    the priority of a prompt."""
+    """Return (decrease of the half-width by one more rollout, bonus explore * sqrt(ln(1 + total) / count)); a prompt's
+    priority is the sum of the two."""
     bonus = explore * math.sqrt(math.log(1 + total) / count) if count else math.inf
     return half_width(count, std, alpha) - half_width(max(count, 1) + 1, std, alpha), bonus
 
@@ -40,11 +40,12 @@ def grant(
     most: int | None = None,
     at_once: int = 1,
 ) -> list[int]:
-    """Rollouts more for each prompt, `at_once` by `at_once` to the highest priority (ties: the first).
+    """Return the number of additional rollouts per prompt, granted `at_once` at a time to the highest priority (ties:
+    the first).
 
-    counts: rollouts so far; with fewer than 2 there is no interval, and such prompts come first. stds: of their
-    rewards, held fixed. total: rollouts so far over all prompts, default sum(counts); it grows with each grant. most:
-    rollouts of one prompt; where all have them, the rest of the budget is not spent.
+    counts: rollouts so far; prompts with fewer than 2 have no interval and come first. stds: standard deviations of
+    their rewards, held fixed. total: rollouts so far over all prompts, default sum(counts); grows with each grant.
+    most: maximum rollouts of one prompt; once all prompts have it, the remaining budget is not spent.
     """
     now, given = list(counts), [0] * len(counts)
     total = sum(counts) if total is None else total
@@ -66,13 +67,13 @@ def grant(
 
 
 def spread_of(rewards: Sequence[float | None]) -> float:
-    """The standard deviation (ddof 1) of the rewards that there are; 0 for fewer than two."""
+    """Compute the standard deviation (ddof 1) of the known rewards; 0 for fewer than two."""
     known = [value for value in rewards if value is not None]
     return stdev(known) if len(known) > 1 else 0.0
 
 
 def t_quantile(share: float, freedom: int) -> float:
-    """The quantile of Student's t: t_quantile(0.975, 3) = 3.182446. share > 0.5."""
+    """Compute the quantile of Student's t distribution: t_quantile(0.975, 3) = 3.182446. share > 0.5."""
     low, high = 0.0, 1.0
     while _t_cdf(high, freedom) < share:
         low, high = high, 2 * high
@@ -85,7 +86,7 @@ def t_quantile(share: float, freedom: int) -> float:
 
 
 def _t_cdf(t: float, freedom: int) -> float:
-    """P(T <= t) for t >= 0, whole degrees of freedom: the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Compute P(T <= t) for t >= 0 and integer degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     if freedom % 2:
@@ -107,7 +108,7 @@ def _t_cdf(t: float, freedom: int) -> float:
 
 
 def arm_probabilities(scores: Sequence[float], *, eta: float = 0.65, gamma: float = 0.01) -> list[float]:
-    """(1 - gamma) softmax(eta * score) + gamma / arms."""
+    """Return the probability of each arm: (1 - gamma) softmax(eta * score) + gamma / arms."""
     top = max(scores)
     weights = [math.exp(eta * (score - top)) for score in scores]
     return [(1 - gamma) * weight / sum(weights) + gamma / len(scores) for weight in weights]
@@ -119,10 +120,10 @@ def choose_arms(
     counts: Mapping[str, int],
     budget: int,
 ) -> dict[str, int]:
-    """One arm (rollouts of a prompt) a bin: the largest sum of log-probabilities whose total is the budget.
+    """Choose one arm (rollouts per prompt) for each bin: the largest sum of log-probabilities that spends the budget.
 
-    counts: prompts of each bin; the total is sum counts[b] * arm[b]. Where no choice has that total, the closest total
-    is taken, and of equally close ones the likelier. Exact, over all totals that can be reached.
+    counts: prompts of each bin; a choice spends sum counts[b] * arm[b]. If no choice spends exactly the budget, the
+    closest total is taken, and among equally close ones the most likely. Exact, by dynamic programming over totals.
     """
     reached: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     bins = list(counts)
@@ -148,10 +149,10 @@ def updated_arms(
     mean: float,
     mode: str = "code",
 ) -> dict[str, list[float]]:
-    """The scores after a step: that of the arm that a bin has used moves by the bin's mean loss.
+    """Return the arm scores after a step: the score of the arm that a bin used changes by the bin's mean loss.
 
-    mode `code`: + loss - mu * (arm - mean); `paper`: - (loss + mu * arm). The signs of the loss differ; the official
-    code takes minus the loss as the utility of a bin. Bins without a loss stay.
+    mode `code`: + loss - mu * (arm - mean); `paper`: - (loss + mu * arm). The loss has opposite signs because the
+    official code takes minus the loss as the utility of a bin. Bins without a loss do not change.
     """
     found = {name: [float(score) for score in values] for name, values in scores.items()}
     for name, loss in losses.items():
@@ -162,32 +163,33 @@ def updated_arms(
 
 
 def arms_between(least: int, most: int) -> list[int]:
-    """The arms: least, least + 1, ..., most rollouts of a prompt."""
+    """Return the arms: least, least + 1, ..., most rollouts per prompt."""
     return list(range(least, most + 1))
 
 
 def budget_for(mean: float, counts: Mapping[str, int]) -> int:
-    """The rollouts of a step with so many a prompt on average."""
+    """Return the rollout budget of a step with `mean` rollouts per prompt on average."""
     return round(mean * sum(counts.values()))
 
 
 def count_rollouts(counts: Mapping[str, int], chosen: Mapping[str, int]) -> int:
-    """Rollouts of a step: the sum over bins of prompts times rollouts of a prompt."""
+    """Compute the rollouts of a step: the sum over bins of prompts times rollouts per prompt."""
     return sum(count * chosen[name] for name, count in counts.items())
 
 
 def shadow_price(
     mu: float, counts: Mapping[str, int], chosen: Mapping[str, int], *, mean: float, dual_lr: float = 0.05
 ) -> float:
-    """mu + dual_lr * (mean of rollouts over prompts - the mean that the budget pays for); it may be negative."""
+    """Return mu + dual_lr * (mean rollouts per prompt - the mean that the budget allows); may be negative."""
     return mu + dual_lr * (count_rollouts(counts, chosen) / sum(counts.values()) - mean)
 
 
 def by_variance(rates: Sequence[float], *, budget: int, least: int = 2, most: int = 12) -> list[int]:
-    """Rollouts n_i in least..most with sum `budget` that minimise sum p_i (1-p_i) / n_i; exact.
+    """Return rollouts n_i in least..most that sum to `budget` and minimise sum p_i (1-p_i) / n_i; exact.
 
-    The next rollout goes to the largest v/n - v/(n+1); ties: to fewer rollouts, then to the first. Where all have
-    `most`, the rest is not spent. Raises ValueError for a budget below least * prompts.
+    Greedy: the next rollout goes to the largest v/n - v/(n+1); ties: to the prompt with fewer rollouts, then to the
+    first. Once all prompts have `most`, the remaining budget is not spent. Raises ValueError if budget < least *
+    prompts.
     """
     if budget < least * len(rates):
         raise ValueError(f"a budget of {budget} rollouts is less than {least} for each of {len(rates)} prompts")

@@ -1,4 +1,4 @@
-"""How many rollouts a task gets, and how long they may get, by what became of it so far (DART)."""
+"""Rollouts and length limit per task, from the task's results so far (DART)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class ByTask(Sampler):
-    """The uniform order of prompts; tasks that succeed get fewer rollouts, and no longer ones than their successes
+    """Uniform prompt order; tasks that succeed often get fewer rollouts, limited to the length that their successes
     need.
 
-    A task whose share of right answers, over its last `window` judged rollouts, is above `above` gets fewer rollouts
-    than `rollout.group_size`, down to `least` where all are right (`rollouts_by_rate`). One that has succeeded may
-    write `slack` times the tokens of its longest success, `shortest` at least (`limit_by_success`); before that
-    `rollout.max_new_tokens`, all turns and replies of a rollout included. What is cut counts as failed, as ever."""
+    A task whose share of correct answers over its last `window` judged rollouts is above `above` gets fewer rollouts
+    than `rollout.group_size`, down to `least` if all are correct (`rollouts_by_rate`). After a task's first success its
+    rollouts are limited to `slack` times the tokens of its longest success, at least `shortest` (`limit_by_success`);
+    until then to `rollout.max_new_tokens`. All turns and replies of a rollout count. A truncated rollout counts as
+    failed, as always."""
 
     above: float = 0.6
     least: int = 2
@@ -46,8 +47,8 @@ class ByTask(Sampler):
             )
 
     def start(self, pool: Pool) -> State:
-        """See `Sampler.start`. recent: uid -> its newest judged rollouts, the oldest first; longest: uid -> tokens of
-        its longest success."""
+        """See `Sampler.start`. recent: uid -> its newest judged rollouts, oldest first; longest: uid -> tokens of its
+        longest success."""
         del pool
         return {"recent": {}, "longest": {}}
 
@@ -91,13 +92,13 @@ class ByTask(Sampler):
 
 
 def rollouts_by_rate(rate: float | None, size: int, *, least: int = 2, above: float = 0.6) -> int:
-    """size rollouts up to a success rate of `above` or where it is unknown, then ceil of size * (1 - rate) / (1 -
-    above), `least` at least."""
+    """Return the number of rollouts for a success rate: `size` up to a rate of `above` or if the rate is unknown, then
+    ceil(size * (1 - rate) / (1 - above)), at least `least`."""
     if rate is None or rate <= above:
         return size
     return max(min(least, size), math.ceil(size * (1 - rate) / (1 - above) - 1e-9))
 
 
 def limit_by_success(longest: int | None, most: int, *, slack: float = 1.5, shortest: int = 32) -> int:
-    """ceil(slack * tokens of the longest success), at least `shortest` and at most `most`, which holds without one."""
+    """Return ceil(slack * longest) clamped to [shortest, most]; `most` if the task has no success (longest None)."""
     return most if longest is None else min(most, max(shortest, math.ceil(slack * longest)))

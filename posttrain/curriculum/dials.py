@@ -1,6 +1,6 @@
-"""How difficulty follows what the policy can do: stages behind a threshold, and a continuous dial an environment.
+"""Rules that adapt difficulty to the policy: stages with a threshold, and a continuous difficulty per environment.
 
-Pure functions of numbers; the samplers that turn them hold the state.
+Pure functions of numbers; the samplers that call them hold the state.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ Mode = Literal["linear", "tanh", "base", "base_tanh"]
 
 
 def next_stage(stage: int, pass_rate: float, stages: int, *, threshold: float = 0.8) -> int:
-    """The stage after a measurement: the next one if pass_rate >= threshold, else the same; the last stays (SATURN)."""
+    """Return the next stage if pass_rate >= threshold, else the same stage; the last stage stays (SATURN)."""
     return min(stage + 1, stages - 1) if pass_rate >= threshold else stage
 
 
 def propose_levels(d: float, batch: int = 8) -> dict[int, int]:
-    """How many of `batch` problems have which level, so that their mean is d up to 1 / (2 batch) (SCALER).
+    """Return level -> number of problems, out of `batch`, so that the mean level is d up to 1 / (2 batch) (SCALER).
 
-    round(batch * (d - floor(d))) have the level above d, the rest the level below; a level without any is left out.
+    round(batch * (d - floor(d))) problems have the level above d, all others the level below; a level without problems
+    is left out.
     """
     low = math.floor(d)
     above = round(batch * (d - low))
@@ -37,11 +38,12 @@ def next_difficulty(
     d_max: float = 50.0,
     mode: Mode = "linear",
 ) -> float:
-    """The difficulty after a batch: up where accuracy was above the target, down where it was below (SCALER).
+    """Update a difficulty after a batch: raise it if accuracy is above the target, lower it if below (SCALER).
 
-    results: level -> (accuracy, problems), at most two levels. Of two, accuracy is that at d by interpolation, with the
-    `base` modes their mean by problems. The step is k * (accuracy - target), with the `tanh` modes tanh(3 k (accuracy -
-    target)) / tanh(3) * cap; at most `cap`, and d stays in [0, d_max]. Without results d stays.
+    results: level -> (accuracy, problems), at most two levels. With two levels, the accuracy is interpolated at d; the
+    `base` modes use the mean over all problems. The step is k * (accuracy - target), in the `tanh` modes tanh(3 k
+    (accuracy - target)) / tanh(3) * cap; its size is at most `cap`, and d stays in [0, d_max]. Without results d does
+    not change.
     """
     if not results:
         return d
@@ -56,7 +58,7 @@ def next_difficulty(
 
 
 def mean_accuracy(results: Mapping[int, tuple[float, float]]) -> float:
-    """Accuracy over all problems of a batch, by level -> (accuracy, problems)."""
+    """Compute the accuracy over all problems of a batch from level -> (accuracy, problems)."""
     count = sum(problems for _, problems in results.values())
     return sum(reached * problems for reached, problems in results.values()) / count if count else 0.0
 
@@ -70,10 +72,12 @@ def retirement(
     zero_limit: int = 5,
     max_limit: int = 5,
 ) -> dict[str, float | bool]:
-    """{"retire", "slope", "zero_run", "max_run"} of an environment by its last difficulties and accuracies (SCALER).
+    """Decide whether an environment retires, from its last difficulties and accuracies; returns {"retire", "slope",
+    "zero_run", "max_run"} (SCALER).
 
-    It retires where the newest `zero_limit` accuracies are 0, the newest `max_limit` difficulties are d_max, or the
-    least-squares slope of the last history_len difficulties is not above 0; with fewer of them the slope counts as 1.
+    An environment retires if its newest `zero_limit` accuracies are 0, its newest `max_limit` difficulties are d_max,
+    or the least-squares slope of its last history_len difficulties is not positive. With fewer than history_len
+    difficulties the slope counts as 1.
     """
     zero_run = run_length([accuracy == 0 for accuracy in acc_history])
     max_run = run_length([d >= d_max for d in d_history])
@@ -83,12 +87,12 @@ def retirement(
 
 
 def run_length(flags: Sequence[bool]) -> int:
-    """How many of the newest are true without a break."""
+    """Return the length of the run of True at the end of flags."""
     return next((n for n, flag in enumerate(reversed(flags)) if not flag), len(flags))
 
 
 def slope_of(values: Sequence[float]) -> float:
-    """The least-squares slope of values against 0, 1, 2, ...; 0 for fewer than two."""
+    """Compute the least-squares slope of values against 0, 1, 2, ...; 0 for fewer than two."""
     middle, mean = (len(values) - 1) / 2, sum(values) / max(len(values), 1)
     spread = sum((i - middle) ** 2 for i in range(len(values)))
     return sum((i - middle) * (value - mean) for i, value in enumerate(values)) / spread if spread else 0.0
@@ -104,10 +108,11 @@ def environment_weight(
     age_scale: float = 10000,
     history_len: int = 10,
 ) -> float:
-    """How strongly an environment is drawn: alpha * what it has been learning + beta * how long ago it was (SCALER).
+    """Compute the sampling weight of an environment: alpha * learning progress + beta * time since last use (SCALER).
 
-    The first is 1 - exp(-max(0, slope) / slope_scale) of the last history_len difficulties, 1 with fewer than three;
-    the second min(1, age / age_scale) with the steps since its last use, 1 if it never was used (age None).
+    Learning progress is 1 - exp(-max(0, slope) / slope_scale) over the last history_len difficulties, 1 with fewer than
+    three. Time since last use is min(1, age / age_scale) with age in steps, 1 if the environment was never used (age
+    None).
     """
     recent = d_history[-history_len:]
     learning = 1.0 if len(recent) < 3 else 1 - math.exp(-max(0.0, slope_of(recent)) / slope_scale)

@@ -1,4 +1,4 @@
-"""How hard prompts are, by what was seen of them: pass rates, bins of pass@k, empirical distributions. Pure."""
+"""Estimates of prompt difficulty from past rollouts: pass rates, bins of pass@k, empirical CDFs. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from posttrain.curriculum.protocol import Group
 
-SLACK = 1e-9  # of bounds on pass rates
-LARGEST_MARGIN = 0.49  # of hysteresis
+SLACK = 1e-9  # tolerance of pass-rate bounds
+LARGEST_MARGIN = 0.49  # upper limit of `hysteresis`
 
 
 def add_counts(tallies: Mapping[str, Sequence[float]], groups: Sequence[Group]) -> dict[str, list[float]]:
-    """uid -> [judged rollouts, right ones] over all steps, with those of `groups` added."""
+    """Return tallies, uid -> [judged rollouts, correct ones] over all steps, with the rollouts of `groups` added."""
     found = {uid: list(tally) for uid, tally in tallies.items()}
     for group in groups:
         known = [value for value in group.correct if value is not None]
@@ -23,21 +23,21 @@ def add_counts(tallies: Mapping[str, Sequence[float]], groups: Sequence[Group]) 
 
 
 def rate(tallies: Mapping[str, Sequence[float]], uid: str, unseen: float) -> float:
-    """The pass rate of a prompt, `unseen` where none of its rollouts was judged."""
+    """Return the pass rate of a prompt; `unseen` if none of its rollouts was judged."""
     judged, right = tallies.get(uid, (0, 0))
     return right / judged if judged else unseen
 
 
 def in_band(pass_rate: float, low: float, high: float) -> bool:
-    """low <= pass_rate <= high, both ends included with a slack for rounding (arXiv 2504.03380)."""
+    """Return whether low <= pass_rate <= high, with a tolerance for rounding at both ends (arXiv 2504.03380)."""
     return low - SLACK <= pass_rate <= high + SLACK
 
 
 def learnability(pass_rate: float, beta: float = 1.0) -> tuple[float, float]:
-    """(p (1-p) / (2 beta^2), KL(pi_init || pi*) of the tilted policy pi* ~ pi_init exp(r / beta)) for binary rewards.
+    """Return (p (1-p) / (2 beta^2), KL(pi_init || pi*)) for binary rewards, with pi* ~ pi_init exp(r / beta).
 
-    The first is the second-order term of the second in 1/beta (arXiv 2504.03380 states it as a lower bound; for p > 0.5
-    and a small beta the exact value can be smaller).
+    The first value is the second-order term of the KL in 1/beta. arXiv 2504.03380 states it as a lower bound; for
+    p > 0.5 and a small beta the exact KL can be smaller.
     """
     p = pass_rate
     # log(1-p + p e^(1/beta)) - p/beta, without an overflow of e^(1/beta)
@@ -52,12 +52,12 @@ def learnability(pass_rate: float, beta: float = 1.0) -> tuple[float, float]:
 
 
 def any_right(correct: Sequence[float | None]) -> int:
-    """Whether one of a prompt's rollouts is right, as 0 or 1."""
+    """Return 1 if any rollout of a prompt is correct, else 0."""
     return int(any(value is not None and value > 0.5 for value in correct))
 
 
 def windowed_mean(indicators: Sequence[int], length: int) -> float:
-    """Mean of the last `length` indicators, 0 = of all; 0 where there is none, so that unseen prompts are hardest."""
+    """Return the mean of the last `length` indicators (0 = of all); 0 for none, so that unseen prompts are hardest."""
     recent = indicators[-length:] if length > 0 else indicators
     return sum(recent) / len(recent) if recent else 0.0
 
@@ -70,13 +70,13 @@ def bin_of(
     hysteresis: float = 0.0,
     exclude_extremes: bool = False,
 ) -> int:
-    """The difficulty bin of an estimate: how many edges it reaches, from 0 (hardest).
+    """Return the difficulty bin of an estimate: the number of edges that it reaches, 0 = hardest.
 
-    A prompt leaves the bin `previous` only if it passes the edge on the way by `hysteresis` (0.49 at most).
-    exclude_extremes: an estimate of 0 or 1 is bin -1.
+    A prompt leaves the bin `previous` only if its estimate passes the edge in between by `hysteresis` (at most 0.49).
+    exclude_extremes: an estimate of 0 or 1 is in bin -1.
 
-    The official code takes another edge downwards for bins of equal width, under which no downward move can reach its
-    own margin; one rule holds for both ways here.
+    The official code compares downward moves with another edge; with bins of equal width no downward move can then
+    reach its own margin. Here one rule holds for both directions.
     """
     if exclude_extremes and not 0 < estimate < 1:
         return -1
@@ -92,14 +92,14 @@ def bin_of(
 
 
 def ecdf(values: Sequence[float]) -> list[float]:
-    """For each value the share of values that are not larger."""
+    """Compute the empirical CDF at each value: the share of values that are not larger."""
     ordered = sorted(values)
     return [bisect_right(ordered, value) / len(ordered) for value in values]
 
 
 def middle(values: Sequence[float], low: float = 0.25, high: float = 0.75, min_keep: int = 0) -> list[bool]:
-    """Which values have low <= ecdf <= high. Equal values have one ecdf, so that a large block may leave whole: where
-    fewer than `min_keep` stay, values are taken by their rank instead (ties: the earlier first)."""
+    """Return a mask of the values with low <= ecdf <= high. Equal values have the same ecdf, so a large block of ties
+    may be excluded whole; if fewer than `min_keep` values pass, ranks replace the ecdf (ties: earlier ones first)."""
     kept = [low - SLACK <= share <= high + SLACK for share in ecdf(values)]
     if sum(kept) >= min_keep:
         return kept

@@ -1,5 +1,5 @@
-"""Group distributionally robust optimisation over bins of difficulty (arXiv 2601.19280): which bin a prompt is in, how
-many rollouts each bin gets, and the losses of bins that the factor `prompt_gdro` weighs rows by."""
+"""Group distributionally robust optimisation over difficulty bins (arXiv 2601.19280): assigns prompts to bins, rollouts
+to bins, and tracks the bin losses by which the factor `prompt_gdro` weights rows."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class Gdro(Sampler):
-    """Prompts in bins by pass@k, rollouts by bin at the budget prompts_per_step * group_size.
+    """Bins prompts by pass@k and allocates rollouts to bins under the budget prompts_per_step * group_size.
 
-    Bins: the share of steps in which a prompt had a right answer (of its last `history_len`; 0 = all), cut at `edges`,
-    0 = hardest, where unseen prompts are; a prompt leaves its bin when it passes the edge by `hysteresis`.
-    exclude_extremes: shares of 0 and 1 are bin -1.
+    Bins: a prompt's share of steps (its last `history_len`; 0 = all) with a correct answer, cut at `edges`; bin 0 is
+    the hardest and holds unseen prompts. A prompt changes its bin when it passes the edge by `hysteresis`.
+    exclude_extremes: shares of 0 and 1 are in bin -1.
 
-    allocation `gdro`: arms n_min..n_max (null = 3 * group_size) with scores by bin; the likeliest choice that spends
-    the budget; the arm of a bin moves by the mean loss of its rows (`mode`: the code's sign or the paper's), with a
-    shadow price on rollouts (dual_lr). `variance`: rollouts minimise sum p (1-p) / n by the prompts' own pass rates,
-    unseen ones 0.5. `uniform`: group_size each.
+    allocation `gdro`: each bin has scores for the arms n_min..n_max (null = 3 * group_size); the most likely choice
+    that spends the budget is taken, and the score of a bin's arm changes by the mean loss of its rows (`mode`: sign of
+    the code or of the paper), with a shadow price on rollouts (dual_lr). `variance`: rollouts minimise sum p (1-p) / n
+    over the prompts' own pass rates, 0.5 for unseen prompts. `uniform`: group_size each.
 
-    The moving average (ema_beta) of the loss of each bin is what `factors: [prompt_gdro]` weighs rows by.
+    `factors: [prompt_gdro]` weights rows by the moving average (ema_beta) of the loss of each bin.
     """
 
     edges: tuple[float, ...] = (0.4, 0.75)
@@ -129,14 +129,14 @@ class Gdro(Sampler):
     def _rollouts(
         self, state: State, uids: Sequence[str], bins: Sequence[int], group_size: int, pool: Pool
     ) -> Sequence[int]:
-        """The rollouts of each prompt."""
+        """Return the number of rollouts of each prompt."""
         counts = {str(b): bins.count(b) for b in sorted(set(bins))}
         budget = budget_for(group_size, counts)
         least, most = self._smallest(pool.group_size), self._largest(pool.group_size)
         if self.allocation == "variance":
             rates = [rate(state["tallies"], uid, 0.5) for uid in uids]
             return by_variance(rates, budget=budget, least=least, most=most)
-        if self.allocation == "uniform" or not state["arms"]:  # before anything was seen: the mean for all
+        if self.allocation == "uniform" or not state["arms"]:  # no results yet: the mean for all
             return [group_size] * len(uids)
         arms = arms_between(least, most)
         scores = {name: state["arms"].get(name, [0.0] * len(arms)) for name in counts}
@@ -147,7 +147,7 @@ class Gdro(Sampler):
     def _after(
         self, state: State, groups: Sequence[Group], row_bins: Sequence[int], row_losses: Sequence[float], mean: int
     ) -> dict[str, Any]:
-        """The scores of arms and the shadow price after a step."""
+        """Return the arm scores and the shadow price after a step."""
         trained = [group for group in groups if not group.measured and group.bin is not None and group.rewards]
         if self.allocation != "gdro" or not trained:
             return {}

@@ -1,4 +1,4 @@
-"""Difficulty that follows the policy, over problems that say their level: `task:NAME` and `gym:TASK` with `levels`."""
+"""Samplers that adapt difficulty to the policy, for problems with a level: `task:NAME` and `gym:TASK` with `levels`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class NextLevel(Sampler):
-    """One level at a time: the next one begins when pass@k over the newest `window` problems of this one reaches
-    `threshold` (SATURN, SearchGym).
+    """Trains one level at a time; the next level starts when pass@k over the newest `window` problems of the current
+    level reaches `threshold` (SATURN, SearchGym).
 
-    k: pass@k is estimated from the rollouts of a problem (all of them, if there are fewer). earlier: share of the
-    problems of a step that are drawn from levels that are done. column: where a row says its level.
+    k: pass@k is estimated from the rollouts of a problem (k = all of them, if there are fewer). earlier: share of a
+    step's problems that are drawn from completed levels. column: data column with the level.
     """
 
     threshold: float = 0.75
@@ -93,15 +93,16 @@ class NextLevel(Sampler):
 )
 @dataclass(frozen=True, kw_only=True)
 class Scaler(Sampler):
-    """Each environment's difficulty follows its accuracy, and environments that stop teaching are swapped (SCALER).
+    """Adapts each environment's difficulty to its accuracy, and replaces environments that no longer teach (SCALER).
 
-    A level is drawn below or above the environment's difficulty d so that their mean is d. After a step d moves by gain
-    * (accuracy - target), at most by cap; `mode` tanh is steeper near the target, the base modes take the plain mean of
-    both levels. active: how many environments have a place; one loses it when its newest zero_limit accuracies are 0,
-    its newest max_limit difficulties the highest, or its difficulty has not risen over history_len steps, and a random
-    one gets it. pick `weight`: no places; those are drawn that have been rising (over slope_scale) or waiting (over
-    age_scale steps), with factors alpha and beta. environment, level: the columns; levels of an environment are
-    numbered from 0. A row's accuracy is its share of right answers, its mean reward where none was judged.
+    A step draws the levels below and above the environment's difficulty d so that their mean is d. After the step d
+    changes by gain * (accuracy - target), at most by cap; `mode` tanh is steeper near the target, the base modes use
+    the plain mean of both levels. active: number of active environments; one is replaced by a random inactive one when
+    its newest zero_limit accuracies are 0, its newest max_limit difficulties are the highest, or its difficulty did not
+    increase over history_len steps. pick `weight`: no active set; environments are drawn by learning progress (over
+    slope_scale) and time since last use (over age_scale steps), with factors alpha and beta. environment, level: data
+    columns; levels of an environment are numbered from 0. A row's accuracy is its share of correct answers, or its mean
+    reward if none was judged.
     """
 
     target: float = 0.5
@@ -177,7 +178,7 @@ class Scaler(Sampler):
         }
 
     def _levels(self, pool: Pool) -> dict[str, dict[int, list[int]]]:
-        """environment -> level -> its prompts."""
+        """Return environment -> level -> prompts."""
         found: dict[str, dict[int, list[int]]] = {}
         for number, row in enumerate(pool.rows):
             name, level = row.get(self.environment), row.get(self.level)
@@ -190,7 +191,7 @@ class Scaler(Sampler):
         return found
 
     def _choose_environments(self, state: State, request: Request, draw: random.Random) -> list[str]:
-        """The environments of a step, at most one a prompt."""
+        """Choose the environments of a step, at most one per prompt."""
         if self.pick == "active":
             names = list(state["active"])
             start = request.step * request.prompts % len(names)
@@ -215,7 +216,7 @@ class Scaler(Sampler):
     def _results(
         self, groups: Sequence[Group], pool: Pool, levels: Mapping[str, Mapping[int, list[int]]]
     ) -> dict[str, dict[int, tuple[float, float]]]:
-        """environment -> number of the level -> (accuracy, problems)."""
+        """Return environment -> index of the level -> (accuracy, problems)."""
         sums: dict[str, dict[int, list[float]]] = {}
         for group in groups:
             row = pool.rows[group.prompt]
@@ -230,7 +231,7 @@ class Scaler(Sampler):
         }
 
     def _swap_environments(self, state: State, levels: Mapping[str, Mapping[int, Any]], step: int) -> State:
-        """The state with other environments in the places of those that have stopped teaching."""
+        """Return the state with a random inactive environment in place of each active one that retires."""
         active, history, retired = list(state["active"]), dict(state["history"]), state["retired"]
         for place, name in enumerate(active):
             others = sorted(set(levels) - set(active))
@@ -254,7 +255,7 @@ class Scaler(Sampler):
 
 
 def levels_of(pool: Pool, column: str) -> dict[int, list[int]]:
-    """level -> the prompts of that level. Raises UserError for a row without one."""
+    """Return level -> prompts of that level. Raises UserError for a row without a level."""
     found: dict[int, list[int]] = {}
     for number, row in enumerate(pool.rows):
         if not isinstance(row.get(column), int):
@@ -267,7 +268,7 @@ def levels_of(pool: Pool, column: str) -> dict[int, list[int]]:
 
 
 def draw_new(among: Sequence[int], count: int, taken: Sequence[int], draw: random.Random) -> list[int]:
-    """`count` of these prompts at random, without those that are taken as long as there are others."""
+    """Draw `count` of these prompts at random; prompts in `taken` are drawn only once all others are used up."""
     found: list[int] = []
     while among and len(found) < count:
         free = [n for n in among if n not in taken and n not in found] or list(among)
@@ -276,7 +277,7 @@ def draw_new(among: Sequence[int], count: int, taken: Sequence[int], draw: rando
 
 
 def pass_at(group: Group, k: int) -> float | None:
-    """Unbiased pass@k of a group's judged rollouts, k at most how many there are; None where none was judged."""
+    """Compute the unbiased pass@k of a group's judged rollouts (k at most their number); None if none was judged."""
     known = [value for value in group.correct if value is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Prompt curriculum learning: prompts of intermediate difficulty, as a value model predicts it."""
+"""Prompt curriculum learning: selects prompts of intermediate difficulty, as predicted by a value model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class Pcl(Sampler):
-    """The prompts_per_step of candidate_factor times as many candidates whose predicted value is nearest to `target`.
+    """Selects, out of candidate_factor * prompts_per_step candidates, the prompts_per_step prompts whose predicted
+    value is nearest to `target`.
 
-    Candidates are the next prompts of the uniform order. After each step the value head takes value_steps steps of Adam
-    (value_lr) on the mean of (V(x) - mean of the group)^2; metric: of what the mean is. In the first warmup_steps steps
-    prompts are taken in the uniform order, since an untrained head knows nothing.
+    Candidates are the next prompts of the uniform order. After each step the value head takes value_steps Adam steps
+    (value_lr) on the mean of (V(x) - group mean)^2; metric: the quantity whose group mean is taken. During the first
+    warmup_steps steps prompts are taken in the uniform order, because the head is untrained.
     """
 
     candidate_factor: int = 4

@@ -1,4 +1,4 @@
-"""What the training loop and a prompt sampler say to each other."""
+"""Interface between the training loop and a prompt sampler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pool:
-    """The prompts that there are, by number: their uids, which are stable across runs, and their data rows; and the
-    recipe's prompts a step, rollouts of a prompt, seed, and steps of the run."""
+    """All prompts of the run, by number: their uids (stable across runs) and data rows; and the recipe's prompts per
+    step, rollouts per prompt, seed, and number of steps."""
 
     uids: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
@@ -30,10 +30,10 @@ class Pool:
 class Group:
     """The rollouts of one prompt in one step, as a sampler sees them.
 
-    rewards and correct: one entry a rollout, None = unscored. bin: what the sampler put into `Plan.bins`. measured:
-    sampled to measure the prompt, not to be trained on. kept: some of its rows stayed in the step (after `keep`).
-    loss: mean of its rows' policy losses in the update; kl: mean over its tokens of the KL to the reference; both None
-    where they were not computed.
+    rewards and correct: one entry per rollout, None = unscored. bin: the prompt's entry of `Plan.bins`. measured:
+    sampled to measure the prompt, not to train on. kept: some of its rows stayed in the step (after `keep`). loss: mean
+    policy loss of its rows in the update; kl: mean over its tokens of the KL to the reference; both None if they were
+    not computed.
     """
 
     prompt: int
@@ -50,27 +50,27 @@ class Group:
 
     @property
     def pass_rate(self) -> float | None:
-        """Share of right answers among those that were judged; None if none was."""
+        """Share of correct answers among the judged rollouts; None if none was judged."""
         known = [value for value in self.correct if value is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean of the rewards that there are; None if there is none."""
+        """Mean of the known rewards; None if no rollout was scored."""
         known = [value for value in self.rewards if value is not None]
         return sum(known) / len(known) if known else None
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a step needs.
+    """Request for the prompts of a step.
 
-    step: that trains on the rollouts, from 0. total_steps: of the run. prompts: how many it draws. group_size: rollouts
-    of a prompt in this step. stream: the next prompts of the uniform order, `Sampler.places` of them. seed: of random
-    draws. round: how often the request was made before, 0 = the first time. taken: prompts that the step has already
-    (it draws again for groups that `keep` dropped). seen: the groups of the plan before, where it asked for another
-    round. max_new_tokens: of a rollout in this step. values: predicted pass rate of each prompt in `stream`, for
-    samplers that need `values`."""
+    step: the step that trains on the rollouts, from 0. total_steps: steps of the run. prompts: number to draw.
+    group_size: rollouts per prompt in this step. stream: the next `Sampler.places` prompts of the uniform order. seed:
+    for random draws. round: how often the request was made before, 0 = first time. taken: prompts that the step
+    already has (when it draws again for groups that `keep` dropped). seen: groups of the previous plan, if that plan
+    asked for another round. max_new_tokens: limit of a rollout in this step. values: predicted pass rate of each prompt
+    in `stream`, for samplers that need `values`."""
 
     step: int
     total_steps: int
@@ -87,13 +87,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """Prompts by number, and the rollouts of each. A prompt may be named twice: its groups are then two.
+    """Prompts by number, and the number of rollouts of each. A prompt that is listed twice gets two groups.
 
-    limits: most tokens of each prompt's rollouts, all turns and replies; () = rollout.max_new_tokens. bins: a number a
-    prompt for components that read `bins`, e.g. of its difficulty. again: `propose` is called once more with the
-    rewards of these rollouts in `Request.seen`; the next plan names the same prompts, and its rollouts join their
-    groups. measure: one greedy rollout each, scored and not trained on; the next plan may name any prompts. No prompts
-    at all: the request is made again with the next prompts of the uniform order."""
+    limits: maximum tokens of each prompt's rollouts, all turns and replies included; () = rollout.max_new_tokens. bins:
+    one number per prompt, e.g. its difficulty, for components that read `bins`. again: call `propose` once more with
+    the rewards of these rollouts in `Request.seen`; the next plan lists the same prompts, and its rollouts join their
+    groups. measure: sample one greedy rollout each, scored but not trained on; the next plan may list any prompts. No
+    prompts at all: the request is repeated with the next prompts of the uniform order."""
 
     prompts: Sequence[int]
     rollouts: Sequence[int]
@@ -105,37 +105,37 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(ABC):
-    """The base of samplers: it remembers nothing and names no prompts."""
+    """Base class of samplers, without state."""
 
     def start(self, pool: Pool) -> State:
-        """The state before the first step: JSON values with text keys."""
+        """Return the state before the first step: JSON values with string keys."""
         del pool
         return {}
 
     def places(self, prompts: int) -> int:
-        """How many prompts of the uniform order a request for so many takes."""
+        """Return how many prompts of the uniform order a request for this many prompts consumes."""
         return prompts
 
     @abstractmethod
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
-        """The prompts of a step. Pure: the same arguments give the same plan, on every rank and after a resume."""
+        """Choose the prompts of a step. Pure: equal arguments give equal plans, on every rank and after a resume."""
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
-        """The state after a step (from 0) with these groups, those that `keep` dropped and those of measurements
-        included. planned: the first step that is proposed from the new state, step + 1 + `rollout.staleness`."""
+        """Return the state after a step (from 0) with these groups, including groups that `keep` dropped and measured
+        groups. planned: the first step planned from the new state, step + 1 + `rollout.staleness`."""
         del groups, pool, step, planned
         return state
 
     def metrics(self, state: State) -> dict[str, float]:
-        """Numbers of the state for metrics, as `sampler/NAME`."""
+        """Return numbers of the state, logged as `sampler/NAME`."""
         del state
         return {}
 
     def notes(self, pool: Pool) -> list[str]:
-        """What a run says of its prompts before the first step, a sentence each."""
+        """Return warnings about the prompts, one sentence each, that a run prints before the first step."""
         del pool
         return []
 
     def most(self, prompts: int, group_size: int) -> tuple[int, int]:
-        """(rows of a step, rollouts of one prompt) at most, for predictions of memory."""
+        """Return upper bounds (rows of a step, rollouts of one prompt), for memory estimates."""
         return prompts * group_size, group_size

@@ -1,5 +1,5 @@
-"""TACO: prompts whose rollouts drive the KL up are set aside and come back later; epochs train on the middle of the
-rewards (arXiv 2505.20777)."""
+"""TACO: sets prompts with a high KL aside for some steps, and trains each epoch on the middle of the rewards
+(arXiv 2505.20777)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.seeds import derive
 
 
 class Rollback(NamedTuple):
-    """Which groups are clean, the uids that are set aside, and those that come back."""
+    """Which groups are clean, the uids that are set aside, and the uids that return."""
 
     clean: list[bool]
     buffer: list[str]
@@ -26,9 +26,9 @@ class Rollback(NamedTuple):
 def set_aside(
     kl: Sequence[float], uids: Sequence[str], buffer: Sequence[str], *, threshold: float, interval: int, step: int
 ) -> Rollback:
-    """Set prompts aside whose mean token KL is above the threshold (equal is clean), each once.
+    """Set aside, each once, the prompts whose mean token KL is above the threshold (equal is clean).
 
-    In every `interval`-th step, but not in step 0, the whole buffer comes back first and is emptied.
+    In every `interval`-th step except step 0, the whole buffer returns first and is emptied.
     """
     clean = [value <= threshold for value in kl]
     returns = step > 0 and step % interval == 0
@@ -49,14 +49,14 @@ def set_aside(
 )
 @dataclass(frozen=True, kw_only=True)
 class Taco(Sampler):
-    """Prompts with a mean token KL to the reference above the threshold leave the step (`keep: kl_rollback`) and go
-    into a buffer; every `interval` steps all of them are drawn again, before others.
+    """Removes prompts with a mean token KL to the reference above the threshold from the step (`keep: kl_rollback`) and
+    buffers them; every `interval` steps all buffered prompts are drawn again, before others.
 
-    threshold: null = mean + z * std of a moving average (ema) of the KL of groups; nothing is set aside before it is
-    known. An epoch draws each prompt of the pool once, in an order of its own; with `band`, the next epoch's pool are
-    the prompts whose mean reward is between the shares low and high of all of them (ties may leave whole: by rank where
-    fewer than min_keep would stay). Prompts that `rollout.max_gen_batches` draws in place of others come from the
-    uniform order.
+    threshold: null = mean + z * std of a moving average (ema) of the groups' KL; no prompt is set aside before the
+    first KL is known. An epoch draws each prompt of the pool once, in an order that differs by epoch. With `band`, the
+    next epoch's pool has the prompts whose mean reward lies between the quantiles low and high (ties may leave as a
+    block; ranks decide if fewer than min_keep would stay). Replacement prompts that `rollout.max_gen_batches` draws
+    come from the uniform order.
     """
 
     threshold: float | None = None
@@ -102,7 +102,7 @@ class Taco(Sampler):
         return {"set_aside": len(state["buffer"]), "pool": len(state["pool"]), **known}
 
     def _update_averages(self, state: State, known: Sequence[Group]) -> State:
-        """The moving mean and variance of groups' KL, and the threshold that follows from them."""
+        """Return the moving mean and variance of the groups' KL, and the threshold derived from them."""
         mean, variance = state["kl_mean"], state["kl_var"]
         for group in known:
             assert group.kl is not None
@@ -117,7 +117,7 @@ class Taco(Sampler):
         return {"kl_mean": mean, "kl_var": variance, "kl_threshold": mean + self.z * math.sqrt(variance)}
 
     def _schedule_next(self, state: State, returned: Sequence[str], pool: Pool, planned: int) -> State:
-        """The state with what comes back at the head of the queue, and with the next epoch where this one ends."""
+        """Return the state with returning prompts at the head of the queue, and a new epoch if the queue is used up."""
         numbers = {uid: n for n, uid in enumerate(pool.uids)}
         back = [numbers[uid] for uid in returned if uid in numbers]
         left = state["queue"][(planned - state["from"]) * pool.prompts_per_step :]

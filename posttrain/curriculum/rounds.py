@@ -1,4 +1,4 @@
-"""Samplers that sample a step in several rounds: XRPO's grants, and prompts that greedy decoding fails."""
+"""Samplers with several rounds per step: XRPO's incremental grants, and filtering by greedy decoding (SELF)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class Xrpo(Sampler):
-    """Every prompt gets n_min rollouts; further rounds give the rest of prompts_per_step * group_size to where they
-    shrink the confidence interval of the mean reward most.
+    """Gives every prompt n_min rollouts, then spends the remainder of prompts_per_step * group_size in further rounds
+    where a rollout narrows the confidence interval of the mean reward most.
 
     Priority: h(n) - h(n+1) + explore * sqrt(ln(1 + rollouts of the step) / n) with h(n) = t_{1-alpha/2, n-1} * s /
     sqrt(n), s the standard deviation (ddof 1) of the prompt's rewards. n_min: null = half of `rollout.group_size`.
-    n_max: null = 4 n_min. rounds: with the first one; each later one grants an equal part of what is left. per_round:
-    rollouts that one grant gives.
+    n_max: null = 4 n_min. rounds: including the first; each later round grants an equal part of the remaining budget.
+    per_round: rollouts per grant.
     """
 
     alpha: float = 0.05
@@ -84,11 +84,12 @@ class Xrpo(Sampler):
 @dataclass(frozen=True, kw_only=True)
 class SelfCuration(Sampler):
     """Trains on the prompts that greedy decoding fails (SELF): one greedy rollout each, then group_size rollouts for
-    those whose value is not `solved_value`.
+    the prompts whose greedy value is not `solved_value`.
 
-    A step has at most prompts_per_step prompts, and fewer where some are solved; where all are, the next prompts of the
-    uniform order are tried. metric: what the greedy rollout is judged by. at_least: more than solved_value is solved
-    too. divisor: prompts are repeated from the front, as groups of their own, until their number is a multiple of it.
+    A step has at most prompts_per_step prompts, and fewer if some are solved; if all are solved, the next prompts of
+    the uniform order are tried. metric: the value of a greedy rollout. at_least: values above solved_value count as
+    solved too. divisor: prompts are repeated from the front, as separate groups, until their number is a multiple of
+    it.
     """
 
     solved_value: float = 1.0

@@ -1,4 +1,4 @@
-"""Which prompts or rows are chosen, by a number of each: stages, pools, splits, targets. Pure formulas."""
+"""Selection of prompts or rows by a number: stages, pools, splits, targets, bin weights. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Middle = Literal["sft", "rl", "drop"]
 
 
 class Stage(NamedTuple):
-    """The number of a stage, which prompts belong to it, and how likely each is to be drawn."""
+    """A stage: its number, a 0/1 mask of its prompts, and the sampling probability of each prompt."""
 
     number: int
     allowed: list[float]
@@ -22,7 +22,7 @@ class Stage(NamedTuple):
 
 
 def stage_at(progress: float, stages: int) -> int:
-    """The number, from 0, of the stage that a share `progress` of the run has reached; stages are equally long."""
+    """Return the stage, from 0, that a share `progress` of the run has reached; stages are equally long."""
     return min(math.floor(progress * stages), stages - 1)
 
 
@@ -34,11 +34,11 @@ def curriculum_stage(
     mode: Mode = "cumulative",
     temperature: float | None = None,
 ) -> Stage:
-    """Prompts of the stage that a share `progress` of the run has reached (SARI, CRAFT-GUI).
+    """Return the stage that a share `progress` of the run has reached, with its prompts (SARI, CRAFT-GUI).
 
-    difficulty: from 0 (easy) to 1. boundaries: rising, the largest difficulty of each stage. A stage has what is not
-    harder than its boundary; `exclusive`: and harder than the one before. temperature: probabilities fall with
-    exp(-|difficulty - boundary| / temperature); None: all alike. Where nothing is allowed, all prompts are.
+    difficulty: from 0 (easy) to 1. boundaries: ascending, the largest difficulty of each stage. A stage has all prompts
+    up to its boundary; `exclusive`: only those above the previous boundary. temperature: probabilities are proportional
+    to exp(-|difficulty - boundary| / temperature); None: equal. If no prompt qualifies, all prompts are drawn alike.
     """
     number = stage_at(progress, len(boundaries))
     top = boundaries[number]
@@ -53,13 +53,13 @@ def curriculum_stage(
 
 
 def nearest_to(values: Sequence[float], count: int, target: float = 0.5) -> list[int]:
-    """Places of the `count` values that are nearest to `target`, the nearest first (ties: the first); PCL."""
+    """Return the indices of the `count` values nearest to `target`, nearest first (ties: the first); PCL."""
     return sorted(range(len(values)), key=lambda n: (abs(values[n] - target), n))[:count]
 
 
 def lowest_pass_rates(pool: Sequence[int], rates: Callable[[int], float | None], keep: int) -> list[int]:
-    """The `keep` prompts of a pool with the lowest pass rate, the lowest first (ties: the first); all if there are not
-    so many (DRIVE, arXiv 2511.06307). Raises DataError for one that was not measured."""
+    """Return the `keep` prompts of a pool with the lowest pass rate, lowest first (ties: the first); all if the pool is
+    smaller (DRIVE, arXiv 2511.06307). Raises DataError if a prompt has no pass rate."""
     found = {prompt: rates(prompt) for prompt in pool}
     missing = [prompt for prompt, value in found.items() if value is None]
     if missing:
@@ -68,15 +68,15 @@ def lowest_pass_rates(pool: Sequence[int], rates: Callable[[int], float | None],
 
 
 def fold_copies(fold_solved: Sequence[float], hard: Sequence[float], copies: int = 2) -> list[int]:
-    """How often each row of the next SFT fold is trained on: 0 if the model solves it, `copies` if it is hard, else 1
-    (DRIVE's arena learning)."""
+    """Return how often each row of the next SFT fold is trained on: 0 if the model solves it, `copies` if it is hard,
+    else 1 (DRIVE's arena learning)."""
     return [0 if ok else copies if is_hard else 1 for ok, is_hard in zip(fold_solved, hard, strict=True)]
 
 
 def greedy_failures(
     greedy_rewards: Sequence[float | None], *, solved_value: float = 1.0, divisor: int = 1, at_least: bool = False
 ) -> tuple[list[int], list[int]]:
-    """(places whose greedy reward is not `solved_value`, the same padded by repetition from the front to a multiple of
+    """Return (indices whose greedy reward is not `solved_value`, these repeated from the front to a multiple of
     `divisor`) (SELF, arXiv 2510.02230). at_least: a reward above `solved_value` counts as solved too."""
     kept = [
         n
@@ -88,12 +88,12 @@ def greedy_failures(
 
 
 def choose_pass_rates(pass_rate: Sequence[float], *, low: float = 0.2, high: float = 0.625) -> list[int]:
-    """Places of the problems that are solved at least `low` and at most `high` of the time (Light-R1)."""
+    """Return the indices of the problems with low <= pass rate <= high (Light-R1)."""
     return [n for n, value in enumerate(pass_rate) if in_band(value, low, high)]
 
 
 class Split(NamedTuple):
-    """Places of rows for each of two stages, and of those for neither."""
+    """Row indices for the SFT stage, for the RL stage, and for neither."""
 
     sft: list[int]
     rl: list[int]
@@ -103,8 +103,8 @@ class Split(NamedTuple):
 def by_reasoning(
     scores: Sequence[float | None], *, sft_max: float = 2, rl_min: float = 4, middle: Middle = "sft"
 ) -> Split:
-    """Rows by a score of how much reasoning they take: <= sft_max for SFT, >= rl_min for RL, what is between as
-    `middle` says (DeReason, arXiv 2603.11193; that middle is a guess). Rows without a score are dropped."""
+    """Split rows by a score of the reasoning they need: <= sft_max for SFT, >= rl_min for RL, in between as `middle`
+    (DeReason, arXiv 2603.11193; the treatment of the middle is a guess). Rows without a score are dropped."""
     places: dict[str, list[int]] = {"sft": [], "rl": [], "drop": []}
     for n, score in enumerate(scores):
         known = score is not None and score == score
@@ -117,8 +117,8 @@ def _side(score: float, sft_max: float, rl_min: float, middle: Middle) -> str:
 
 
 def weighted_draw(weights: Sequence[float], count: int, uniform: Callable[[], float]) -> list[int]:
-    """`count` places drawn with probabilities in proportion to the weights, without replacement as long as there are
-    places left (then all are back). uniform: draws from [0, 1)."""
+    """Draw `count` indices with probability proportional to the weights, without replacement; once all are drawn, all
+    can be drawn again. uniform: returns draws from [0, 1)."""
     able = [n for n, weight in enumerate(weights) if weight > 0]
     found: list[int] = []
     while able and len(found) < count:
@@ -131,7 +131,7 @@ def weighted_draw(weights: Sequence[float], count: int, uniform: Callable[[], fl
 
 
 class BinWeights(NamedTuple):
-    """q of each bin, and what the advantages of each row are multiplied by."""
+    """Weight q of each bin, and the factor of each row's advantages."""
 
     bins: dict[str, float]
     rows: list[float]
@@ -151,12 +151,12 @@ def weights_of_bins(
     score_clip: float = 5.0,
     num_bins: int | None = None,
 ) -> BinWeights:
-    """Weights that favour bins with a high score (the average of their loss).
+    """Compute weights that favour bins with a high score (moving average of their loss).
 
-    `code`: q = (1-gamma) softmax(eta * s) + gamma / K over the K bins of the batch, at most max_weight; a row weighs q
-    of its bin over the mean of q, at most max_weight. zscore: s is standardised over all bins seen, within +-z_cap
-    (None: all of it). `paper`: omega = exp(eta * clip(S, +-score_clip)) over all `num_bins`; rows weigh min(omega,
-    max_weight).
+    `code`: q = (1-gamma) softmax(eta * s) + gamma / K over the K bins of the batch, at most max_weight; a row's factor
+    is q of its bin divided by the mean of q over rows, at most max_weight. zscore: s is standardised over all bins seen
+    and clipped to +-z_cap (None: not clipped). `paper`: omega = exp(eta * clip(S, +-score_clip)) over all `num_bins`; a
+    row's factor is min(omega, max_weight).
     """
     if not row_bins:
         return BinWeights({}, [])
@@ -187,10 +187,10 @@ def averaged_losses(
     beta: float = 0.12,
     by_share: bool = False,
 ) -> dict[str, float]:
-    """The scores of bins after a step: (1-beta) S + beta * mean loss of the bin's rows; the mean itself the first time.
+    """Return the bin scores after a step: (1-beta) S + beta * mean loss of the bin's rows; at first the mean itself.
 
-    by_share: the mean is divided by the bin's share of the rows. Bins without rows stay. The average of a mean is what
-    takes the bias towards frequent bins out of EXP3.
+    by_share: the mean is divided by the bin's share of the rows. Bins without rows do not change. Averaging means
+    removes EXP3's bias towards frequent bins.
     """
     found = {str(name): float(score) for name, score in scores.items()}
     for b in sorted(set(row_bins)):

@@ -1,4 +1,4 @@
-"""Easy prompts first, harder ones in later stages (SARI, CRAFT-GUI)."""
+"""Curriculum by stages: easy prompts first, harder ones in later stages (SARI, CRAFT-GUI)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from posttrain.registry import register
 )
 @dataclass(frozen=True, kw_only=True)
 class CurriculumStage(Sampler):
-    """Stages by difficulty: with S boundaries, the s-th S-th of the run draws prompts of difficulty <= boundaries[s].
+    """Stages by difficulty: the run is split into one equal part per boundary, and part s draws prompts of difficulty
+    <= boundaries[s].
 
-    `exclusive`: and harder than the boundary before. temperature: prompts near the boundary are drawn more often, by
-    exp(-|difficulty - boundary| / temperature); null = all alike. column: a data column with difficulties from 0 to 1
-    (1 = hard); null = 1 - the pass rate of the prompt's rollouts so far. Prompts without a difficulty have `unseen`: 0
-    draws them in the first stage, where they are measured. A stage without prompts draws from all, which a run notes.
+    `exclusive`: only those above the previous boundary. temperature: prompts near the boundary are drawn more often,
+    with weight exp(-|difficulty - boundary| / temperature); null = equal. column: a data column with difficulties from
+    0 to 1 (1 = hard); null = 1 - pass rate of the prompt's rollouts so far. Prompts without a difficulty get `unseen`;
+    0 draws them in the first stage, which measures them. A stage without prompts draws from all prompts; a run warns.
     """
 
     boundaries: tuple[float, ...] = (0.3, 0.6, 1.0)
@@ -51,7 +52,7 @@ class CurriculumStage(Sampler):
         return {"tallies": {}, "step": 0}
 
     def notes(self, pool: Pool) -> list[str]:
-        """Prompts that no stage draws, and stages that have no prompts of their own; known where a column says it."""
+        """Return warnings about prompts that no stage draws and stages without prompts, if `column` is set."""
         if self.column is None:
             return []
         found, hard = [], [self._difficulty({}, n, pool) for n in range(len(pool))]
@@ -99,7 +100,7 @@ class CurriculumStage(Sampler):
 
 
 def _refuse_other_scales(pool: Pool, column: str) -> None:
-    """Raise DataError for difficulties that are not between 0 and 1, with the scale that they seem to have."""
+    """Raise DataError for difficulties outside of 0 to 1; the hint rescales them."""
     given = [(uid, row.get(column)) for uid, row in zip(pool.uids, pool.rows, strict=True)]
     known = [(uid, float(value)) for uid, value in given if isinstance(value, int | float) and not math.isnan(value)]
     outside = [uid for uid, value in known if not 0 <= value <= 1]

@@ -1,4 +1,4 @@
-"""Every prompt alike."""
+"""Uniform sampling of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.registry import register
 @register("sampler", "uniform")
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Sampler):
-    """Each prompt once an epoch, in an order drawn from the seed (`data.shuffle: false`: their own),
+    """Each prompt once an epoch, in an order drawn from the seed (`data.shuffle: false`: in data order),
     `rollout.group_size` rollouts each."""
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:

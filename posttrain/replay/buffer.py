@@ -1,4 +1,4 @@
-"""Stored rows that a step has beside its own, with the advantages of the groups that they came from."""
+"""Replay kinds that add stored rows to a step, with the advantages from their original groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.errors import UserError
 from posttrain.registry import register
 from posttrain.replay.protocol import Replay, Request, Row, Stock
 
-TAU = 1e-6  # an advantage of at most so much is none
+TAU = 1e-6  # advantages up to this size count as zero
 
 
 @register(
@@ -23,10 +23,10 @@ TAU = 1e-6  # an advantage of at most so much is none
 )
 @dataclass(frozen=True, kw_only=True)
 class SelectiveSampleBuffer(Replay):
-    """Skywork R1V2's selective sample buffer: rows with an advantage stand in for those of a step that have none.
+    """Skywork R1V2's selective sample buffer: stored rows with a nonzero advantage make up for rows without one.
 
-    Rows with an advantage are stored for max_age steps, at most `capacity`: the youngest, then the largest |A|. A step
-    whose rows have advantage 0 in part gets as many stored ones beside them, at most `fraction` of its rows, drawn in
+    Rows with a nonzero advantage are stored for max_age steps, at most `capacity`: the youngest, then the largest |A|.
+    A step gets one stored row for each of its rows with advantage 0, at most `fraction` of its rows, sampled in
     proportion to |A|^power without replacement.
     """
 
@@ -69,10 +69,10 @@ class SelectiveSampleBuffer(Replay):
 )
 @dataclass(frozen=True, kw_only=True)
 class Recent(Replay):
-    """ReMix: rows of the last `window` steps make up `fraction` of a step's rows, drawn uniformly, until step `until`.
+    """ReMix: until step `until`, `fraction` of a step's rows are sampled uniformly from the last `window` steps.
 
-    With n fresh rows floor(n * fraction / (1 - fraction)) stored ones are added, or all that there are. until: the step
-    (from 1) from which on none is added; null = never.
+    With n fresh rows, floor(n * fraction / (1 - fraction)) stored rows are added, or all if there are fewer. until: the
+    step (from 1) from which on none is added; null = never.
     """
 
     fraction: float = 0.4
@@ -113,8 +113,9 @@ def selective_buffer(
     capacity: int | None = None,
     power: float = 1.0,
 ) -> tuple[list[float], list[float]]:
-    """(which rows stay, how likely each is to be drawn): |advantage| > tau and age <= max_age, of more than `capacity`
-    the youngest, then the largest |advantage|, then the first; drawn in proportion to |advantage|^power."""
+    """Return (0/1 mask of the rows that stay, sampling probability of each row). Rows with |advantage| > tau and age <=
+    max_age stay; of more than `capacity`, the youngest, then the largest |advantage|, then the first. The probability
+    is proportional to |advantage|^power."""
     able = [n for n, (a, age) in enumerate(zip(advantages, ages, strict=True)) if abs(a) > tau and age <= max_age]
     able = sorted(able, key=lambda n: (ages[n], -abs(advantages[n]), n))[:capacity]
     kept = [float(n in set(able)) for n in range(len(advantages))]

@@ -1,4 +1,4 @@
-"""Rows that a selection left out of a step, trained on later in an update of their own (RoRecomp)."""
+"""Replay of rows that `select` excluded from a step, in a separate update later (RoRecomp)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.errors import UserError
 from posttrain.registry import register
 from posttrain.replay.protocol import Replay, Request, Row, Stock
 
-TAU = 1e-6  # an advantage of at most so much is none
+TAU = 1e-6  # advantages up to this size count as zero
 
 
 @register(
@@ -23,12 +23,12 @@ TAU = 1e-6  # an advantage of at most so much is none
 )
 @dataclass(frozen=True, kw_only=True)
 class Compensation(Replay):
-    """RoRecomp's compensation batches: rows that `select` left out are trained on later, in an update of their own.
+    """RoRecomp's compensation batches: rows that `select` excluded are trained on later, in a separate update.
 
-    Rows with an advantage, of which `select` has taken every token, are stored in order. Once there are `size` of them
-    (null: as many as a step has), the oldest `size` leave the store after the next step's own updates: with probability
-    p_end + (p_start - p_end) * (1 + cos(pi * step / steps)) / 2 they are trained on, else dropped. max_age: steps after
-    which a row is dropped before; null = never.
+    Rows with a nonzero advantage whose tokens `select` excluded altogether are stored in order. Once there are `size`
+    of them (null: the number of rows of a step), the oldest `size` leave the store after the next step's own updates:
+    with probability p_end + (p_start - p_end) * (1 + cos(pi * step / steps)) / 2 they are trained on, else dropped.
+    max_age: steps after which a row is dropped earlier; null = never.
     """
 
     size: int | None = None
@@ -45,7 +45,7 @@ class Compensation(Replay):
                 raise UserError(f"{name} {share}", allowed="0 to 1")
 
     def probability(self, step: int, total_steps: int) -> float:
-        """That a full batch is trained on after step `step`, from 0."""
+        """Return the probability that a full batch is trained on after step `step`, from 0."""
         return Cosine(total_steps=total_steps, high=self.p_start, low=self.p_end).value({}, step)
 
     def train_apart(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the training loop and a kind of replay say to each other."""
+"""Interface between the training loop and a kind of replay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class Row:
     """A rollout, fresh or stored.
 
-    uid: of its prompt. step: that it was sampled for, from 0. group: number of its group in that step. reward, correct:
-    None = unscored. length: tokens of the completion. advantage: the mean over its tokens, as assigned within its own
-    group; 0 before that, and where the step does not train on it. left_out: its advantage where `select` has taken
-    every token of it, else 0.
+    uid: of its prompt. step: the step that it was sampled for, from 0. group: id of its group in that step. reward,
+    correct: None = unscored. length: completion tokens. advantage: mean over its tokens, as assigned within its own
+    group; 0 before it is assigned, and if the step does not train on the row. left_out: the row's advantage if `select`
+    excluded all of its tokens, else 0.
     """
 
     uid: str
@@ -28,20 +28,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Request:
-    """The step that asks, from 0; the steps of the run; a seed for random draws."""
+    """The current step, from 0; the number of steps of the run; a seed for random draws."""
 
     step: int
     total_steps: int
     seed: int
 
     def age(self, row: Row) -> int:
-        """Steps since the row was sampled."""
+        """Return the number of steps since the row was sampled."""
         return self.step - row.step
 
 
 @dataclass(frozen=True)
 class Stock:
-    """What is stored after a step: places of stored rows that stay, then places of fresh rows that join them."""
+    """The store after a step: indices of stored rows that stay, then indices of fresh rows that are added."""
 
     stay: Sequence[int]
     join: Sequence[int]
@@ -49,30 +49,30 @@ class Stock:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The base of kinds: nothing is stored, and nothing replayed.
+    """Base class of replay kinds: stores and replays nothing.
 
-    All methods are pure: the same arguments give the same answer, on every rank and after a resume. Stored rows come in
-    the order in which they were stored.
+    All methods are pure: equal arguments give equal results, on every rank and after a resume. Stored rows are passed
+    in the order in which they were stored.
     """
 
     def replace(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Mapping[int, int]:
-        """Place of a fresh row that gives way -> place of the stored one that stands in its group instead."""
+        """Return index of a fresh row -> index of the stored row that replaces it in its group."""
         del fresh, stored, request
         return {}
 
     def add(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Sequence[int]:
-        """Places of stored rows that the step trains on beside its own, with the advantages that they were stored with.
+        """Return indices of stored rows that the step trains on in addition to its own, with their stored advantages.
         fresh: the step's rows with their advantages."""
         del fresh, stored, request
         return ()
 
     def train_apart(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Sequence[int]:
-        """Places of stored rows that are trained on in an update of their own, behind those of the step, with the
-        advantages that they were stored with. fresh: the step's rows with their advantages."""
+        """Return indices of stored rows that are trained on in a separate update after the step's own updates, with
+        their stored advantages. fresh: the step's rows with their advantages."""
         del fresh, stored, request
         return ()
 
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
-        """What is stored after the step. fresh: its rows, without those that gave way and those that were replayed."""
+        """Return the store after the step. fresh: the step's rows, without replaced and replayed ones."""
         del fresh, request
         return Stock(range(len(stored)), ())

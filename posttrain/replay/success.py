@@ -1,4 +1,4 @@
-"""A stored success takes the place of a rollout of a group that failed (ARPO)."""
+"""Replay kind that replaces a rollout of a failed group with a stored success (ARPO)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from posttrain.replay.protocol import Replay, Request, Row, Stock
 @register("replay", "success", paper="2505.16282", needs=("groups", "replaces"))
 @dataclass(frozen=True, kw_only=True)
 class Success(Replay):
-    """A success that was stored for a prompt takes the place of the first rollout of a group that failed (ARPO).
+    """Replaces the first rollout of a failed group with a stored success of the same prompt (ARPO).
 
-    A group has failed if its rewards have a population std below std_max and a mean below mean_max. Of the prompt's
-    stored rollouts one is drawn uniformly. Fresh rollouts with a reward above success_min are stored, the newest
-    `capacity` of a prompt; what was replayed is not stored again. max_age: steps after which one is dropped; null =
-    never.
+    A group has failed if its rewards have a population std below std_max and a mean below mean_max. The success is
+    drawn uniformly from the prompt's stored rollouts. Fresh rollouts with a reward above success_min are stored, the
+    newest `capacity` per prompt; replayed rollouts are not stored again. max_age: steps after which a stored rollout is
+    dropped; null = never.
     """
 
     capacity: int = 8
@@ -68,9 +68,9 @@ def choose_successes(
     std_max: float = 0.05,
     mean_max: float = 0.2,
 ) -> dict[int, int]:
-    """Place of the first row of each group that failed -> place of a stored row of its prompt, where there is one.
+    """Return index of the first row of each failed group -> index of a stored row of its prompt, if there is one.
 
-    pick: (number of the group in order of first appearance, stored rows of its prompt) -> which of them, from 0.
+    pick: (number of the group in order of first appearance, number of stored rows of its prompt) -> index of one.
     """
     groups: dict[int, list[int]] = {}
     for place, row in enumerate(fresh):
@@ -87,13 +87,13 @@ def choose_successes(
 
 
 def has_failed(rewards: Sequence[float | None], *, std_max: float = 0.05, mean_max: float = 0.2) -> bool:
-    """Whether the known rewards of a group have a population std below std_max and a mean below mean_max."""
+    """Return whether the known rewards of a group have a population std below std_max and a mean below mean_max."""
     known = [reward for reward in rewards if reward is not None]
     return bool(known) and pstdev(known) < std_max and fmean(known) < mean_max
 
 
 def oldest(uids: Sequence[str], capacity: int) -> set[int]:
-    """The places of entries that have `capacity` newer ones of the same uid behind them."""
+    """Return the indices of entries that `capacity` later entries of the same uid follow."""
     seen: dict[str, int] = {}
     gone = set()
     for place in reversed(range(len(uids))):
