@@ -76,7 +76,9 @@ def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
             found |= {field: [_number(row, field) for row in rows] for field in fields}
     for field in ANCHORS["history"]:
         if len({len(past) for past in found.get(field, [])}) > 1:
-            raise DataError(f"`{field}` has more policies in some rows than in others", hint="one a policy in each row")
+            raise DataError(
+                f"`{field}` has more policies in some rows than in others", hint="give one value per policy in each row"
+            )
     return found
 
 
@@ -90,11 +92,11 @@ def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Non
             present = any(row.get(other) is not None for other in fields for row in rows)
             if lacking and (present or (need in GIVEN and need in wanted)):
                 raise DataError(
-                    f"pair loss `{use}` needs the column `{field}`, not there in {len(lacking)} of "
+                    f"pair loss `{use}` needs the column `{field}`, which is missing in {len(lacking)} of "
                     f"{count_noun(len(rows), 'row')}",
                     where=source_locations.rows([str(row["uid"]) for row in lacking]),
-                    allowed=f"columns of the first: {', '.join(k for k in lacking[0] if k != 'uid')}",
-                    hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
+                    allowed=f"columns of the first of these rows: {', '.join(k for k in lacking[0] if k != 'uid')}",
+                    hint=f"map the data's column to this name, e.g. data.columns: {{{field}: THEIR_NAME}}",
                 )
 
 

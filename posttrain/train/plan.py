@@ -40,7 +40,7 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
         raise RecipeError(
             f"`plan` is for recipes that train; this is one for `posttrain {recipe.verb}`",
             allowed="allowed: recipes for rl, sft, dpo and reward-model",
-            hint="write a stage of the pipeline as a recipe of its own to plan it" if recipe.verb == "run" else "",
+            hint="to plan a stage of a pipeline, write it as a separate recipe" if recipe.verb == "run" else "",
         )
     machine = machine or Machine.here()
     model = skeleton(recipe)

@@ -367,7 +367,7 @@ class Preference(RunLoop, DPOTrainer):
         batch = dataclasses.replace(batch, mean_chosen_length=self.mean_chosen_length, kl_baseline=self.kl_baseline)
         result = self.pair_loss(batch)
         if not isinstance(result, PairLoss) or result.losses.shape != batch.chosen_logp.shape:
-            raise UserError("the pair loss must return a PairLoss with one loss a pair (posttrain.batch.PairLoss)")
+            raise UserError("the pair loss must return a PairLoss with one loss per pair (posttrain.batch.PairLoss)")
         self._add_metrics(batch, result, inputs)
         loss = result.losses.sum()
         if self.online is not None:

@@ -136,18 +136,19 @@ class StepSampler:
         numbers, counts = list(plan.prompts), list(plan.rollouts)
         trained = [group.prompt for group in request.seen if not group.measured]
         if len(numbers) != len(counts) or any(len(x) not in (0, len(numbers)) for x in (plan.bins, plan.limits)):
-            found = f"{len(numbers)} prompts, {len(counts)} numbers of rollouts"
+            found = f"{len(numbers)} prompts, {len(counts)} rollout counts"
             return f"{found}, {len(plan.bins)} bins, {len(plan.limits)} limits"
         if any(type(n) is not int or not 1 <= n <= request.max_new_tokens for n in plan.limits):
-            return f"limits {list(plan.limits)}, where whole numbers from 1 to {request.max_new_tokens} are"
+            return f"limits {list(plan.limits)}, but integers from 1 to {request.max_new_tokens} are allowed"
         if len(numbers) > request.prompts:
-            return f"{len(numbers)} prompts, and a step draws {request.prompts} (rollout.prompts_per_step)"
+            return f"{len(numbers)} prompts, but a step takes {request.prompts} (rollout.prompts_per_step)"
         if any(not 0 <= n < len(self.pool) for n in numbers):
-            return f"prompt {next(n for n in numbers if not 0 <= n < len(self.pool))} of {len(self.pool)}, from 0"
+            wrong = next(n for n in numbers if not 0 <= n < len(self.pool))
+            return f"prompt {wrong}, but prompts are numbered from 0 to {len(self.pool) - 1}"
         if any(type(n) is not int or n < 0 for n in counts):
-            return f"rollouts {counts}, where whole numbers from 0 on are"
+            return f"rollouts {counts}, but integers from 0 are allowed"
         if trained and numbers != trained:
-            return "a round after one that is trained on names other prompts"
+            return "a further round names other prompts than the previous one, whose rollouts are trained on"
         if numbers and not trained and 0 in counts:
             return "a prompt without rollouts"
         return ""
@@ -202,7 +203,7 @@ class StepSampler:
         try:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
-            raise RunError(f"the state of sampler `{self.name}` is no JSON: {error}") from error
+            raise RunError(f"the state of sampler `{self.name}` cannot be written as JSON: {error}") from error
 
     def metrics(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of a step's groups and of the state after it. Uniform sampling of equal groups has none."""

@@ -42,6 +42,6 @@ def agree_on_start(store: Any, rank: int, world: int, *, timeout_s: float) -> st
             store.set(f"{_REPLY}/{nonce.decode()}", name)
             answered.add(nonce)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"only {received + 1} of {world} came")
+            raise RuntimeError(f"only {received + 1} of {world} ranks arrived")
         time.sleep(POLL_S)
     return name

@@ -131,6 +131,6 @@ class Record:
         made = sum(calls.calls for calls in newest)
         return [
             f"reward {name}: {sum(calls.count_failures(name) for calls in newest)} of {made} calls failed in step"
-            f" {state.step}, unscored; later ones are counted in rewards/{name}/errors and /timeouts"
+            f" {state.step} and left rows unscored; later failures are counted in rewards/{name}/errors and /timeouts"
             for name in new
         ]

@@ -102,7 +102,7 @@ def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
     needs: what the run's components read. source: the model in training.
     """
     if not needs & {*BY_REFERENCE}:
-        return "reference model: none, because no term of the loss or of the reward compares with one"
+        return "reference model: none, because no term of the loss or the reward uses one"
     named = recipe.kl.reference
     which = f"{named} (kl.reference)" if named is not None else f"the starting policy ({source})"
     kl = f"; KL: {recipe.kl.use}, coef {recipe.kl.coef:g}, in the {recipe.kl.where}" if recipe.kl.coef else ""

@@ -132,7 +132,8 @@ class ReplayStore:
         wrong = next((n for n in indices if type(n) is not int or not 0 <= n < count), None)
         if wrong is not None:
             raise RunError(
-                f"replay `{self.name}` names {which} row {wrong} of {count}, from 0", where=f"step {step + 1}"
+                f"replay `{self.name}` returned {which} row {wrong}, but there are {count}, numbered from 0",
+                where=f"step {step + 1}",
             )
 
     def _rows(self) -> list[Row]:

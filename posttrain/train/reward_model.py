@@ -85,7 +85,10 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
         "heads": settings.count,
         **measured,
         "tables": tables(found),
-        "findings": [*found["findings"], *([] if items.held else ["measured on the rows that it was trained on"])],
+        "findings": [
+            *found["findings"],
+            *([] if items.held else ["evaluated on the training rows"]),
+        ],
     }
 
 

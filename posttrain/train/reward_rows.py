@@ -139,8 +139,12 @@ def count_lone_pairs(items: Sequence[Item]) -> int:
 def best_response_note(items: Sequence[Item]) -> str:
     """Return one line with the number of pairs that `best_response` does not affect; empty if all are compared."""
     alone = count_lone_pairs(items)
-    why = "there is no other pair of their prompt to compare them with"
-    return f"objective.best_response has no part in {alone} of {count_noun(len(items), 'pair')}: {why}" if alone else ""
+    if not alone:
+        return ""
+    return (
+        f"objective.best_response does not affect {alone} of {count_noun(len(items), 'pair')}:"
+        " they are the only pairs of their prompts"
+    )
 
 
 def lengths_note(items: Sequence[Item]) -> str:

@@ -224,7 +224,7 @@ def check_grading(scorer: Scorer) -> None:
     """Raise RewardError if a reward reads many rows in a call: its score of a row would depend on other rows."""
     if name := next((r.name for r in scorer.rewards if r.batched and not r.in_trainer), ""):
         raise RewardError(
-            f"{name} reads many rows in a call, and a search has its rows scored one by one",
+            f"{name} reads many rows in a call, but a search scores rows one by one",
             hint="score single completions, or leave `rollout.shape` out",
         )
 

@@ -113,7 +113,7 @@ def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
     if wrong:
         raise ModelError(
             f"model.parallel.tensor: transformers' plan for {causal.config.model_type} leaves out {wrong[0]}, whose"
-            " gradient is in parts",
+            " gradient differs between ranks",
             hint=f"{tensor_split.SHARD_INSTEAD}, or train with LoRA",
         )
 

@@ -59,7 +59,7 @@ def rate_note(trained: int, weights: int, lr: float, usual: UsualRates, *, adapt
     if adapter:
         line = f"{trained:,} of {weights:,} weights are trained (LoRA), learning rate {lr:.3g}"
         small = lr < usual.adapter
-        return f"{line}: low for LoRA (usual is {usual.adapter:.0e} or more), as for all weights" if small else line
+        return f"{line}: low for LoRA (usual is {usual.adapter:.0e} or more)" if small else line
     line = f"all {trained:,} weights are trained" if trained == weights else f"{trained:,} of {weights:,} are trained"
     line += f", learning rate {lr:.3g}"
     highest = usual.full * max(1.0, LARGE / weights) ** 0.75
@@ -102,6 +102,6 @@ def shared_rows_note(trained: Sequence[Mapping[str, Any]], held_out: Prepared[An
     if not shared:
         return ""
     return (
-        f"evaluation: {len(shared)} of {count_noun(len(held_out.rows), 'row')} ask what training rows ask, so it"
-        " measures memory as well (`posttrain data audit` names them)"
+        f"evaluation: {len(shared)} of {count_noun(len(held_out.rows), 'row')} ask the same as training rows,"
+        " so it also measures memorisation (`posttrain data audit` names them)"
     )

@@ -392,5 +392,5 @@ def base_layer(module: Any) -> Any:
 
 def _not_followed(what: str) -> ModelError:
     return ModelError(
-        f"transformers' plan of tensor parallelism runs {what}, which posttrain does not do", hint=SHARD_INSTEAD
+        f"transformers' plan of tensor parallelism runs {what}, which posttrain does not support", hint=SHARD_INSTEAD
     )

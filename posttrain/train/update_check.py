@@ -87,7 +87,7 @@ def tiny_gradient_note(values: Mapping[str, Any], section: Optim, weights: int) 
     if not norm or not weights or norm / math.sqrt(weights) >= TINY_GRADIENT * section.eps:
         return None
     return (
-        f"the gradient is so small that optim.eps ({section.eps:g}) takes more than 99% of each update: next to nothing"
+        f"the gradient is so small that optim.eps ({section.eps:g}) takes more than 99% of each update: almost nothing"
         " is trained; look at the weights and coefficients of the loss, and at optim.max_grad_norm"
     )
 
@@ -99,7 +99,7 @@ def check_patience(state: State, limit: int | None) -> GivenUp | None:
     return GivenUp(
         f"no update in the last {count_noun(state.idle, 'step')}, {count_noun(state.updates, 'update')} before",
         allowed=f"stopped and saved after step {state.step}: run.max_idle_steps is {limit}",
-        hint="read why each step made none above; run.max_idle_steps=null with --resume goes on",
+        hint="the notes above say why each step made none; run.max_idle_steps=null with --resume continues",
     )
 
 
@@ -118,8 +118,8 @@ def check_end(state: State) -> None:
     if state.step and not state.updates:
         raise NothingTrained(
             f"nothing was trained: none of {count_noun(state.step, 'step')} made an update",
-            allowed="no final model was saved, for it would be the one that the run began with",
-            hint="read why each step made none above; metrics.jsonl has `updates`, `grad_norm` and `trained_ratio`",
+            allowed="no final model was saved, since it would equal the start model",
+            hint="the notes above say why; metrics.jsonl has `updates`, `grad_norm` and `trained_ratio`",
         )
 
 

@@ -119,10 +119,12 @@ def test_missing_columns_are_counted() -> None:
     """Of the rows' columns, or of a reference that only some rows have."""
     rows = [{"uid": n, "chosen_win": 1.0, "rejected_win": 0.0} for n in "abc"]
     rows[1].pop("chosen_win")
-    with pytest.raises(DataError, match=r"(?s)row b .*`sppo` needs the column `chosen_win`, not there in 1 of 3 rows"):
+    with pytest.raises(
+        DataError, match=r"(?s)row b .*`sppo` needs the column `chosen_win`, which is missing in 1 of 3 rows"
+    ):
         pair_columns.read(rows, frozenset({"ref_logp", "win_rates"}), "sppo")
     rows = [{"uid": n, **({"ref_chosen_logp": 1.0, "ref_rejected_logp": 1.0} if n == "a" else {})} for n in "abcde"]
-    with pytest.raises(DataError, match=r"(?s)rows b, c, d, ... .*`ref_chosen_logp`, not there in 4 of 5 rows"):
+    with pytest.raises(DataError, match=r"(?s)rows b, c, d, ... .*`ref_chosen_logp`, which is missing in 4 of 5 rows"):
         pair_columns.read(rows, frozenset({"ref_logp"}), "dpo")
 
 

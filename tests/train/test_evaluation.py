@@ -152,7 +152,7 @@ def test_evaluations_that_do_not_rise_stop_the_run(
     assert summary["steps"] == 2 and summary["stopped_early"].startswith("stopped after step 2: 2 evaluations in a row")
     assert summary["best_checkpoint"]["step"] == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "evaluation: 6 of 6 rows ask what training rows ask" in told
+    assert "evaluation: 6 of 6 rows ask the same as training rows" in told
     assert told.index("evaluation after step 2:") < told.index("(eval.patience)"), "first the number, then what follows"
     assert (tmp_path / "run" / "final").is_dir()
     with opened("run", resume=True) as directory:
@@ -223,7 +223,7 @@ def test_the_validation_loss_is_the_training_loss_of_the_same_rows(
 ) -> None:
     same = {"every": 3, "data": {"source": "rows.jsonl"}}
     rows = rows_of(sft.run, sft_recipe(batch={"size": 20, "micro_size": 4, "packing": packing}, eval=same))
-    assert "evaluation: 20 of 20 rows ask what training rows ask, so it measures memory as" in capsys.readouterr().err
+    assert "evaluation: 20 of 20 rows ask the same as training rows, so it also measures" in capsys.readouterr().err
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 3, 6]
     assert rows[0]["eval/loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
     assert rows[3]["eval/loss"] == pytest.approx(rows[4]["loss"], rel=1e-5)
@@ -236,7 +236,7 @@ def test_the_validation_loss_of_pairs(
     same = {"every": 3, "data": {"source": "pairs.jsonl"}, "keep_best": True}
     recipe = dpo_recipe(batch={"size": 20, "micro_size": 4}, eval=same)
     rows = rows_of(preference.run, recipe)
-    assert "evaluation: 20 of 20 rows ask what training rows ask" in capsys.readouterr().err
+    assert "evaluation: 20 of 20 rows ask the same as training rows" in capsys.readouterr().err
     for name in ("loss", "rewards/margins", "rewards/accuracies"):
         assert rows[3][f"eval/{name}"] == pytest.approx(rows[4][name], rel=1e-4, abs=1e-6), name
     assert json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 6

@@ -176,9 +176,9 @@ class Proposes:
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (Plan([0], [2, 2]), "1 prompts, 2 numbers of rollouts"),
-        (Plan([0, 1, 2], [2, 2, 2]), "3 prompts, and a step draws 2"),
-        (Plan([0, 9], [2, 2]), "prompt 9 of 5, from 0"),
+        (Plan([0], [2, 2]), "1 prompts, 2 rollout counts"),
+        (Plan([0, 1, 2], [2, 2, 2]), "3 prompts, but a step takes 2"),
+        (Plan([0, 9], [2, 2]), "prompt 9, but prompts are numbered from 0 to 4"),
         (Plan([0, 1], [2, -1]), "rollouts \\[2, -1\\]"),
         (Plan([0, 1], [2, 2.0]), "rollouts \\[2, 2.0\\]"),
         (Plan([0, 1], [2, 0]), "a prompt without rollouts"),
@@ -192,7 +192,7 @@ def test_a_plan_that_cannot_be_is_an_error(make: Make, plan: Plan, told: str) ->
     with pytest.raises(RunError, match=f"sampler `uniform`: .*{told}") as error:
         source.propose({}, 2, settings, 0)
     assert "step 3" in str(error.value)
-    with pytest.raises(RunError, match="no JSON"):
+    with pytest.raises(RunError, match="cannot be written as JSON"):
         source.update({}, [], 0)
 
 

@@ -29,5 +29,5 @@ def test_each_start_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
     store = dist.HashStore()
     store.set("posttrain/here/1", "dead")
-    with pytest.raises(RuntimeError, match="only 1 of 2 came"):
+    with pytest.raises(RuntimeError, match="only 1 of 2 ranks arrived"):
         agree_on_start(store, 0, 2, timeout_s=0.2)

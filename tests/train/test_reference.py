@@ -57,7 +57,7 @@ def test_an_offloaded_copy_is_the_starting_policy_at_every_use() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "reference model: none, because no term of the loss or of the reward compares with one"),
+        ({}, "reference model: none, because no term of the loss or the reward uses one"),
         ({"kl": {"coef": 0.01}}, "reference: the starting policy (base); KL: k3, coef 0.01, in the loss"),
         (
             {"kl": {"coef": 0.1, "use": "k2", "where": "reward", "reference": "runs/teacher/final"}},

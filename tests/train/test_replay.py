@@ -301,7 +301,7 @@ def test_rows_that_are_not_there_end_the_run_with_a_sentence() -> None:
         def store(self, *_: Any) -> Stock:
             return Stock((), (3,))
 
-    with pytest.raises(RunError, match="fresh row 3 of 0"):
+    with pytest.raises(RunError, match="fresh row 3, but there are 0"):
         ReplayStore(Wrong(), "wrong", 9, []).store([], [], 0)
 
 

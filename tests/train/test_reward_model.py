@@ -237,7 +237,7 @@ def test_a_best_response_needs_several_pairs_of_a_prompt(recipe_of, opened):
 @pytest.mark.parametrize(
     ("prompts", "told"),
     [
-        ("aabbcd", "no part in 2 of 6 pairs"),  # two of six train as without it, and the run says so
+        ("aabbcd", "does not affect 2 of 6 pairs"),  # two of six train as without it, and the run says so
         ("aabbccdd", None),
         ("aabcde", "4 of 6 are their prompt's only one"),
         ("aabc", "2 of 4 are their prompt's only one"),
@@ -305,7 +305,7 @@ def test_wrong_objectives_are_refused(recipe_of, objective, told):
 
 
 def test_a_language_model_is_no_reward_model(tmp_path):
-    with pytest.raises(ModelError, match="no reward model"):
+    with pytest.raises(ModelError, match="is not a reward model"):
         scorer.load(Model(path="tiny"), tmp_path)
 
 

@@ -58,8 +58,8 @@ def test_evaluation_rows_that_are_training_rows() -> None:
     asked = ["what is  3 + 4", "What is 3 - 4?", ""]
     held_out = Prepared([0, 1, 2], [{"prompt": text, "answer": "7"} for text in asked])
     assert shared_rows_note(trained, held_out) == (
-        "evaluation: 1 of 3 rows ask what training rows ask, so it measures memory as well (`posttrain data audit`"
-        " names them)"
+        "evaluation: 1 of 3 rows ask the same as training rows, so it also measures memorisation"
+        " (`posttrain data audit` names them)"
     )
     assert shared_rows_note(trained[1:], held_out) == shared_rows_note(trained, None) == ""
 

@@ -97,7 +97,10 @@ def test_a_trained_activation_in_parts_is_refused(rows: Any, folder: Path) -> No
     path = str(save_family("apertus", folder / "model"))
     with pytest.raises(AssertionError):
         rows("sft", 2, steps=1, name="run", path=path, parallel={"tensor": 2})
-    told = "transformers' plan for apertus leaves out model.layers.0.mlp.act_fn.alpha_p, whose gradient is in parts"
+    told = (
+        "transformers' plan for apertus leaves out model.layers.0.mlp.act_fn.alpha_p, whose gradient differs between"
+        " ranks"
+    )
     assert told in (folder / "run" / "status.json").read_text()
 
 
