@@ -19,10 +19,10 @@ ADDRESS = re.compile(r"http://[^/\s:@]+:\d+/?")
 
 
 def _allow_shorthands(schema: dict[str, Any]) -> None:
-    own = dict(schema)
+    full_schema = dict(schema)
     schema.clear()
     urls = {"type": "array", "items": {"type": "string"}, "description": "short for `urls: [...]`"}
-    schema["anyOf"] = [urls, {"type": "string", "description": "short for `file: FILE`"}, own]
+    schema["anyOf"] = [urls, {"type": "string", "description": "short for `file: FILE`"}, full_schema]
 
 
 class Server(Section):

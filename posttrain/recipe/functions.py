@@ -51,8 +51,8 @@ def _find_in_source(path: Path, left: str, name: str, error: type[UserError]) ->
     if name in names:
         return next((found for node in body if (found := _function_of(node)) and found.name == name), None), True
     if not names & {"*", "__getattr__"}:
-        own = set(_top_level_names([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
-        raise no_function(left, name, own or names, error)
+        defined = set(_top_level_names([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
+        raise no_function(left, name, defined or names, error)
     return None, False
 
 
@@ -109,8 +109,8 @@ def find_data_argument_errors(
     function itself. size: the recipe's `data.size`.
     """
     if [argument.arg for argument in function.args.args[:2]] == ["level", "draw"]:
-        own = {key: value for key, value in given.items() if key not in ("levels", "shares", "distinct")}
-        wrong = _check_given(function, function.args.kwonlyargs, own)
+        task_arguments = {key: value for key, value in given.items() if key not in ("levels", "shares", "distinct")}
+        wrong = _check_given(function, function.args.kwonlyargs, task_arguments)
         if size is None:
             wrong["source"] = UserError(f"{function.name} makes rows: give `size`, the number of rows")
         return wrong

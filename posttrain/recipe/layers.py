@@ -110,8 +110,8 @@ def _drop_former_params(lower: Node, upper: Node, section: type[ComponentSection
 
     if use(upper) is None or use(upper) == (use(lower) or section.default_use()):
         return lower
-    kept = {key: below for key, below in lower.mapping.items() if key in section.model_fields}
-    return Node(kept, lower.origin, lower.key_origin)
+    declared = {key: below for key, below in lower.mapping.items() if key in section.model_fields}
+    return Node(declared, lower.origin, lower.key_origin)
 
 
 def read_chain(path: Path) -> Document:
@@ -119,15 +119,15 @@ def read_chain(path: Path) -> Document:
     a cycle."""
     document = read_renamed(path)
     chain, seen = [document], [path]
-    here = path
+    current = path
     while (base := chain[-1].tree.mapping.get("extends")) is not None:
-        here = _find_base_recipe(base, here)
-        if here in seen:
-            names = " extends ".join(p.name for p in [*seen[seen.index(here) :], here])
+        current = _find_base_recipe(base, current)
+        if current in seen:
+            names = " extends ".join(p.name for p in [*seen[seen.index(current) :], current])
             raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
-        seen.append(here)
-        extended = read_renamed(here)
-        _resolve_paths(extended.tree, here.parent, path.parent)
+        seen.append(current)
+        extended = read_renamed(current)
+        _resolve_paths(extended.tree, current.parent, path.parent)
         chain.append(extended)
     tree = chain[-1].tree
     for upper in reversed(chain[:-1]):
@@ -230,16 +230,16 @@ def _parse_typed(tree: Node, parts: Sequence[str], value: str, origin: Origin) -
 def _takes_only_text(tree: Node, parts: Sequence[str]) -> bool:
     """Return whether the schema allows only text at an override's key; inside a pipeline, the schema of the named
     entry."""
-    here = list(parts)
-    if here[0] == "stages" and len(here) > 2 and (entry := child(tree, "stages")) and isinstance(entry.value, list):
+    path = list(parts)
+    if path[0] == "stages" and len(path) > 2 and (entry := child(tree, "stages")) and isinstance(entry.value, list):
         named = [str(one.mapping["name"].value) if "name" in one.mapping else "" for one in entry.value]
-        number = named.index(here[1]) if here[1] in named else int(here[1]) if here[1].isdigit() else len(named)
+        number = named.index(path[1]) if path[1] in named else int(path[1]) if path[1].isdigit() else len(named)
         if number >= len(named):
             return False
-        tree, here = entry.value[number], here[2:]
+        tree, path = entry.value[number], path[2:]
     stage = tree.mapping.get("stage")
     model = keys.BY_NAME.get(str(stage.value)) if stage else None
-    return model is not None and keys.takes_only_text(model, [int(p) if p.isdigit() else p for p in here])
+    return model is not None and keys.takes_only_text(model, [int(p) if p.isdigit() else p for p in path])
 
 
 def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:

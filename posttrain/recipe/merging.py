@@ -80,11 +80,11 @@ def parts(recipe: Any) -> list[Part]:
         whole = [Ingredient(model.model, model.parameters) for model in recipe.models]
         return [_make_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
     found = []
-    for number, part_slice in enumerate(recipe.slices):
-        listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in part_slice.sources]
-        first, end = part_slice.sources[0].layer_range
-        base = part_slice.base_model or recipe.base_model
-        found.append(_make_part(recipe, f"slices.{number}.", listed, base, part_slice.parameters, end - first))
+    for number, merge_slice in enumerate(recipe.slices):
+        listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in merge_slice.sources]
+        first, end = merge_slice.sources[0].layer_range
+        base = merge_slice.base_model or recipe.base_model
+        found.append(_make_part(recipe, f"slices.{number}.", listed, base, merge_slice.parameters, end - first))
     return found
 
 
@@ -112,8 +112,8 @@ def _make_part(
 def named_models(recipe: Any) -> list[str]:
     """Return every model that the recipe names, once each; the base comes first."""
     listed = [model.model for model in recipe.models]
-    listed += [source.model for part_slice in recipe.slices for source in part_slice.sources]
-    bases = [recipe.base_model, *(part_slice.base_model for part_slice in recipe.slices)]
+    listed += [source.model for merge_slice in recipe.slices for source in merge_slice.sources]
+    bases = [recipe.base_model, *(merge_slice.base_model for merge_slice in recipe.slices)]
     return list(dict.fromkeys(name for name in [*bases, *listed] if name))
 
 
@@ -202,16 +202,16 @@ def _check_inputs(recipe: Any) -> Found:
         yield "slices", f"{recipe.merge_method} takes whole models", "write `models`"
     if recipe.slices and recipe.parameters.granularity == "global":
         yield "parameters.granularity", "`global` needs whole models, not slices", "write `models`"
-    for number, part_slice in enumerate(recipe.slices):
-        at, names = f"slices.{number}.sources", [source.model for source in part_slice.sources]
-        lengths = {source.layer_range[1] - source.layer_range[0] for source in part_slice.sources}
+    for number, merge_slice in enumerate(recipe.slices):
+        at, names = f"slices.{number}.sources", [source.model for source in merge_slice.sources]
+        lengths = {source.layer_range[1] - source.layer_range[0] for source in merge_slice.sources}
         if len(lengths) > 1:
             listed = " and ".join(str(length) for length in sorted(lengths))
             yield at, f"a slice takes the same number of layers of every model, not {listed}", "correct a `layer_range`"
         if len(set(names)) < len(names):
             yield at, "a model is listed twice in one slice", "list it once; layers are stacked by several slices"
-        base = part_slice.base_model or recipe.base_model
-        firsts = {source.layer_range[0] for source in part_slice.sources}
+        base = merge_slice.base_model or recipe.base_model
+        firsts = {source.layer_range[0] for source in merge_slice.sources}
         if base and base not in names and len(firsts) > 1 and recipe.merge_method != "passthrough":
             yield at, f"the layers of the base {base} are not given", "list it among the sources"
 
@@ -310,9 +310,9 @@ def _check_adapters(recipe: Any) -> Found:
 def _parameter_blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
     yield "parameters", recipe.parameters
     inputs: list[tuple[str, MergeModel | SliceSource]] = [(f"models.{n}", one) for n, one in enumerate(recipe.models)]
-    for number, part_slice in enumerate(recipe.slices):
-        yield f"slices.{number}.parameters", part_slice.parameters
-        inputs += [(f"slices.{number}.sources.{n}", one) for n, one in enumerate(part_slice.sources)]
+    for number, merge_slice in enumerate(recipe.slices):
+        yield f"slices.{number}.parameters", merge_slice.parameters
+        inputs += [(f"slices.{number}.sources.{n}", one) for n, one in enumerate(merge_slice.sources)]
     for place, one in inputs:
         yield f"{place}.parameters", one.parameters
 

@@ -97,9 +97,9 @@ def _resolve_entry(
     if model is None:
         earlier[name] = ""
         return entry, {}, entry
-    own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
+    written = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
     stage = model.model_fields["stage"].default
-    full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
+    full = layers.merge(for_stage(defaults, model), written, keys.components_of(stage))
     full = _add_anchors(full, merge_preset(full, model, []), given)
     layered = merge_preset(full, model, problems)
     recipe, found = check(_without_minutes(layered), model, given.path)
@@ -108,7 +108,7 @@ def _resolve_entry(
         notes += _rename_default_keys(requirements.notes(recipe, layered, given.path), head, defaults)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
-    if base := own.mapping.get("extends"):
+    if base := written.mapping.get("extends"):
         what = f"{head}.extends: a stage of a pipeline takes the pipeline's `defaults` alone"
         problems.append(Problem(base.at_key.mark, what, hint="write the values here, or under `defaults`"))
     earlier[name] = stage
@@ -130,8 +130,8 @@ def _add_anchors(full: Node, layered: Node, given: Entry) -> Node:
         return full
     loss = layers.expand_use(layered.mapping["loss"]).mapping if "loss" in layered.mapping else {}
     use = str(loss["use"].value) if "use" in loss else "dpo"
-    known_count = registry.index()["pair_loss"].get(use, {}).get("needs", ())
-    needs = {"ref_logp"} if split_function(use) is not None else set(known_count)
+    known = registry.index()["pair_loss"].get(use, {}).get("needs", ())
+    needs = {"ref_logp"} if split_function(use) is not None else set(known)
     if "reference_free" in loss and loss["reference_free"].value is True:
         needs.discard("ref_logp")
     anchors: dict[str, Any] = {}
@@ -145,8 +145,8 @@ def _add_anchors(full: Node, layered: Node, given: Entry) -> Node:
 def _add_problems(found: list[Problem], head: str, defaults: Node, problems: list[Problem]) -> None:
     """Add the problems of an entry to `problems`; a problem inside `defaults` is added once, under the key as
     written."""
-    known_count = {(problem.where, problem.what) for problem in problems}
-    problems += [p for p in _rename_default_keys(found, head, defaults) if (p.where, p.what) not in known_count]
+    known = {(problem.where, problem.what) for problem in problems}
+    problems += [p for p in _rename_default_keys(found, head, defaults) if (p.where, p.what) not in known]
 
 
 def _rename_default_keys(found: list[Problem], head: str, defaults: Node) -> list[Problem]:
@@ -197,11 +197,11 @@ def _is_other_section(key: str, section: Node, model: type[Stage]) -> bool:
     """
     written = section.mapping.keys()
     sections = {name: keys.section_at(stage, [key]) for name, stage in keys.BY_NAME.items()}
-    known_count = {name: keys.own_keys(one).keys() for name, one in sections.items() if one is not None}
-    own = keys.section_at(model, [key])
-    if own is None or written & keys.own_keys(own).keys():
+    known = {name: keys.own_keys(one).keys() for name, one in sections.items() if one is not None}
+    own_section = keys.section_at(model, [key])
+    if own_section is None or written & keys.own_keys(own_section).keys():
         return False
-    return any(written and written <= names for names in known_count.values())
+    return any(written and written <= names for names in known.values())
 
 
 def _check_name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:
@@ -219,17 +219,17 @@ def _check_name(entry: Node, head: str, earlier: dict[str, str], problems: list[
 
 
 def _find_stage(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | None:
-    known_count = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
+    known = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
     node = entry.mapping.get("stage")
-    allowed = f"allowed: {', '.join(known_count)}"
+    allowed = f"allowed: {', '.join(known)}"
     if node is None:
         problems.append(Problem(entry.origin.mark, f"{head}.stage: is missing", allowed))
         return None
-    if node.value not in known_count:
-        hint = did_you_mean(str(node.value), known_count)
+    if node.value not in known:
+        hint = did_you_mean(str(node.value), known)
         problems.append(Problem(node.origin.mark, f"{head}.stage: unknown stage `{node.value}`", allowed, hint))
         return None
-    return known_count[str(node.value)]
+    return known[str(node.value)]
 
 
 def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:

@@ -242,14 +242,14 @@ def _addition(path: Sequence[str | int]) -> str:
 def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     known = sorted(registry.index().get(item["ctx"]["kind"], {}))
     what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
-    own = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
-    allowed = f"known: {', '.join(known)}{own}"
+    or_function = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
+    allowed = f"known: {', '.join(known)}{or_function}"
     hint = did_you_mean(str(item["input"]), known)
     if str(item["input"]) in presets.names():
         hint = f"it is an algorithm: write `algorithm: {item['input']}`"
     elif meant := translate_value(shown_path, str(item["input"])):
         hint = f"did you mean `{meant}`?"
-    hint = f"write {item['input']}:FUNCTION" if own and str(item["input"]).endswith(".py") else hint
+    hint = f"write {item['input']}:FUNCTION" if or_function and str(item["input"]).endswith(".py") else hint
     return Problem(node.origin.mark, what, allowed, hint)
 
 
@@ -277,8 +277,8 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return hint
     if near := nearest(key, known, alike=0.9):  # typing error, even if the key exists in another section
         return f"did you mean `{near}`?"
-    if begun := [name for name in known if name.startswith(f"{key}_")][:2]:
-        return f"did you mean {' or '.join(f'`{name}`' for name in begun)}?"
+    if longer := [name for name in known if name.startswith(f"{key}_")][:2]:
+        return f"did you mean {' or '.join(f'`{name}`' for name in longer)}?"
     if inner := keys.section_with(key, keys.section_at(stage, above)):
         return f"write `{inner}.{key}`"
     if elsewhere:

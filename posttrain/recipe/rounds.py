@@ -220,11 +220,11 @@ class _Expander:
                     "initial": self.settings.start,
                     "reference": reference or policy,
                 }
-                own = self._rename_for_round(self._apply_by_round(node, number), prefix, meaning)
-                if kind == "pairs" and "not_in" not in own.mapping and number > 1:
-                    own = self._with(own, "not_in", self._earlier_pairs(str(own.mapping["name"].value), number))
+                stage = self._rename_for_round(self._apply_by_round(node, number), prefix, meaning)
+                if kind == "pairs" and "not_in" not in stage.mapping and number > 1:
+                    stage = self._with(stage, "not_in", self._earlier_pairs(str(stage.mapping["name"].value), number))
                 path = (*self.path, "stages", position)
-                self.out.entries.append(Entry(own, path, number, reference, history))
+                self.out.entries.append(Entry(stage, path, number, reference, history))
             sampler = f"stage:{prefix}{self.result}"
         self.trained.append(sampler)
         self._next_policy(number)
@@ -288,8 +288,8 @@ class _Expander:
 
     def _earlier_pairs(self, name: str, number: int) -> list[str]:
         """Return references to the pairs of the same stage in the previous rounds."""
-        rest = name.removeprefix(f"{self.settings.name}.{number}.")
-        return [f"stage:{self.settings.name}.{past}.{rest}/pairs.jsonl" for past in range(1, number)]
+        stage = name.removeprefix(f"{self.settings.name}.{number}.")
+        return [f"stage:{self.settings.name}.{past}.{stage}/pairs.jsonl" for past in range(1, number)]
 
     @staticmethod
     def _with(node: Node, key: str, value: Any, like: Node | None = None) -> Node:

@@ -57,10 +57,10 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
     """Build the schema of one stage. Required keys may come from an extended recipe, so they are required only without
     `extends`."""
     schema = model.model_json_schema(by_alias=True, ref_template="#/definitions/{model}")
-    own = schema.pop("$defs", {})
+    sections = schema.pop("$defs", {})
     stage = schema["properties"]["stage"]["const"]
-    renamed = {name: f"{stage}_{name}" for name in own}
-    for name, definition in own.items():
+    renamed = {name: f"{stage}_{name}" for name in sections}
+    for name, definition in sections.items():
         definitions[renamed[name]] = _tidy(definition, renamed)
     for name in _sections(model):  # keys of a section may be inherited; list entries must be complete
         definitions[renamed[name]].pop("required", None)
@@ -144,17 +144,17 @@ def _with_variable(key: str, schema: Schema) -> Schema:
 def _component(section: type[ComponentSection]) -> Schema:
     """Return the schema of a component section: the name alone, or `use` with the keys of that component; any keys for
     a user's function."""
-    own = _tidy(section.model_json_schema(by_alias=True), {})["properties"]
+    shared = _tidy(section.model_json_schema(by_alias=True), {})["properties"]
     known = section.registered_components()
-    branches = [_branch(section, name, described, own) for name, described in known.items()]
-    user = {"type": "object", "required": ["use"], "properties": {**own, "use": {"type": "string", "pattern": ":"}}}
+    branches = [_branch(section, name, described, shared) for name, described in known.items()]
+    user = {"type": "object", "required": ["use"], "properties": {**shared, "use": {"type": "string", "pattern": ":"}}}
     short = {"anyOf": [{"enum": list(known)}, {"type": "string", "pattern": ":"}]}
     return {"description": section.__doc__, "anyOf": [short, *branches, user]}
 
 
-def _branch(section: type[ComponentSection], name: str, described: Schema, own: Schema) -> Schema:
+def _branch(section: type[ComponentSection], name: str, described: Schema, shared: Schema) -> Schema:
     params = _tidy(_params(registry.kind_of(section.kinds, name), name), {}).get("properties", {})
-    properties = copy.deepcopy(own) | params | {"use": {"const": name, "description": described["doc"]}}
+    properties = copy.deepcopy(shared) | params | {"use": {"const": name, "description": described["doc"]}}
     branch = {"type": "object", "properties": properties, "additionalProperties": False}
     return branch if name == section.default_use() else {**branch, "required": ["use"]}
 
@@ -172,8 +172,8 @@ def _inline_definitions(schema: Any, definitions: Schema) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        own = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inline_definitions(definitions[schema["$ref"].rpartition("/")[2]], definitions), **own}
+        siblings = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inline_definitions(definitions[schema["$ref"].rpartition("/")[2]], definitions), **siblings}
     return {key: _inline_definitions(value, definitions) for key, value in schema.items()}
 
 
@@ -198,8 +198,8 @@ def _rounds() -> Schema:
 
 def _without_requirements(stage: Schema) -> Schema:
     entry = {key: value for key, value in stage.items() if key != "anyOf"}
-    own = {key: value for key, value in stage["properties"].items() if key != "extends"}
-    return {**entry, "properties": {"name": {"type": "string"}, **own}}
+    properties = {key: value for key, value in stage["properties"].items() if key != "extends"}
+    return {**entry, "properties": {"name": {"type": "string"}, **properties}}
 
 
 def _defaults(stages: dict[str, Schema]) -> Schema:

@@ -107,9 +107,9 @@ def expand_use(value: Any) -> Any:
 
 
 def _allow_name_alone(schema: dict[str, Any]) -> None:
-    own = dict(schema)
+    full_schema = dict(schema)
     schema.clear()
-    schema["anyOf"] = [{"type": "string", "description": "short for `use: NAME`"}, own]
+    schema["anyOf"] = [{"type": "string", "description": "short for `use: NAME`"}, full_schema]
 
 
 class NamedSection(Section):
@@ -146,17 +146,17 @@ class ComponentSection(Section):
         value = expand_use(value)
         if not isinstance(value, Mapping):
             return handler(value)
-        own = {k: v for k, v in value.items() if k in cls.model_fields}
-        use = own.get("use", cls.default_use())
+        declared = {k: v for k, v in value.items() if k in cls.model_fields}
+        use = declared.get("use", cls.default_use())
         problems: list[InitErrorDetails] = []
         section, params = None, {}
         try:
-            section = handler(own)
+            section = handler(declared)
         except ValidationError as error:
             problems += _details(error)
         try:
             if isinstance(use, str):
-                params = component_params(cls.kinds, use, {k: v for k, v in value.items() if k not in own})
+                params = component_params(cls.kinds, use, {k: v for k, v in value.items() if k not in declared})
         except ValidationError as error:
             problems += _details(error)
         if problems or section is None:

@@ -20,9 +20,9 @@ def _rewards(draft: Draft, given: Given, _: str) -> None:
         if reward is None:
             continue
         weight = float(weights[number]) if number < len(weights) else 1.0
-        called = {"name": name} if _is_used(draft, reward["use"]) else {}  # distinguishes two rewards of one function
-        weighed = {"weight": weight} if weight != 1.0 else {}
-        _add_reward(draft, {**reward, **called, **weighed}, f"{given.key}: {name}")
+        name_key = {"name": name} if _is_used(draft, reward["use"]) else {}  # distinguishes two rewards of one function
+        weight_key = {"weight": weight} if weight != 1.0 else {}
+        _add_reward(draft, {**reward, **name_key, **weight_key}, f"{given.key}: {name}")
 
 
 def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
@@ -112,8 +112,8 @@ def _verl_reward(draft: Draft, given: Given, _: str) -> None:
 def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
     """Add verl's default reward. verl chooses the reward by the column data_source; for maths it compares the answer
     with a column. With a reward model or a user's function, verl uses nothing else."""
-    own = ("custom_reward_function.path", "reward.custom_reward_function.path", *_SWITCHES.values())
-    if draft.stage != "rl" or any(draft.foreign.given.get(key) and draft.foreign.given[key].value for key in own):
+    others = ("custom_reward_function.path", "reward.custom_reward_function.path", *_SWITCHES.values())
+    if draft.stage != "rl" or any(draft.foreign.given.get(key) and draft.foreign.given[key].value for key in others):
         return
     _add_reward(
         draft, {"use": "math.accuracy", "params": {"extract": ["boxed", "hash"]}}, "verl's reward of maths data"

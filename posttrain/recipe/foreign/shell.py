@@ -288,14 +288,14 @@ class _Reader:
         self.take()
 
     def read_variable(self, *, quoted: bool) -> None:
-        rest = self.text[self.at :]
-        if rest.startswith("$((") and (end := rest.find("))")) > 0:
+        text = self.text[self.at :]
+        if text.startswith("$((") and (end := text.find("))")) > 0:
             self.add(self.take(end + 2), expand=True, quoted=quoted)
-        elif rest.startswith("$("):
-            self.add(self.take(_closing_position(rest, "(", ")")), expand=rest.startswith("$(expr "), quoted=True)
-        elif rest.startswith("${"):
-            self.add(self.take(_closing_position(rest, "{", "}")), expand=True, quoted=quoted)
-        elif named := re.match(rf"\$({_NAME}|[@*])", rest):
+        elif text.startswith("$("):
+            self.add(self.take(_closing_position(text, "(", ")")), expand=text.startswith("$(expr "), quoted=True)
+        elif text.startswith("${"):
+            self.add(self.take(_closing_position(text, "{", "}")), expand=True, quoted=quoted)
+        elif named := re.match(rf"\$({_NAME}|[@*])", text):
             self.add(self.take(len(named[0])), expand=True, quoted=quoted)
         else:
             self.add(self.take(2), quoted=True)

@@ -219,13 +219,13 @@ def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign
     gpus = _processes(command)
     given: dict[str, Given] = {}
     before = [word.text for word in command[: first + 1]]
-    rest = list(command[first + 1 :])
-    while rest and not rest[0].text.startswith("-") and "=" not in rest[0].text:
-        word = rest.pop(0)
+    arguments = list(command[first + 1 :])
+    while arguments and not arguments[0].text.startswith("-") and "=" not in arguments[0].text:
+        word = arguments.pop(0)
         before.append(word.text)
         if word.text.endswith(YAML):
             given |= _named_file(path, word)
-    for one in _parse_options(rest):
+    for one in _parse_options(arguments):
         if one.key == "config" and str(one.value).endswith(YAML):
             given |= _named_file(path, shell.Word(str(one.value), one.line))
         elif one.key not in ("num_processes", "config_file"):
@@ -256,9 +256,9 @@ def _named_file(script: Path, word: shell.Word) -> dict[str, Given]:
     return {one.key: one for one in _flat(tree, "")}
 
 
-def _parse_options(rest: Sequence[shell.Word]) -> Iterable[Given]:
+def _parse_options(arguments: Sequence[shell.Word]) -> Iterable[Given]:
     """Parse --key value ..., --key=value, --flag, --no_flag, and key=value, +key=value of hydra."""
-    left = list(rest)
+    left = list(arguments)
     while left:
         word = left.pop(0)
         text = word.text
