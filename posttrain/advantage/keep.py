@@ -197,7 +197,9 @@ class Refill:
 
     @property
     def status(self) -> Status:
-        """open: sample more; full: enough groups; error: max_batches were not enough; short: the source ended."""
+        """Whether to go on: open (sample more), full (enough groups), error (max_batches were not enough), short
+        (source ended).
+        """
         if len(self.selected) >= self.want:
             return "full"
         if self.max_batches and self.batches >= self.max_batches:

@@ -20,7 +20,7 @@ Kind = Literal["evaluation", "held_out", "last_part", "summary"]
 
 @dataclass(frozen=True)
 class Criterion:
-    """What settings are ranked by.
+    """Criterion by which settings are ranked.
 
     kind: `evaluation` (accuracy on the problems of --eval, or of an eval run), `held_out` (the last evaluation of each
     training), `last_part` (mean of a metric over the end of each run), `summary` (a number of the summary). name: the
