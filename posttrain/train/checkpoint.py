@@ -259,7 +259,7 @@ def _find_newest_complete(root: Path, before: int | None) -> Path | None:
     rank_consistency.check(
         {"checkpoint": mine},
         did="finds another newest checkpoint",
-        hint=f"all ranks must see the same {root.parent}: let --output be on a disk that the machines share",
+        hint=f"all ranks must see the same {root.parent}: set --output to a disk shared by all machines",
     )
     return folder
 

@@ -193,8 +193,7 @@ def check_empty_requests(ctx: TrainContext, request: int) -> None:
     workflow = ctx.recipe.rollout.workflow
     if workflow is not None and request + 1 >= MOST_REQUESTS:
         raise RunError(
-            f"workflow `{workflow.use}` has called no role that is trained, in {count_noun(MOST_REQUESTS, 'request')} "
-            "in a row",
+            f"workflow `{workflow.use}` has called no trained role in {count_noun(MOST_REQUESTS, 'request')} in a row",
             allowed=f"rollout.workflow.train: {workflow.train}",
             hint="roles are the names that the workflow gives to `call`",
         )

@@ -113,7 +113,7 @@ def _init_process_group() -> str:
     except RuntimeError as cause:
         raise PeerLost(
             f"the {ranks.world()} processes of this run did not meet: {_first_sentence(cause)}",
-            hint="start all of them, with the same MASTER_ADDR and MASTER_PORT; one that has failed says why",
+            hint="start all of them with the same MASTER_ADDR and MASTER_PORT; a process that failed prints its error",
         ) from cause
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with _raise_peer_lost():
@@ -185,10 +185,10 @@ def _raise_peer_lost() -> Iterator[None]:
 
 def _peer_lost_error(cause: BaseException) -> PeerLost:
     if _failure_monitor is not None and (failure := _failure_monitor.wait_for_failure(PEER_MESSAGE_WAIT_S)):
-        return PeerLost(failure.splitlines()[0], hint="its own message says more")
+        return PeerLost(failure.splitlines()[0], hint="see the error of that rank")
     return PeerLost(
-        f"rank {ranks.rank()} lost the others: {_first_sentence(cause)}",
-        hint="the first message of another rank says why",
+        f"rank {ranks.rank()} lost the connection to other ranks: {_first_sentence(cause)}",
+        hint="see the first error of another rank",
     )
 
 
@@ -336,7 +336,7 @@ def _raise_on_all_ranks(mine: Captured[Any], failures: Sequence[str]) -> None:
     if not any(failures):
         return
     own_failures = (line for number, line in enumerate(failures) if line.startswith(f"rank {number} failed"))
-    error = mine.error or PeerLost(next(own_failures, next(filter(None, failures))), hint="its own message says more")
+    error = mine.error or PeerLost(next(own_failures, next(filter(None, failures))), hint="see the error of that rank")
     setattr(error, _RAISED_BY_ALL, True)
     raise error
 

@@ -39,7 +39,7 @@ def experts_of(causal: Any) -> dict[str, Any]:
             break
     if not found:
         raise ModelError(
-            "model.parallel.expert: transformers has no plan of expert parallelism that posttrain can follow for"
+            "model.parallel.expert: transformers has no expert-parallel plan that posttrain supports for"
             f" {causal.config.model_type}",
             hint="write `shard` in place of `expert`",
         )

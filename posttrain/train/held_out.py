@@ -78,35 +78,35 @@ def eval_shape(recipe: RlRecipe, shape: Shape | None) -> Shape | None:
 
 @contextmanager
 def rl_evaluation(
-    p: TrainContext, held_out: Prepared[Prompt] | None, directory: RunDirectory, note: Note
+    ctx: TrainContext, held_out: Prepared[Prompt] | None, directory: RunDirectory, note: Note
 ) -> Iterator[Evaluation | None]:
     """Build the evaluation of an rl run, which uses the engine that samples its rollouts; yield None without `eval`."""
-    settings = p.recipe.eval
+    settings = ctx.recipe.eval
     if settings is None or held_out is None:
         yield None
         return
     if line := describe_dropped_rows(held_out):
         note(line)
     with ExitStack() as opened:
-        scorer = p.scorer
+        scorer = ctx.scorer
         if settings.rewards:
-            scorer = opened.enter_context(_scorer(p.recipe, settings, directory, note))
-        engine: Any = p.engine
-        sampling = rl_sampling(p.recipe)
-        if p.recipe.rollout.engine == "stored":  # a stored engine cannot sample
-            engine = TransformersEngine(p.loaded, batch_size=p.recipe.rollout.batch_size)
-        sync, shape = make_sync(engine, p.loaded), eval_shape(p.recipe, p.shape)
-        check_fits(held_out.items, sampling, (p.loaded.window or sys.maxsize) - (shape.room if shape else 0))
+            scorer = opened.enter_context(_scorer(ctx.recipe, settings, directory, note))
+        engine: Any = ctx.engine
+        sampling = rl_sampling(ctx.recipe)
+        if ctx.recipe.rollout.engine == "stored":  # a stored engine cannot sample
+            engine = TransformersEngine(ctx.loaded, batch_size=ctx.recipe.rollout.batch_size)
+        sync, shape = make_sync(engine, ctx.loaded), eval_shape(ctx.recipe, ctx.shape)
+        check_fits(held_out.items, sampling, (ctx.loaded.window or sys.maxsize) - (shape.room if shape else 0))
         engine = engine if shape is None else ShapedEngine(engine, shape)
-        seed = p.recipe.run.seed
+        seed = ctx.recipe.run.seed
         completions = Completions(held_out.items, settings.n, sampling, seed, engine, sync, scorer)
-        evaluation = Evaluation(settings, directory, p.loaded, [completions.measure])
-        evaluation.attach(p.watchdog)
+        evaluation = Evaluation(settings, directory, ctx.loaded, [completions.measure])
+        evaluation.attach(ctx.watchdog)
         yield evaluation
 
 
 def evaluate_step(
-    evaluation: Evaluation | None, p: TrainContext, state: State, source: RolloutSource, *, last: bool
+    evaluation: Evaluation | None, ctx: TrainContext, state: State, source: RolloutSource, *, last: bool
 ) -> tuple[Values, list[Record]]:
     """Return metrics and samples of the evaluation after an rl step; empty if none is due.
 
@@ -114,7 +114,7 @@ def evaluate_step(
     """
     if evaluation is None or not evaluation.is_due(state, last=last):
         return {}, []
-    source.finish(p, state)
+    source.finish(ctx, state)
     return evaluation.evaluate(state)
 
 

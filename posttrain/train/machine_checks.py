@@ -29,7 +29,7 @@ def check(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
 def check_half_weights(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
     """Raise RecipeError for `model.half_weights` unless matmuls are in bfloat16; `auto` is float32 on a CPU."""
     if recipe.model.half_weights and pretrained.dtype_of(recipe.model) != torch.bfloat16:
-        raise RecipeError("model.half_weights is for products in bfloat16", hint="write `model.dtype: bfloat16`")
+        raise RecipeError("model.half_weights needs matmuls in bfloat16", hint="write `model.dtype: bfloat16`")
 
 
 def check_roles(recipe: RlRecipe, device: torch.device) -> None:
@@ -40,7 +40,7 @@ def check_roles(recipe: RlRecipe, device: torch.device) -> None:
     workflow = recipe.rollout.workflow
     if workflow and BASE in workflow.adapters.values() and recipe.rollout.engine == "vllm" and device.type == "cpu":
         raise RecipeError(
-            "on a CPU, vLLM has no requests without an adapter beside those with one",
+            "on a CPU, vLLM cannot serve requests without an adapter next to requests with one",
             where="rollout.workflow.adapters",
             hint="write `rollout.engine: transformers`, or leave `base` out",
         )

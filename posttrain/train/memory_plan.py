@@ -220,7 +220,7 @@ class Machine:
         if torch.cuda.is_available():
             found = torch.cuda.get_device_properties(0)
             return cls(found.total_memory, True, found.name, ranks)
-        return cls(ASSUMED_GIB * GIB, True, f"a GPU of {ASSUMED_GIB} GiB (none is here)", ranks)
+        return cls(ASSUMED_GIB * GIB, True, f"an assumed GPU of {ASSUMED_GIB} GiB (this machine has none)", ranks)
 
 
 def predict_phases(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:

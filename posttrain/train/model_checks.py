@@ -17,32 +17,32 @@ from posttrain.train.pass_checks import verify_head
 from posttrain.train.policy import scores
 
 
-def check_start(p: TrainContext) -> None:
+def check_start(ctx: TrainContext) -> None:
     """Check a model before step 1.
 
     Log-probs must equal the model's own, packed rows must equal padded rows, and the reference must be the starting
     policy.
     """
-    shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
+    shortest = sorted((q for q in ctx.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
     if not shortest:
         return
     images = tuple(q.images.shown if q.images else () for q in shortest)
     probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest), images if any(images) else None)
     width = max(probe.lengths) - 1
-    p.loaded.model.eval()
-    verify_head(p.loaded, probe)
+    ctx.loaded.model.eval()
+    verify_head(ctx.loaded, probe)
     with torch.no_grad():
-        ours = scores(p, p.loaded.model, probe, width, Extras())["logp"]
-        if p.packed:
-            check_packing(p, probe, ours)
-    if p.reference is not None and p.recipe.kl.reference is None:
-        with torch.no_grad(), p.reference() as model:
-            theirs = scores(p, model, probe, width, Extras())["logp"]
+        ours = scores(ctx, ctx.loaded.model, probe, width, Extras())["logp"]
+        if ctx.packed:
+            check_packing(ctx, probe, ours)
+    if ctx.reference is not None and ctx.recipe.kl.reference is None:
+        with torch.no_grad(), ctx.reference() as model:
+            theirs = scores(ctx, model, probe, width, Extras())["logp"]
         if (gap := float((ours - theirs).abs().max())) > 1e-3:
             raise NonFiniteError(f"the reference is not the starting policy: log-probs differ by {gap:.3g} nats")
 
 
-def check_packing(p: TrainContext, probe: Sequences, together: Tensor) -> None:
+def check_packing(ctx: TrainContext, probe: Sequences, together: Tensor) -> None:
     """Check that packed rows have the log-probs of each row alone, and of padded rows.
 
     together: log-probs [N,width] of the rows packed in one line. The second comparison is between two attention
@@ -53,11 +53,11 @@ def check_packing(p: TrainContext, probe: Sequences, together: Tensor) -> None:
     tokens = sum(probe.lengths) - len(rows)
 
     def alone(packed: bool) -> Tensor:
-        how, width = replace(p, packed=packed), together.shape[1]
-        return torch.cat([scores(how, p.loaded.model, row, width, Extras())["logp"] for row in rows])
+        how, width = replace(ctx, packed=packed), together.shape[1]
+        return torch.cat([scores(how, ctx.loaded.model, row, width, Extras())["logp"] for row in rows])
 
-    with p.loaded.autocast():
-        most = logp_tolerance(compute_dtype(p.loaded.device, p.loaded.model.dtype))
+    with ctx.loaded.autocast():
+        most = logp_tolerance(compute_dtype(ctx.loaded.device, ctx.loaded.model.dtype))
     in_line, padded = alone(packed=True), alone(packed=False)
     for what, one in (("rows packed together and alone", together), ("packed and padded rows", padded)):
         gap = float((one - in_line).abs().sum()) / tokens

@@ -312,7 +312,7 @@ class Objective:
         """Steps 8 and 9: set the mask, the selected tokens, and the rows that stay."""
         if self.mask_truncated:
             if batch.truncated is None:
-                raise ValueError("mask_truncated needs to know which rows were truncated")
+                raise ValueError("mask_truncated needs the field `truncated` of the batch")
             batch = batch.replace(mask=batch.mask & ~batch.truncated[:, None])
         for part in self.select:
             chosen, batch = part.call_and_remember(batch)

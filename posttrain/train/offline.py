@@ -58,9 +58,9 @@ def solution_completions(
         ids = _completion(prompt, row, tokenizer, section, reader)
         if ids is None:
             raise DataError(
-                f"the text in `{column}` cannot stand after the prompt as its answer",
+                f"the text in `{column}` cannot be rendered as the answer to the prompt",
                 where=source_locations.row(prompt.uid),
-                hint="a prompt that data.max_length cuts has none",
+                hint="a prompt truncated by data.max_length cannot have an answer",
             )
         found[prompt.uid] = ids
     return _check_lengths(found, limit, "solution")
@@ -85,6 +85,6 @@ def _check_lengths(found: dict[str, tuple[int, ...]], limit: int, what: str) -> 
         raise DataError(
             f"{len(long)} of {count_noun(len(found), what)} longer than rollout.max_new_tokens {limit}",
             where=source_locations.rows(long),
-            hint=f"write `rollout.max_new_tokens: {longest}`, or take long rows out: a cut one has no outcome",
+            hint=f"write `rollout.max_new_tokens: {longest}`, or remove long rows: a truncated one cannot be scored",
         )
     return found

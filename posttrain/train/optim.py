@@ -189,8 +189,8 @@ def changed_lr_note(section: Optim, update: int, planned: int | None, total: int
     if abs(now - before) <= 0.01 * max(now, before):
         return None
     return (
-        f"the run was {planned} updates long and is {total}: the learning rate goes on at {now:.3g}, where the"
-        f" {section.schedule} schedule of the new length is; it was {before:.3g}"
+        f"the run now has {total} updates instead of {planned}: the learning rate continues at {now:.3g}, from the"
+        f" {section.schedule} schedule of the new length; it was {before:.3g}"
     )
 
 

@@ -70,7 +70,7 @@ class OwnRows:
 
 
 def assign_rows(
-    p: TrainContext,
+    ctx: TrainContext,
     batch: RolloutBatch,
     lengths: Sequence[int],
     parts: Sequence[Sequence[int]],
@@ -87,18 +87,18 @@ def assign_rows(
     enough prompts.
     """
     # decided by rank 0: rounding differs between GPUs, and all ranks must agree
-    active = frozenset(p.ranks.broadcast(p.objective.has_signal(batch).nonzero()[:, 0].tolist()))
-    same, groups, owner = p.ranks.model_parallel_size, batch.group_ids.tolist(), dict[int, int]()
-    count = p.ranks.count // same
-    together = p.objective.whole_groups or (p.shares and len({groups[row] for row in active}) >= 4 * count)
+    active = frozenset(ctx.ranks.broadcast(ctx.objective.has_signal(batch).nonzero()[:, 0].tolist()))
+    same, groups, owner = ctx.ranks.model_parallel_size, batch.group_ids.tolist(), dict[int, int]()
+    count = ctx.ranks.count // same
+    together = ctx.objective.whole_groups or (ctx.shares and len({groups[row] for row in active}) >= 4 * count)
     for part in parts:
         rows = [row for row in part if row in active and row not in owner]
         units = [groups[row] for row in rows] if together else None
         for rank, own in enumerate(split_rows([lengths[row] for row in rows], count, units)):
             owner |= dict.fromkeys((rows[n] for n in own), rank)
     found = [owner.get(row, sampled_by[row] // same if sampled_by else row % count) for row in range(len(batch))]
-    mine = [row for row, rank in enumerate(found) if rank == p.ranks.number // same]
-    return OwnRows(p.ranks, len(batch), parts, active, found, mine, spare=() if mine else (0,))
+    mine = [row for row, rank in enumerate(found) if rank == ctx.ranks.number // same]
+    return OwnRows(ctx.ranks, len(batch), parts, active, found, mine, spare=() if mine else (0,))
 
 
 def ranks_of_tokens(ranks: Ranks, rollouts: Sequence[Rollout]) -> list[int]:

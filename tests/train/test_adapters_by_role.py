@@ -146,7 +146,7 @@ def test_roles_of_the_base_are_refused_where_vllm_has_none(home: Path) -> None:
     )
     values["rollout"] |= {"engine": "vllm"}
     recipe = load_dict(values, base_dir=home, where="test").recipe
-    with pytest.raises(RecipeError, match="no requests without an adapter"):
+    with pytest.raises(RecipeError, match="cannot serve requests without an adapter"):
         machine_checks.check(recipe)
 
 

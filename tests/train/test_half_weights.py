@@ -116,5 +116,5 @@ def test_what_cannot_stand_beside_it(model: Any, more: Any, said: str, sft_recip
 
 
 def test_products_in_float32_are_refused(sft_recipe: Any, rows_of: Any) -> None:
-    with pytest.raises(RecipeError, match="half_weights is for products in bfloat16"):
+    with pytest.raises(RecipeError, match="half_weights needs matmuls in bfloat16"):
         rows_of(sft.run, sft_recipe(model={"path": "tiny", "half_weights": True, "device": "cpu"}))

@@ -32,7 +32,7 @@ def test_the_plan_of_experts_is_followed_or_refused() -> None:
     expert_split.check(mixture, 2)
     with pytest.raises(ModelError, match="expert: 3 GPUs cannot divide the 4 experts of this mixtral"):
         expert_split.check(mixture, 3)
-    with pytest.raises(ModelError, match="no plan of expert parallelism that posttrain can follow for llama"):
+    with pytest.raises(ModelError, match="no expert-parallel plan that posttrain supports for llama"):
         expert_split.check(dense, 2)
 
 

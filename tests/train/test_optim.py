@@ -136,4 +136,4 @@ def test_a_resumed_run_tells_of_its_new_schedule(
     capsys.readouterr()
     with opened(resume=True) as directory:
         sft.run(make(6), directory)
-    assert "the run was 3 updates long and is 6: the learning rate goes on at 0.0015" in capsys.readouterr().err
+    assert "the run now has 6 updates instead of 3: the learning rate continues at 0.0015" in capsys.readouterr().err
