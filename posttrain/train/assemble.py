@@ -128,8 +128,8 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     solutions: Tokens = {}
     if recipe.solutions is not None:
         column, limit = recipe.solutions.column, recipe.rollout.max_new_tokens
-        shown = offer.row if offer else None
-        solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown, reader)
+        rendered = offer.row if offer else None
+        solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, rendered, reader)
     held_out = prepare_held_out(recipe, tokenizer, offer)
     return RunInputs(
         prompts,

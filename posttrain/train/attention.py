@@ -85,10 +85,10 @@ def _attend_varlen(
     if repeats > 1 and not SUPPORTS_GQA:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     grouped: dict[str, Any] = {"enable_gqa": True} if repeats > 1 and SUPPORTS_GQA else {}
-    seen = packed if packed.keys is None else packed.keys
+    keys = packed if packed.keys is None else packed.keys
     causal = (window - 1 if window else -1, 0)  # tokens back, tokens ahead
     out: Any = varlen_attn(
-        q, k, v, packed.borders, seen.borders, packed.longest, seen.longest,
+        q, k, v, packed.borders, keys.borders, packed.longest, keys.longest,
         scale=scaling, window_size=causal, **grouped,
     )  # fmt: skip
     return out[None]
@@ -112,12 +112,12 @@ def _attend_by_row(
         return attend_in_blocks(query, key, value, blocks, scaling)
     key, value = _keys_of_rows(packed, key, value)
     repeats = query.shape[1] // key.shape[1]
-    seen = packed if packed.keys is None else packed.keys
+    keys = packed if packed.keys is None else packed.keys
     rows = [
         _attend_row(q, k, v, scaling, window, gqa=repeats > 1)
         for q, k, v in zip(
             query.split(packed.lengths, dim=2),
-            *(x.split(seen.lengths, dim=2) for x in (key, value)),
+            *(x.split(keys.lengths, dim=2) for x in (key, value)),
             strict=True,
         )
     ]
@@ -129,26 +129,26 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: 
 
     q [1,heads,L,dim], k and v [1,kv_heads,S,dim] -> [1,heads,L,dim], L <= S.
     """
-    own, length = q.shape[2], k.shape[2]
-    if own == length and (window is None or length <= window):
+    queries, length = q.shape[2], k.shape[2]
+    if queries == length and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    mask = _window_mask(own, length, window or length, q.device)
+    mask = _window_mask(queries, length, window or length, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
 
 
-def _window_mask(own: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Return the causal sliding-window mask [own,length] of the last `own` of `length` tokens.
+def _window_mask(queries: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Return the causal sliding-window mask [queries,length] of the last `queries` of `length` tokens.
 
     A token sees itself and the `window` - 1 tokens before it.
     """
-    distance = torch.arange(length - own, length, device=device)[:, None] - torch.arange(length, device=device)
+    distance = torch.arange(length - queries, length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
-def _mask_if_needed(own: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return a mask [1,1,own,length] for rows without padding, or None if SDPA's causal order suffices."""
-    if (window or length) < length or 1 < own < length:
-        return _window_mask(own, length, window or length, device)[None, None]
+def _mask_if_needed(queries: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return a mask [1,1,queries,length] for rows without padding, or None if SDPA's causal order suffices."""
+    if (window or length) < length or 1 < queries < length:
+        return _window_mask(queries, length, window or length, device)[None, None]
     return None
 
 
@@ -171,9 +171,9 @@ def use_packed_attention(model: Any) -> bool:
     text = causal.config.get_text_config()  # of a vision model its language model: a vision tower has no rows
     before = text._attn_implementation
     with short_windows(causal), _record_windows() as windows:
-        alone = _probe_states(causal, [PROBE])
+        expected = _probe_states(causal, [PROBE])
         _set_attention(causal, NAME)
-        exact = keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone)
+        exact = keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, expected)
     if exact and windows <= {None, WINDOW}:  # other window sizes were not covered by this trial
         return True
     _set_attention(causal, before)
@@ -283,11 +283,11 @@ def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tenso
     borders: builds the model inputs that mark the row boundaries, besides positions that restart at 0. alone: the
     states of PROBE alone; default: computed with the current model.
     """
-    one, other = (_probe_states(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
+    after_first, after_second = (_probe_states(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
     alone = _probe_states(causal, [PROBE]) if alone is None else alone
     # tolerances for rounding: expert matmuls depend on the number of tokens, half precision affects everything
-    same, close = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
-    return relative_gap(other, one) < same and relative_gap(alone, one) < close
+    max_same, max_alone = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
+    return relative_gap(after_second, after_first) < max_same and relative_gap(alone, after_first) < max_alone
 
 
 def _probe_states(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) -> Tensor:

@@ -216,7 +216,7 @@ def restore(
     load_more: loads the additional files of the folder.
     """
     checkpoints.refuse_link(root)
-    first: BaseException | None = None
+    first_error: BaseException | None = None
     before: int | None = None
     failure = ""
     while (folder := _find_newest_intact(root, before)) is not None:
@@ -227,14 +227,14 @@ def restore(
             return found.value
         if distributed.is_main():
             terminal.note(f"{folder} cannot be loaded and is not used: {failure}")
-        first, before = first or found.error, checkpoints.step_of(folder)
+        first_error, before = first_error or found.error, checkpoints.step_of(folder)
     if before is not None:
         raise RunError(
             "no checkpoint can be loaded",
             where=str(root),
             allowed=f"the oldest: {failure}",
             hint=f"to start from the beginning, remove them: rm -r {shlex.quote(str(root))}",
-        ) from first
+        ) from first_error
     return None
 
 
@@ -299,8 +299,9 @@ def _load_state(folder: Path, names: list[list[str]], critic: nn.Module | None) 
 
 def _parameter_names(optimizer: Optimizer, model: nn.Module, critic: nn.Module | None) -> list[list[str]]:
     """Return the names of the optimizer's parameters, by group."""
-    named = dict(model.named_parameters()) | {f"critic.{n}": p for n, p in (critic or nn.Module()).named_parameters()}
-    name_of = {id(parameter): name for name, parameter in named.items()}
+    of_critic = (critic or nn.Module()).named_parameters()
+    parameters = dict(model.named_parameters()) | {f"critic.{name}": p for name, p in of_critic}
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
     return [[name_of[id(optim.weight_of(optimizer, p))] for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -312,8 +313,9 @@ def _match_by_name(moments: dict[str, Any], names: list[list[str]], folder: Path
     """
     stored = moments.pop("names", names)
     if [set(group) for group in stored] != [set(group) for group in names]:
-        other = sorted({n for group in stored for n in group} ^ {n for group in names for n in group})
-        raise RunError(f"checkpoint {folder} has the optimiser's state of other weights, e.g. {(other or names)[0]}")
+        mismatched = sorted({n for group in stored for n in group} ^ {n for group in names for n in group})
+        example = (mismatched or names)[0]
+        raise RunError(f"checkpoint {folder} has the optimizer state of other weights, e.g. {example}")
     numbers = {name: n for group, saved in zip(stored, moments["param_groups"], strict=True)
                for name, n in zip(group, saved["params"], strict=True)}  # fmt: skip
     order = [numbers[name] for group in names for name in group]

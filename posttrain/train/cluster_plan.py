@@ -66,9 +66,9 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         micro = (recipe.batch.micro_size or recipe.batch.size) * prompt
         return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
-    apart = rollout.engine == "vllm" and vllm.server is not None
+    separate = rollout.engine == "vllm" and vllm.server is not None
     size = vllm.tensor_parallel if rollout.engine == "vllm" else 1
-    count = vllm.servers if apart else ranks * vllm.engines // size
+    count = vllm.servers if separate else ranks * vllm.engines // size
     return Step(
         rows=rollout.prompts_per_step * rollout.group_size,
         longest=rollout.max_new_tokens,
@@ -80,8 +80,8 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         engines=count,
         engine_gpus=size,
         engine_room=vllm.share * machine.card if rollout.engine == "vllm" else 0.0,
-        apart=apart,
-        ahead=apart and rollout.staleness > 0,
+        apart=separate,
+        ahead=separate and rollout.staleness > 0,
         **common,
     )
 
@@ -143,9 +143,9 @@ def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, An
 def saturation(scaled: list[dict[str, Any]]) -> int | None:
     """Return the smallest of these GPU counts at which doubling them speeds up less than `MIN_SPEEDUP`; None if
     none."""
-    for one, twice in itertools.pairwise(scaled):
-        if one["gpus"] < twice["gpus"] and one["step_s"] < MIN_SPEEDUP * twice["step_s"]:
-            return int(one["gpus"])
+    for current, twice in itertools.pairwise(scaled):
+        if current["gpus"] < twice["gpus"] and current["step_s"] < MIN_SPEEDUP * twice["step_s"]:
+            return int(current["gpus"])
     return None
 
 

@@ -151,9 +151,9 @@ def with_tokens(rows: RolloutBatch, tokens: RolloutBatch) -> RolloutBatch:
 
     tokens: the `rollout_batch` of the same rollouts.
     """
-    known = {item.name: getattr(rows, item.name) for item in dataclasses.fields(rows)}
-    empty = [name for name, value in known.items() if value is None or (isinstance(value, Mapping) and not value)]
-    chosen = {name: known[name] & tokens.mask for name in ("mask", "selected") if known[name] is not None}
+    by_row = {item.name: getattr(rows, item.name) for item in dataclasses.fields(rows)}
+    empty = [name for name, value in by_row.items() if value is None or (isinstance(value, Mapping) and not value)]
+    chosen = {name: by_row[name] & tokens.mask for name in ("mask", "selected") if by_row[name] is not None}
     return rows.replace(**{name: getattr(tokens, name) for name in empty}, **chosen)
 
 
@@ -240,9 +240,9 @@ def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:
 def _number_answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
     """Number the answers [N]: equal answers share a number; -1 for completions without an answer."""
     found = [extract(r.text, order) for r in rollouts]
-    words = [None if answer is None else answer.strip() for answer in found]
-    numbers = {word: number for number, word in enumerate(dict.fromkeys(w for w in words if w is not None))}
-    return torch.tensor([-1 if word is None else numbers[word] for word in words])
+    answers = [None if answer is None else answer.strip() for answer in found]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(w for w in answers if w is not None))}
+    return torch.tensor([-1 if word is None else numbers[word] for word in answers])
 
 
 def _column(values: Sequence[float | bool | None]) -> Tensor:

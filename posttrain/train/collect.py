@@ -102,9 +102,9 @@ def collect(
     """
     failures = ctx.scorer.failures(history=state.calls)
     found, counts = StepRollouts(state.step, [], {}, [], state.position), dict[str, Any]()
-    going: list[Rollout] = []  # rollouts begun by earlier steps
+    unfinished: list[Rollout] = []  # rollouts begun by earlier steps
     if state.unfinished:
-        going, found.calls = windows.gather_unfinished(ctx, state, failures, counts)
+        unfinished, found.calls = windows.gather_unfinished(ctx, state, failures, counts)
         ctx = windows.leave_room(ctx, state)
     settings, buffer = ctx.recipe.rollout, None
     if ctx.objective.keep and settings.max_gen_batches > 1:
@@ -115,16 +115,16 @@ def collect(
         batch = 0 if buffer is None else buffer.batches
         sample = partial(sample_plan, ctx, state, failures, counts, batch, done)
         # prompts, rollouts and rewards
-        places = settings.prompts_per_step if ctx.sampler is None else ctx.sampler.places(settings)
-        start = found.position if claim is None else ctx.ranks.broadcast(claim(places))
-        found.position = start + places
+        count = settings.prompts_per_step if ctx.sampler is None else ctx.sampler.places(settings)
+        start = found.position if claim is None else ctx.ranks.broadcast(claim(count))
+        found.position = start + count
         if ctx.sampler is None:
-            fresh, calls = sample(Plan(ctx.order.take(start, places), [settings.group_size] * places))
+            fresh, calls = sample(Plan(ctx.order.take(start, count), [settings.group_size] * count))
         else:
             values = predicted_values(ctx, start)
-            first, before = batch * settings.prompts_per_step, found.groups
+            first_group, earlier = batch * settings.prompts_per_step, found.groups
             of_step = (state.sampler, state.step, settings)
-            fresh, groups, calls = ctx.sampler.sample_rounds(sample, *of_step, start, before, first, values)
+            fresh, groups, calls = ctx.sampler.sample_rounds(sample, *of_step, start, earlier, first_group, values)
             found.groups = found.groups + groups
         found.calls += calls
         if not fresh:
@@ -139,7 +139,7 @@ def collect(
         replaced += sum(r.sampled_length for r in fresh if r.group not in selected)
         if buffer.full:
             break
-    found.rollouts = [*found.rollouts, *going]
+    found.rollouts = [*found.rollouts, *unfinished]
     counts |= getattr(ctx.engine, "take_counts", dict)()  # counts of the engine's servers, if any
     found.metrics = reward_cost_metrics(ctx.ranks.total(counts, of_rows=False), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
@@ -246,8 +246,8 @@ def sample_share(
         if on_generated is not None:
             on_generated()
     if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group and not plan.measure:
-        given, scored = solution_rows(ctx, state.step, fresh, counts)
-        fresh, calls = [*fresh, *given], [*calls, *scored]
+        solutions, scored = solution_rows(ctx, state.step, fresh, counts)
+        fresh, calls = [*fresh, *solutions], [*calls, *scored]
     if plan.bins:
         for rollout in fresh:
             rollout.bin = plan.bins[rollout.group % GROUP_STRIDE - first_group]
@@ -305,13 +305,13 @@ def sample_prompts(
             )
             if ctx.shape is not None and not plan.measure:
                 memory = state.memory.get(ctx.shape.name)
-                more: dict[str, Any] = {
+                options: dict[str, Any] = {
                     "group_stride": GROUP_STRIDE,
                     "grade": scored.grade,
                     "metrics": counts,
                     "memory": memory,
                 }
-                fresh += generate_shaped(ctx.engine, ctx.shape, replace(batch, done=None), **more)
+                fresh += generate_shaped(ctx.engine, ctx.shape, replace(batch, done=None), **options)
             else:
                 fresh += ctx.engine.generate_batch(batch)
         fresh = sorted(fresh if finish is None else finish_rollouts(fresh), key=lambda r: r.group)
@@ -359,9 +359,9 @@ def add_samples_hint(ctx: TrainContext, error: RunError, rollouts: Sequence[Roll
     path = ctx.dump / f"step-{step + 1}.jsonl"
     if ctx.ranks.is_main:
         ctx.dump.mkdir(parents=True, exist_ok=True)
-        here = [rollout for rollout in rollouts if rollout.is_here]
-        chosen = sampled_rows(len(here), ctx.recipe.run.samples_per_step)
-        records = [sample_record(here[n]) for n in chosen]
+        present = [rollout for rollout in rollouts if rollout.is_here]
+        chosen = sampled_rows(len(present), ctx.recipe.run.samples_per_step)
+        records = [sample_record(present[n]) for n in chosen]
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     with_hint = [replace(problem, hint=f"read samples in {path}; {problem.hint}") for problem in error.problems]
     return RunError.of(with_hint)

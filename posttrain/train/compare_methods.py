@@ -44,9 +44,9 @@ class Outcome:
 
 def compare(run: Mapping[str, Any], saved: SavedRollouts, algorithms: Sequence[str]) -> list[Outcome]:
     """Compute the run's own method and `algorithms` on the same rollouts. run: the resolved recipe of an `rl` run."""
-    own = RlRecipe.model_validate(dict(run))
+    recipe = RlRecipe.model_validate(dict(run))
     return [
-        evaluate_method(RUN_METHOD, own, saved),
+        evaluate_method(RUN_METHOD, recipe, saved),
         *(evaluate_method(name, _replace_objective(run, name), saved) for name in algorithms),
     ]
 
@@ -106,22 +106,22 @@ def summarize(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str
     longest = lengths >= lengths.double().quantile(0.75)
     right = batch.correct == 1 if batch.correct is not None else torch.zeros_like(longest)
     table: list[dict[str, Any]] = []
-    for one in outcomes:
-        if one.missing:
-            table.append({"method": one.name, "note": one.missing})
+    for method in outcomes:
+        if method.missing:
+            table.append({"method": method.name, "note": method.missing})
             continue
-        size = one.push.abs()
+        size = method.push.abs()
         total = max(float(size.sum()), 1e-30)
         table.append(
             {
-                "method": one.name,
-                "rows kept": f"{int(one.kept.sum())}/{len(one.kept)}",
+                "method": method.name,
+                "rows kept": f"{int(method.kept.sum())}/{len(method.kept)}",
                 "rows pushed": int((size > 0).any(-1).sum()),
-                "mean |A|": float(one.advantages[one.kept].abs().mean()) if one.kept.any() else 0.0,
+                "mean |A|": float(method.advantages[method.kept].abs().mean()) if method.kept.any() else 0.0,
                 "on right rows": float(size[right].sum()) / total,
                 "longest quarter": float(size[longest].sum()) / total,
-                "clipped": one.clipped,
-                "like the run": cosine(one.push, outcomes[0].push),
+                "clipped": method.clipped,
+                "like the run": cosine(method.push, outcomes[0].push),
             }
         )
     return table
@@ -144,10 +144,10 @@ def tabulate_rows(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict
             "correct": None if batch.correct is None else _number(batch.correct[n]),
             "tokens": int(batch.mask[n].sum()),
         }
-        for one in outcomes:
-            if not one.missing:
-                row[f"{one.name}: A"] = _number(one.advantages[n]) if one.kept[n] else None
-                row[f"{one.name}: push"] = float(one.push[n].sum())
+        for method in outcomes:
+            if not method.missing:
+                row[f"{method.name}: A"] = _number(method.advantages[n]) if method.kept[n] else None
+                row[f"{method.name}: push"] = float(method.push[n].sum())
         rows.append(row)
     return rows
 

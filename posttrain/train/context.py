@@ -96,9 +96,9 @@ class TrainContext:
         the run's state: components before the loss (`Objective.is_by_row`), shapes, workflows, prompt variants, replay,
         rollouts that wait for a later step; or if a component needs passes on rows other than the trained ones.
         """
-        whole = (self.shape, self.variants, self.replay, self.recipe.rollout.staleness)
-        beside = self.objective.needs & WITH_ALL_TOKENS
-        return self.ranks.count > 1 and self.objective.is_by_row and not any(whole) and not beside
+        reads_all_tokens = (self.shape, self.variants, self.replay, self.recipe.rollout.staleness)
+        extra_passes = self.objective.needs & WITH_ALL_TOKENS
+        return self.ranks.count > 1 and self.objective.is_by_row and not any(reads_all_tokens) and not extra_passes
 
     @property
     def longest(self) -> int:

@@ -59,14 +59,14 @@ def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         if packed is None or input_ids is None or position_ids is None:
-            given = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed}
-            return forward(**{name: value for name, value in given.items() if value is not None}, **more)
-        own, part, order = part_of_line(packed, dist.get_rank(group), dist.get_world_size(group))
+            inputs = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed}
+            return forward(**{name: value for name, value in inputs.items() if value is not None}, **more)
+        mine, part, order = part_of_line(packed, dist.get_rank(group), dist.get_world_size(group))
         part.group = group
-        out = forward(input_ids=input_ids[:, own], position_ids=position_ids[:, own], packed=part, **more)
+        out = forward(input_ids=input_ids[:, mine], position_ids=position_ids[:, mine], packed=part, **more)
         out.last_hidden_state = gather_line(out.last_hidden_state, 1, group)[:, order]
         if getattr(out, "router_logits", None) is not None:
-            routed = (logits.reshape(1, len(own), -1) for logits in out.router_logits)
+            routed = (logits.reshape(1, len(mine), -1) for logits in out.router_logits)
             out.router_logits = tuple(gather_line(logits, 1, group)[0, order] for logits in routed)
         return out
 
@@ -74,9 +74,9 @@ def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
 
 
 def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed, Tensor]:
-    """Return (own, part, order) of one of `count` ranks for a line of T tokens.
+    """Return (mine, part, order) of one of `count` ranks for a line of T tokens.
 
-    own [t]: indices of the tokens of the line that this rank runs, the same t on each rank; if the line is too short,
+    mine [t]: indices of the tokens of the line that this rank runs, the same t on each rank; if the line is too short,
     the last token is repeated as a row of its own. part: row boundaries and visible keys of these tokens, among the
     concatenated tokens of all ranks. order [T]: the index of each token of the line in that concatenation.
     """
@@ -88,10 +88,10 @@ def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed,
     order = np.where(front, chunk, 2 * count - 1 - chunk) * 2 * size + tokens % size + np.where(front, 0, size)
     starts = [0, *itertools.accumulate(packed.lengths)]
     seen = _keys_of_rows(packed, starts)
-    own, lengths, keys = list[Any](), list[int](), list[Any]()
+    mine, lengths, keys = list[Any](), list[int](), list[Any]()
     for half, number in enumerate((rank, 2 * count - 1 - rank)):
         begin, end = min(number * size, total), min((number + 1) * size, total)
-        own.append(tokens[begin:end])
+        mine.append(tokens[begin:end])
         for row in range(bisect.bisect_right(starts, begin) - 1, len(packed.lengths)):
             first, last = max(begin, starts[row]), min(end, starts[row + 1])
             if first >= end:
@@ -100,13 +100,13 @@ def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed,
                 lengths.append(last - first)
                 keys.append(order[seen[row][: len(seen[row]) - (starts[row + 1] - last)]])
         if fill := size - (end - begin):
-            own.append(np.full(fill, total - 1))
+            mine.append(np.full(fill, total - 1))
             lengths.append(fill)
             at = rank * 2 * size + half * size + (end - begin)
             keys.append(np.arange(at, at + fill))
     sources = torch.from_numpy(np.concatenate(keys))
-    part = Packed.with_shared_keys(lengths, [len(one) for one in keys], sources, device)
-    return torch.from_numpy(np.concatenate(own)).to(device), part, torch.from_numpy(order).to(device)
+    part = Packed.with_shared_keys(lengths, [len(row_keys) for row_keys in keys], sources, device)
+    return torch.from_numpy(np.concatenate(mine)).to(device), part, torch.from_numpy(order).to(device)
 
 
 def _keys_of_rows(packed: Packed, starts: Sequence[int]) -> list[Any]:

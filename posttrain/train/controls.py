@@ -62,14 +62,14 @@ class Controls:
         return {key: c.update(states[key], metrics, step) for key, c in self.controllers.items()}
 
 
-def check_limits(given: Mapping[str, float], recipe: RlRecipe, step: int | None = None) -> None:
+def check_limits(values: Mapping[str, float], recipe: RlRecipe, step: int | None = None) -> None:
     """Raise UserError for values beyond what the engine was started with. step: 0, 1, ..., for a step still to come."""
     key, limit = "rollout.max_new_tokens", recipe.rollout.max_new_tokens
-    asked = round(given.get(key, limit))
-    if asked > limit:
+    value = round(values.get(key, limit))
+    if value > limit:
         when = "" if step is None else f"in step {step + 1} "
         raise UserError(
-            f"{when}a controller asks for {asked} new tokens, more than rollout.max_new_tokens {limit}",
+            f"{when}a controller asks for {value} new tokens, more than rollout.max_new_tokens {limit}",
             where=f"controllers.{key}",
             hint="set rollout.max_new_tokens to the largest value of the controller",
         )

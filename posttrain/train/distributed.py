@@ -118,8 +118,8 @@ def _init_process_group() -> str:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with _raise_peer_lost():
         store.set_timeout(TIMEOUT)
-        own = dist.PrefixStore(f"posttrain/{name}", store)
-        dist.init_process_group(backend, store=own, rank=number, world_size=count, timeout=TIMEOUT)
+        prefixed = dist.PrefixStore(f"posttrain/{name}", store)
+        dist.init_process_group(backend, store=prefixed, rank=number, world_size=count, timeout=TIMEOUT)
     return name
 
 
@@ -223,16 +223,16 @@ def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
 
 def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[np.uint8]]]:
     """Send `parts[r]` to each rank r; return the parts received from each rank, ordered by rank (all-to-all)."""
-    sizes = gather([[len(part) for part in own] for own in parts])
-    to, from_ = [sum(own) for own in sizes[rank()]], [theirs[rank()] for theirs in sizes]
-    flat = [np.frombuffer(part, np.uint8) for own in parts for part in own]
+    sizes = gather([[len(part) for part in part_list] for part_list in parts])
+    to, from_ = [sum(part_list) for part_list in sizes[rank()]], [theirs[rank()] for theirs in sizes]
+    flat = [np.frombuffer(part, np.uint8) for part_list in parts for part in part_list]
     sent = torch.from_numpy(np.concatenate(flat) if flat else np.empty(0, np.uint8))
     found = torch.empty(sum(map(sum, from_)), dtype=torch.uint8)
     with _raise_peer_lost():
         dist.all_to_all_single(found, sent, list(map(sum, from_)), to, group=_group())
-    ends = np.cumsum([0, *(size for own in from_ for size in own)])
-    every = iter([found[start:end].numpy() for start, end in itertools.pairwise(ends.tolist())])
-    return [[next(every) for _ in own] for own in from_]
+    ends = np.cumsum([0, *(size for part_list in from_ for size in part_list)])
+    chunks = iter([found[start:end].numpy() for start, end in itertools.pairwise(ends.tolist())])
+    return [[next(chunks) for _ in part_list] for part_list in from_]
 
 
 def gather_one_by_one(value: T) -> Iterator[T]:

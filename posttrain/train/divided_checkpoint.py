@@ -249,14 +249,14 @@ def _plan(
     weights = {f"{WEIGHTS}/{name}": tensor for name, tensor in _weights(loaded, optimizer).items()}
     _check_names(folder, weights, stored)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    like = dict(zip((name for own in names for name in own), parameters, strict=True))
+    parameter_of = dict(zip((name for own in names for name in own), parameters, strict=True))
     numbers = _parameter_numbers(state, names)
     moments: dict[str, Tensor] = {}
     for key, entry in stored.items():
-        kind, _, rest = key.partition("/")
+        kind, _, path = key.partition("/")
         if kind == MOMENTS and isinstance(entry, TensorStorageMetadata):
-            part, _, name = rest.partition("/")
-            moments[key] = _allocate_moment(entry, like[name])
+            part, _, name = path.partition("/")
+            moments[key] = _allocate_moment(entry, parameter_of[name])
             state["state"].setdefault(numbers[name], {})[part] = moments[key]
     return {**weights, **moments}
 
@@ -276,9 +276,9 @@ def _weights(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _check_names(folder: Path, weights: dict[str, Tensor], stored: dict[str, Any]) -> None:
-    there = {key: entry for key, entry in stored.items() if key.startswith(f"{WEIGHTS}/")}
-    wrong: Iterable[str] = weights.keys() ^ there.keys()
-    wrong = wrong or [key for key, tensor in weights.items() if tensor.shape != there[key].size]
+    stored_weights = {key: entry for key, entry in stored.items() if key.startswith(f"{WEIGHTS}/")}
+    wrong: Iterable[str] = weights.keys() ^ stored_weights.keys()
+    wrong = wrong or [key for key, tensor in weights.items() if tensor.shape != stored_weights[key].size]
     if wrong:
         first = min(wrong).removeprefix(f"{WEIGHTS}/")
         raise RunError(f"checkpoint {folder} does not fit: it holds other weights, e.g. {first}")

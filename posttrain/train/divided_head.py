@@ -61,10 +61,10 @@ def topk(values: Tensor, count: int, own: VocabularyShard | None) -> tuple[Tenso
     if own is None:
         return found.values, found.indices
     ranks = dist.get_world_size(own.group)
-    every = [[torch.empty_like(x) for _ in range(ranks)] for x in found]
-    for parts, mine in zip(every, (found.values, found.indices + own.first), strict=True):
+    gathered = [[torch.empty_like(x) for _ in range(ranks)] for x in found]
+    for parts, mine in zip(gathered, (found.values, found.indices + own.first), strict=True):
         dist.all_gather(parts, mine.contiguous(), group=own.group)
-    values, tokens = (torch.cat(parts, -1) for parts in every)
+    values, tokens = (torch.cat(parts, -1) for parts in gathered)
     best = values.topk(min(count, values.shape[-1]))
     return best.values, tokens.gather(-1, best.indices)
 

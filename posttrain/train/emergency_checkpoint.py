@@ -94,14 +94,14 @@ def save_before_raising(
     if not together and (divided or not distributed.is_main()):
         return
     newest = checkpoints.latest(directory.checkpoints)
-    worth_it = newest is None or (exact and checkpoints.step_of(newest) < done)
-    if not (distributed.broadcast_from_rank0(worth_it) if together else worth_it):
+    should_save = newest is None or (exact and checkpoints.step_of(newest) < done)
+    if not (distributed.broadcast_from_rank0(should_save) if together else should_save):
         return
     if not whole:
         note(f"not saved after step {done}: the next step failed after it had begun to change the weights")
         return
-    sick = isinstance(error, NonFiniteError) and not all(map(has_finite_weights, models))
-    if distributed.any_rank(sick) if together else sick:
+    non_finite = isinstance(error, NonFiniteError) and not all(map(has_finite_weights, models))
+    if distributed.any_rank(non_finite) if together else non_finite:
         note(f"not saved after step {done}: its weights are not finite")
         return
     for model in models:

@@ -108,10 +108,10 @@ def update_best(state: State, metric: str, value: float | None) -> bool:
 
     An evaluation without a value is never the best.
     """
-    before = state.best
+    best = state.best
     sign = -1 if metric in LOWER_IS_BETTER else 1
-    if value is None or (before is not None and sign * value <= sign * before["value"]):
-        state.since_best += before is not None
+    if value is None or (best is not None and sign * value <= sign * best["value"]):
+        state.since_best += best is not None
         return False
     state.best = {"step": state.step, "metric": f"eval/{metric}", "value": value}
     state.since_best = 0
@@ -166,8 +166,8 @@ class Completions:
         self.sync(step)
         found = distributed.gather_or_raise(distributed.capture(self._grade_share))
         records = sorted((record for share in found for record in share), key=lambda r: (r["problem"], r["sample"]))
-        shown = [r for r in records if r["sample"] == 0][:SAMPLES]
-        return completion_metrics(records, self.n, self.seed), shown
+        samples = [r for r in records if r["sample"] == 0][:SAMPLES]
+        return completion_metrics(records, self.n, self.seed), samples
 
     def _grade_share(self) -> list[Record]:
         """Sample and grade this rank's completions.

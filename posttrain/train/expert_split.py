@@ -63,8 +63,8 @@ def divide_experts(module: Any, mesh: DeviceMesh) -> None:
     experts, rank, count = base_layer(module), mesh.get_local_rank(), mesh.size()
     for leaf, weight in experts._parameters.items():
         if weight is not None:
-            own = PART.of(weight.detach(), rank, count).contiguous()
-            placed = DTensor.from_local(own, mesh, [PART.placement], run_check=False)
+            shard = PART.of(weight.detach(), rank, count).contiguous()
+            placed = DTensor.from_local(shard, mesh, [PART.placement], run_check=False)
             experts._parameters[leaf] = nn.Parameter(placed, weight.requires_grad)
     own_part = dict.fromkeys(experts._parameters, partial(PART.of, rank=rank, count=count))
     experts.num_experts //= count

@@ -72,8 +72,8 @@ def eval_shape(recipe: RlRecipe, shape: Shape | None) -> Shape | None:
     section = recipe.rollout.shape
     if shape is None or section is None or recipe.eval is None:
         return None
-    asked = recipe.eval.shaped
-    return shape if (section.has_one_answer if asked is None else asked) else None
+    shaped = recipe.eval.shaped
+    return shape if (section.has_one_answer if shaped is None else shaped) else None
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def with_images(collate: Collate, reader: ImageReader, copies: int = 1) -> Colla
 
     def add(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = collate([{key: value for key, value in row.items() if key != IMAGES} for row in rows])
-        shown = tuple(tuple(Image(**image) for image in row.get(IMAGES) or ()) for row in rows)
-        return {**batch, IMAGES: RowImages(reader, shown * copies)} if any(shown) else batch
+        images = tuple(tuple(Image(**image) for image in row.get(IMAGES) or ()) for row in rows)
+        return {**batch, IMAGES: RowImages(reader, images * copies)} if any(images) else batch
 
     return add
 
@@ -59,14 +59,14 @@ def image_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     A batch without images is returned unchanged.
     """
-    given = dict(inputs)
-    shown: RowImages | None = given.pop(IMAGES, None)
-    if shown is None:
-        return given
-    ids = given["input_ids"]
-    seen = shown.inputs(model, ids)
-    if (starts := given.get("position_ids")) is not None:
-        by_grid = line_positions(backbone(causal_of(model)), ids, starts, seen)
+    batch = dict(inputs)
+    images: RowImages | None = batch.pop(IMAGES, None)
+    if images is None:
+        return batch
+    ids = batch["input_ids"]
+    image_kwargs = images.inputs(model, ids)
+    if (starts := batch.get("position_ids")) is not None:
+        by_grid = line_positions(backbone(causal_of(model)), ids, starts, image_kwargs)
         if by_grid is not None:  # without `packed`, transformers separates rows by text positions
-            given["position_ids"] = by_grid if "packed" in given else torch.cat([starts[None], by_grid])
-    return {**given, **seen}
+            batch["position_ids"] = by_grid if "packed" in batch else torch.cat([starts[None], by_grid])
+    return {**batch, **image_kwargs}

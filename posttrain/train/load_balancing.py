@@ -35,9 +35,9 @@ def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None =
 
     costs: cost of each row, e.g. its tokens. units: a unit number per row; rows of one unit stay together.
     """
-    together = [[row] for row in range(len(costs))] if units is None else group_rows(units)
-    parts = partition([sum(costs[r] for r in rows) for rows in together], count)
-    return [sorted(row for unit in part for row in together[unit]) for part in parts]
+    row_units = [[row] for row in range(len(costs))] if units is None else group_rows(units)
+    parts = partition([sum(costs[r] for r in rows) for rows in row_units], count)
+    return [sorted(row for unit in part for row in row_units[unit]) for part in parts]
 
 
 def sort_by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:

@@ -64,20 +64,20 @@ def micro_batches(
     longest = [max(lengths[r] for r in unit) for unit in units]
     sizes = [sum(lengths[r] for r in unit) if prompts is None else prompts.cost(unit) for unit in units]
     batches: list[list[int]] = []
-    taken: list[int] = []  # tokens of each micro-batch
+    tokens_in: list[int] = []  # tokens of each micro-batch
     width = 0  # width of the newest padded micro-batch: its first row is its longest
     for n in sorted(range(len(units)), key=lambda n: (-longest[n], units[n][0])):
         if packed:
-            batch = next((m for m, tokens in enumerate(taken) if tokens + sizes[n] <= max_tokens), len(batches))
+            batch = next((m for m, tokens in enumerate(tokens_in) if tokens + sizes[n] <= max_tokens), len(batches))
         else:
             fits = bool(batches) and width * (len(batches[-1]) + len(units[n])) <= max_tokens
             batch = len(batches) - 1 if fits else len(batches)
         if batch == len(batches):
             batches.append([])
-            taken.append(0)
+            tokens_in.append(0)
             width = longest[n]
         batches[batch] += units[n]
-        taken[batch] += sizes[n]
+        tokens_in[batch] += sizes[n]
     return (_balance_packed(units, sizes, len(batches), max_tokens) or batches) if packed else batches
 
 
@@ -162,16 +162,16 @@ def _completion_scores(
     """
     device = next(causal.parameters()).device
     rows, positions, columns, targets = completion_positions(sequences, device)
-    asked = {"output_router_logits": True} if extras.router else {}
+    backbone_kwargs = {"output_router_logits": True} if extras.router else {}
     borders = None
     if line is not None:
         borders, starts = borders_of(sequences, prompts, line, device)
-        out = run_packed(causal, sequences, borders, asked, reader)
+        out = run_packed(causal, sequences, borders, backbone_kwargs, reader)
         states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
         ids, mask = pad_right(sequences, device)
-        seen = {} if sequences.images is None else image_inputs(causal, sequences.images, ids, reader)
-        out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **seen, **asked)
+        image_kwargs = {} if sequences.images is None else image_inputs(causal, sequences.images, ids, reader)
+        out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **image_kwargs, **backbone_kwargs)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
     teacher = extras.teacher
@@ -298,8 +298,8 @@ def token_scores(
             chunks = partial(_chunks, size=size)
             logp, detached = ShardedTokenScores.apply(hidden, weight, targets, scale, head.own, chunks, _scale_logits)
         return {"logp": logp, "entropy": detached}
-    more: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
-    return _token_scores_autograd(head, hidden, targets, temperature, size, **more)
+    options: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
+    return _token_scores_autograd(head, hidden, targets, temperature, size, **options)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -374,7 +374,7 @@ def _token_scores_autograd(
     vocabulary = head.project.weight.shape[0] if vocab_mean else 0
     own = head.own
 
-    def chunk(h: Tensor, t: Tensor, scale: float | Tensor, taught: Tensor) -> tuple[Tensor, ...]:
+    def chunk(h: Tensor, t: Tensor, scale: float | Tensor, teacher_states: Tensor) -> tuple[Tensor, ...]:
         logp_all = log_softmax(head(h) / scale, own)
         found = [gather_tokens(logp_all, t, own)]
         with torch.no_grad():
@@ -388,17 +388,16 @@ def _token_scores_autograd(
             found += [values, tokens == t[:, None]]
         if teacher is not None:
             with torch.no_grad():
-                theirs = teacher.head(taught) / scale
-            common = min(theirs.shape[-1], logp_all.shape[-1])  # heads may be padded to different sizes
+                teacher_logits = teacher.head(teacher_states) / scale
+            common = min(teacher_logits.shape[-1], logp_all.shape[-1])  # heads may be padded to different sizes
             ones = torch.ones_like(t, dtype=torch.bool)
-            found.append(full_distill(logp_all[:, :common], theirs[:, :common], ones, beta=teacher.beta).per_token)
+            distilled = full_distill(logp_all[:, :common], teacher_logits[:, :common], ones, beta=teacher.beta)
+            found.append(distilled.per_token)
         return tuple(found)
 
-    taught = hidden if teacher is None else teacher.states
+    teacher_states = hidden if teacher is None else teacher.states
     if len(targets) <= size:
-        return dict(zip(names, chunk(hidden, targets, temperature, taught), strict=True))
-    parts = [
-        checkpoint(chunk, h, t, s, states, use_reentrant=False)
-        for (h, t, s), states in zip(_chunks(hidden, targets, temperature, size), taught.split(size), strict=True)
-    ]
+        return dict(zip(names, chunk(hidden, targets, temperature, teacher_states), strict=True))
+    token_chunks = zip(_chunks(hidden, targets, temperature, size), teacher_states.split(size), strict=True)
+    parts = [checkpoint(chunk, h, t, s, states, use_reentrant=False) for (h, t, s), states in token_chunks]
     return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}

@@ -237,9 +237,9 @@ def moments_of_update(shape: Shape, s: Settings, chunk_cells: int) -> list[dict[
     if not s.checkpointing:
         cast = {"bfloat16 casts of weights": of_layers + of_head}
         return [{"activations": saved, "a block's backward pass": block, **head, **cast}]
-    around = {"states around the head": head_states(shape, s), **head, "bfloat16 casts of weights": of_head}
+    forward = {"states around the head": head_states(shape, s), **head, "bfloat16 casts of weights": of_head}
     backward = {"a block's backward pass": block // 2, "bfloat16 casts of weights": of_layers // shape.layers}
-    return [{"activations": saved, **around}, {"activations": saved + block, **backward}]
+    return [{"activations": saved, **forward}, {"activations": saved + block, **backward}]
 
 
 def kv_bytes(shape: Shape, s: Settings) -> int:
@@ -343,6 +343,6 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     if s.engine:
         for part in parts.values():
             part["engine"] = 0 if s.engine_sleeps else s.engine
-        around = {**resident, "engine": s.engine}
-        parts = {"rollout": around, **parts, "sync": dict(around)}
+        idle = {**resident, "engine": s.engine}
+        parts = {"rollout": idle, **parts, "sync": dict(idle)}
     return Phases({name: {k: v for k, v in part.items() if v} for name, part in parts.items()}, host)

@@ -91,11 +91,11 @@ def _width(config: Any, routed: int) -> int:
     The sum of their widths, plus a copy of the hidden state for each expert, which takes as much as half its size in
     width.
     """
-    one = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    shared = getattr(config, "shared_expert_intermediate_size", None) or one * (
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    shared = getattr(config, "shared_expert_intermediate_size", None) or width * (
         getattr(config, "n_shared_experts", 0) or 0
     )
-    return int(routed * one + shared + routed * config.hidden_size // 2)
+    return int(routed * width + shared + routed * config.hidden_size // 2)
 
 
 def _is_target(name: str, targets: str | list[str]) -> bool:
@@ -183,9 +183,9 @@ def trains_on_pairs(recipe: Recipe) -> bool:
 
 def component_bytes(needs: Collection[str], hidden: int) -> int:
     """Return the GPU bytes per completion token of values that components need besides log-probs, for a whole step."""
-    likeliest = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag per token
+    topk = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag per token
     numbers = len(set(needs) & {"values", "new_values", "old_vocab_mean_logp", "vocab_mean_logp", "entropy"})
-    return likeliest + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
+    return topk + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
 
 
 def count_passes(recipe: RlRecipe) -> float:
@@ -197,11 +197,11 @@ def count_passes(recipe: RlRecipe) -> float:
     """
     needs, count = Objective.from_recipe(recipe).needs, recipe.batch.minibatches
     dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
-    several = recipe.batch.epochs * count > 1
-    whole = bool(needs & set(AT_ROLLOUT)) or (dropout and (several or "rollout_logp" in needs))
-    policy = 1.0 if whole else (count - 1) / count
-    beside = ("prompt_logp", "answer_logp", "masked_logp", "perturbed_logp")
-    return policy + bool(needs & set(BY_REFERENCE)) + len(needs & set(beside))
+    many_updates = recipe.batch.epochs * count > 1
+    for_all_rows = bool(needs & set(AT_ROLLOUT)) or (dropout and (many_updates or "rollout_logp" in needs))
+    policy = 1.0 if for_all_rows else (count - 1) / count
+    extra = ("prompt_logp", "answer_logp", "masked_logp", "perturbed_logp")
+    return policy + bool(needs & set(BY_REFERENCE)) + len(needs & set(extra))
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ def check_start(ctx: TrainContext) -> None:
     ctx.loaded.model.eval()
     verify_head(ctx.loaded, probe)
     with torch.no_grad():
-        ours = scores(ctx, ctx.loaded.model, probe, width, Extras())["logp"]
+        logp = scores(ctx, ctx.loaded.model, probe, width, Extras())["logp"]
         if ctx.packed:
-            check_packing(ctx, probe, ours)
+            check_packing(ctx, probe, logp)
     if ctx.reference is not None and ctx.recipe.kl.reference is None:
         with torch.no_grad(), ctx.reference() as model:
-            theirs = scores(ctx, model, probe, width, Extras())["logp"]
-        if (gap := float((ours - theirs).abs().max())) > 1e-3:
+            reference_logp = scores(ctx, model, probe, width, Extras())["logp"]
+        if (gap := float((logp - reference_logp).abs().max())) > 1e-3:
             raise NonFiniteError(f"the reference is not the starting policy: log-probs differ by {gap:.3g} nats")
 
 
@@ -57,9 +57,10 @@ def check_packing(ctx: TrainContext, probe: Sequences, together: Tensor) -> None
         return torch.cat([scores(how, ctx.loaded.model, row, width, Extras())["logp"] for row in rows])
 
     with ctx.loaded.autocast():
-        most = logp_tolerance(compute_dtype(ctx.loaded.device, ctx.loaded.model.dtype))
+        tolerance = logp_tolerance(compute_dtype(ctx.loaded.device, ctx.loaded.model.dtype))
     in_line, padded = alone(packed=True), alone(packed=False)
     for what, one in (("rows packed together and alone", together), ("packed and padded rows", padded)):
         gap = float((one - in_line).abs().sum()) / tokens
-        if not gap <= most:
-            raise NonFiniteError(f"log-probs of {what} differ by {gap:.3g} nats", allowed=f"at most {most} on average")
+        if not gap <= tolerance:
+            differ = f"log-probs of {what} differ by {gap:.3g} nats"
+            raise NonFiniteError(differ, allowed=f"at most {tolerance} on average")

@@ -166,22 +166,22 @@ def assign_weights(loaded: LoadedModel, *, adapter: str | None = None, hashed: b
     rank, assigned = distributed.rank(), [0] * distributed.world()
     mine: dict[str, Tensor] = {}
     sums: dict[str, str] = {}
-    failed: Exception | None = None  # error of this rank, which must still take part in gathering
+    error: Exception | None = None  # error of this rank, which must still take part in gathering
     dtype = loaded.half if adapter is None else None
     for _, group in groupby(_whole_weights(loaded, adapter), lambda item: layer_of(item[0])):
         owner = assigned.index(min(assigned))
         layer: dict[str, Tensor] = {}
         for name, full in group:
             assigned[owner] += full.numel()
-            if owner == rank and failed is None:
+            if owner == rank and error is None:
                 copied = distributed.capture(_copy_to_host, full, dtype)
-                layer[name], failed = copied.value, copied.error
-        if layer and failed is None:
+                layer[name], error = copied.value, copied.error
+        if layer and error is None:
             sums |= {name: _sha256(tensor) for name, tensor in layer.items()} if hashed else {}
             mine |= to_published_names(adapters.causal_of(loaded.skeleton), layer)
     chunks = list(_chunks(mine, FILE_BYTES))
     gathered = distributed.gather_or_raise(
-        distributed.Captured(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums), failed)
+        distributed.Captured(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums), error)
     )
     names, index = _name_files([sizes for sizes, _ in gathered])
     return Share(
@@ -223,8 +223,8 @@ def _chunks(weights: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
         if chunk and size + tensor.nbytes > limit:
             yield chunk
             chunk, size = {}, 0
-        own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        chunk[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        chunk[name] = tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
         size += tensor.nbytes
     if chunk:
         yield chunk

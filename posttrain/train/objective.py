@@ -140,9 +140,9 @@ class Objective:
         """
         parts: dict[str, tuple[BoundComponent, ...]] = {}
         for key, section in recipe.active_components():
-            place = key.partition(".")[0]
-            if place != "controllers":
-                parts[place] = (*parts.get(place, ()), bind(key, section, recipe.base_dir))
+            group = key.partition(".")[0]
+            if group != "controllers":
+                parts[group] = (*parts.get(group, ()), bind(key, section, recipe.base_dir))
         (advantage,), (surrogate,), kl = parts.pop("advantage"), parts.pop("loss"), parts.pop("kl", (None,))
         return cls(
             advantage=advantage,
@@ -182,8 +182,8 @@ class Objective:
     @cached_property
     def needs(self) -> frozenset[str]:
         """All fields and services that the components need, e.g. `ref_logp`."""
-        named = [part.needs for part in self.every_part]
-        return frozenset({"old_logp"} if self.kl and self.kl_in_reward else ()).union(*named)
+        needs = [part.needs for part in self.every_part]
+        return frozenset({"old_logp"} if self.kl and self.kl_in_reward else ()).union(*needs)
 
     @cached_property
     def needs_before_the_loss(self) -> frozenset[str]:
@@ -242,15 +242,15 @@ class Objective:
         rows = rows.replace(rewards=rewards)
         if self.select or self.mask_truncated:
             rows = self.select_tokens(rows)
-        stay = kept.clone()
+        keep = kept.clone()
         if rows.keep is not None:
-            stay[kept] = rows.keep
+            keep[kept] = rows.keep
         mask = torch.zeros_like(batch.mask)
         mask[kept] = rows.mask
         if batch.trajectory_ids is not None:
             batch = batch.replace(trajectory_tokens=count_trajectory_tokens(mask, batch.trajectory_ids))
         return batch.replace(
-            keep=stay,
+            keep=keep,
             mask=mask,
             memory=rows.memory,
             channels={name: scatter_kept(value, kept) for name, value in rows.channels.items()},
@@ -317,10 +317,10 @@ class Objective:
         for part in self.select:
             chosen, batch = part.call_and_remember(batch)
             if chosen.denominator == "kept":
-                left = batch.mask & chosen.mask
-                stay = left.any(-1) | ~batch.mask.any(-1)
+                mask = batch.mask & chosen.mask
+                stay = mask.any(-1) | ~batch.mask.any(-1)
                 keep = stay if batch.keep is None else batch.keep & stay
-                batch = batch.replace(mask=left, keep=keep)
+                batch = batch.replace(mask=mask, keep=keep)
             elif self.whole_groups:
                 raise UserError(
                     f"{part.key} `{part.name}` removes tokens from a per-token loss, "
@@ -469,9 +469,9 @@ def scatter_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
     """Scatter the values of kept rows to their indices among all rows; 0 elsewhere. Returns None for None."""
     if values is None:
         return None
-    everywhere = values.new_zeros((len(kept), *values.shape[1:]))
-    everywhere[kept] = values
-    return everywhere
+    scattered = values.new_zeros((len(kept), *values.shape[1:]))
+    scattered[kept] = values
+    return scattered
 
 
 def multiply_rows(advantages: Tensor, factor: Tensor) -> Tensor:

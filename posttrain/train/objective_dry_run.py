@@ -89,23 +89,23 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
     batch = rollout_batch(rollouts, ("last_number",), needs)
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
-    made = {name: _make_field(name, batch.mask) for name in wanted if name in _SHAPES}
+    fields = {name: _make_field(name, batch.mask) for name in wanted if name in _SHAPES}
     if "router_loss" in wanted:
-        made["router_loss"] = torch.rand(len(batch))
-    if "new_values" in made:
-        made["new_values"].requires_grad_()  # a loss may train only the critic
-    if "divergence" in made:
-        made["divergence"].requires_grad_()
+        fields["router_loss"] = torch.rand(len(batch))
+    if "new_values" in fields:
+        fields["new_values"].requires_grad_()  # a loss may train only the critic
+    if "divergence" in fields:
+        fields["divergence"].requires_grad_()
     sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if fields_from_sampler(recipe) else {}
-    return batch.replace(**made, reward_weights=weights, sampler_state=sampler)
+    return batch.replace(**fields, reward_weights=weights, sampler_state=sampler)
 
 
 def _call_of(recipe: RlRecipe, row: int) -> WorkflowCall | None:
     """Return a call of one of the trained workflow roles, cycling by row; None without a workflow."""
     if (workflow := recipe.rollout.workflow) is None:
         return None
-    named = recipe.advantage.params.get("role")
-    roles = workflow.train or workflow.roles or [str(named or "solver"), "other"]
+    role = recipe.advantage.params.get("role")
+    roles = workflow.train or workflow.roles or [str(role or "solver"), "other"]
     return WorkflowCall((Said(roles[row % len(roles)], ""),), 0)
 
 
@@ -120,8 +120,8 @@ def _sizes(recipe: RlRecipe) -> list[int]:
     return [size + (unequal and size > 1) * (1 - 2 * (group % 2)) for group in range(prompts)]
 
 
-def _random_like(mask: Tensor, *more: int) -> Tensor:
-    return -torch.rand(*mask.shape, *more)
+def _random_like(mask: Tensor, *extra: int) -> Tensor:
+    return -torch.rand(*mask.shape, *extra)
 
 
 _SHAPES = {

@@ -53,8 +53,8 @@ def solution_completions(
         if not isinstance(text, str) or not text.strip():
             continue
         row = dict(shown(prompt.row) if shown else prompt.row)
-        asked = prompt_messages(row, section) if row.get("prompt") is None else row["prompt"]
-        row = {**row, "messages": None, "prompt": asked, "completion": text}
+        messages = prompt_messages(row, section) if row.get("prompt") is None else row["prompt"]
+        row = {**row, "messages": None, "prompt": messages, "completion": text}
         ids = _completion(prompt, row, tokenizer, section, reader)
         if ids is None:
             raise DataError(
@@ -73,8 +73,8 @@ def _completion(
     example = render_example(row, tokenizer, section, reader)
     start = example.trained.index(True) if True in example.trained else len(example.ids)
     ids = tuple(i for i, trained in zip(example.ids, example.trained, strict=True) if trained)
-    whole = example.ids[:start] == prompt.ids and example.ids[start : start + len(ids)] == ids
-    return ids if ids and whole else None
+    matches = example.ids[:start] == prompt.ids and example.ids[start : start + len(ids)] == ids
+    return ids if ids and matches else None
 
 
 def _check_lengths(found: dict[str, tuple[int, ...]], limit: int, what: str) -> Tokens:

@@ -112,8 +112,8 @@ def _make_update(weight: Tensor, grad: Tensor, step: float, group: dict[str, Any
     """
     beta1, beta2 = group["betas"]
 
-    def compute(given: Sequence[Tensor]) -> None:
-        average, square, *masters = given
+    def compute(state: Sequence[Tensor]) -> None:
+        average, square, *masters = state
         updated = masters[0] if masters else weight
         count = torch.full((), step, device=weight.device)
         adamw(

@@ -61,10 +61,11 @@ class OnlinePolicy:
         rollouts = self.engine.generate(
             [self.prompts[pair] for pair in pairs], n, self.sampling, seed=seed, logprobs=False, share=wanted
         )
-        first = {number: i * n for i, number in enumerate(wanted)}
+        first_rollout = {number: i * n for i, number in enumerate(wanted)}
         found: dict[int, Answers] = {}
         for part in mine:
-            rows = [r for pair in parts[part] for r in rollouts[first[index[pair]] : first[index[pair]] + n]]
+            starts = [first_rollout[index[pair]] for pair in parts[part]]
+            rows = [rollout for start in starts for rollout in rollouts[start : start + n]]
             sequences, batch = sequences_of(rows), rollout_batch(rows).to(self.loaded.device)
             with torch.no_grad(), self.reference() as model, self.loaded.autocast():
                 ref = completion_logprobs(model, sequences, batch.mask.shape[1], reader=self.loaded.images)[0]

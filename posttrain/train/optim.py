@@ -160,7 +160,8 @@ def loss_scaler(loaded: LoadedModel) -> GradScaler:
 def count_updates(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
     """Yield a function that returns how many updates the optimizers have begun since the block was entered."""
     updates = list[None]()
-    hooks = [one.register_step_pre_hook(lambda *_: updates.append(None)) for one in optimizers if one is not None]
+    watched = [optimizer for optimizer in optimizers if optimizer is not None]
+    hooks = [optimizer.register_step_pre_hook(lambda *_: updates.append(None)) for optimizer in watched]
     try:
         yield lambda: len(updates)
     finally:
@@ -203,15 +204,15 @@ def lr_factor(update: int, section: Optim, total_updates: int) -> float:
     warmup = section.warmup_steps if section.warmup_steps >= 1 else math.ceil(section.warmup_steps * total_updates)
     if update < warmup:
         return (update + 1) / (warmup + 1)
-    done = (update - warmup) / max(1, total_updates - warmup)
-    done = min(done, 1.0)
+    progress = (update - warmup) / max(1, total_updates - warmup)
+    progress = min(progress, 1.0)
     match section.schedule:
         case "constant":
             return 1.0
         case "linear":
-            return 1.0 - done
+            return 1.0 - progress
         case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * done))
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
         case "stable_decay":
             decay = max(1, total_updates // 10) if section.decay_steps is None else section.decay_steps
             least = section.lr / 10 if section.min_lr is None else section.min_lr
@@ -243,9 +244,9 @@ def stable_decay(
         return lr
     if step >= stable_steps + decay_steps:
         return min_lr
-    done = (step - stable_steps) / decay_steps
-    share = 0.5 * (1.0 + math.cos(math.pi * done)) if shape == "cosine" else 1.0 - done
-    return min_lr + (lr - min_lr) * share
+    progress = (step - stable_steps) / decay_steps
+    factor = 0.5 * (1.0 + math.cos(math.pi * progress)) if shape == "cosine" else 1.0 - progress
+    return min_lr + (lr - min_lr) * factor
 
 
 def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:

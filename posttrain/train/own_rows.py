@@ -59,7 +59,7 @@ class OwnRows:
         """
         self.ranks.send_tokens(rollouts, self.owners)
         others = [rollouts[row] for row in self.spare]
-        spare = [replace(one, segments=(Segment("model", (0,)),)) for one in others]
+        spare = [replace(rollout, segments=(Segment("model", (0,)),)) for rollout in others]
         return [*(rollouts[row] for row in self.mine), *spare]
 
     def gather_values(self, own: Tensor) -> Tensor:
@@ -88,21 +88,21 @@ def assign_rows(
     """
     # decided by rank 0: rounding differs between GPUs, and all ranks must agree
     active = frozenset(ctx.ranks.broadcast(ctx.objective.has_signal(batch).nonzero()[:, 0].tolist()))
-    same, groups, owner = ctx.ranks.model_parallel_size, batch.group_ids.tolist(), dict[int, int]()
-    count = ctx.ranks.count // same
-    together = ctx.objective.whole_groups or (ctx.shares and len({groups[row] for row in active}) >= 4 * count)
+    size, groups, owner = ctx.ranks.model_parallel_size, batch.group_ids.tolist(), dict[int, int]()
+    count = ctx.ranks.count // size
+    by_group = ctx.objective.whole_groups or (ctx.shares and len({groups[row] for row in active}) >= 4 * count)
     for part in parts:
         rows = [row for row in part if row in active and row not in owner]
-        units = [groups[row] for row in rows] if together else None
-        for rank, own in enumerate(split_rows([lengths[row] for row in rows], count, units)):
-            owner |= dict.fromkeys((rows[n] for n in own), rank)
-    found = [owner.get(row, sampled_by[row] // same if sampled_by else row % count) for row in range(len(batch))]
-    mine = [row for row, rank in enumerate(found) if rank == ctx.ranks.number // same]
+        units = [groups[row] for row in rows] if by_group else None
+        for rank, indices in enumerate(split_rows([lengths[row] for row in rows], count, units)):
+            owner |= dict.fromkeys((rows[n] for n in indices), rank)
+    found = [owner.get(row, sampled_by[row] // size if sampled_by else row % count) for row in range(len(batch))]
+    mine = [row for row, rank in enumerate(found) if rank == ctx.ranks.number // size]
     return OwnRows(ctx.ranks, len(batch), parts, active, found, mine, spare=() if mine else (0,))
 
 
 def ranks_of_tokens(ranks: Ranks, rollouts: Sequence[Rollout]) -> list[int]:
     """Return the rank that holds the tokens of each rollout, which is the one that sampled it."""
-    here = ranks.gather([n for n, rollout in enumerate(rollouts) if rollout.is_here])
-    rank_of = {n: rank for rank, rows in enumerate(here) for n in rows}
+    sampled = ranks.gather([n for n, rollout in enumerate(rollouts) if rollout.is_here])
+    rank_of = {n: rank for rank, rows in enumerate(sampled) for n in rows}
     return [rank_of[n] for n in range(len(rollouts))]

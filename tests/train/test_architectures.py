@@ -164,7 +164,7 @@ def test_moments_are_matched_by_name(tmp_path: Path) -> None:
 def test_moments_of_other_weights_are_refused(tmp_path: Path) -> None:
     loaded, optimizer = started(save_family("llama", tmp_path / "base"))
     moments = {**optimizer.state_dict(), "names": [["a"], ["b"]]}
-    with pytest.raises(RunError, match=r"has the optimiser's state of other weights, e.g. a"):
+    with pytest.raises(RunError, match=r"has the optimizer state of other weights, e.g. a"):
         checkpoint._match_by_name(moments, checkpoint._parameter_names(optimizer, loaded.model, None), tmp_path)
 
 
