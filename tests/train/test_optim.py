@@ -109,7 +109,7 @@ def test_a_schedule_of_another_length_is_told_on_resume(
     schedule: Any, update: int, planned: int, total: int, last: float, before: str, now: str
 ) -> None:
     note = optim.changed_lr_note(Optim(lr=1e-3, schedule=schedule), update, planned, total, last)
-    assert note is not None and f"goes on at {now}," in note and note.endswith(f"it was {before}")
+    assert note is not None and f"continues at {now}," in note and note.endswith(f"it was {before}")
 
 
 @pytest.mark.parametrize(
