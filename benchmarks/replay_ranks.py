@@ -198,7 +198,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
     from posttrain.recipe.load import load_dict
     from posttrain.recipe.stages import RlRecipe
     from posttrain.run.watchdog import Watchdog
-    from posttrain.train import distributed, optim, sharding
+    from posttrain.train import data_parallel, optim, sharding
     from posttrain.train.attention import use_packed_attention
     from posttrain.train.collate import rollout_batch, sequences_of
     from posttrain.train.context import TrainContext
@@ -211,7 +211,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
     values["model"]["shard"] = spec["shard"] and ranks.world() > 1
     recipe = load_dict(values, base_dir=Path(__file__).parent, where="benchmark").require(RlRecipe)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    distributed.broadcast_weights(loaded.model)
+    data_parallel.broadcast_weights(loaded.model)
     rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
     nobody = cast(Any, None)  # nothing is sampled
     p = TrainContext(

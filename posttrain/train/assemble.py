@@ -37,6 +37,7 @@ from posttrain.tools.tool_set import ToolSet, offer_of
 from posttrain.train import (
     checkpoint,
     compiled,
+    data_parallel,
     distributed,
     machine_checks,
     optim,
@@ -210,7 +211,7 @@ def build_context(
     Closes the engine at the end. begun: an engine started early by `start_engine_early`.
     """
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    distributed.broadcast_weights(loaded.model)
+    data_parallel.broadcast_weights(loaded.model)
     if "router_loss" in work.objective.needs:
         experts_a_token(causal_of(loaded.model))
     critic = build_critic(recipe, work.objective, loaded)

@@ -26,7 +26,7 @@ from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import distributed
+from posttrain.train import data_parallel, distributed
 from posttrain.train.checkpoint import State
 from posttrain.train.model_folder import save_model
 from posttrain.verify.score import Scorer
@@ -180,7 +180,7 @@ class Completions:
             self.sampling,
             seed=derive(self.seed, "evaluation"),
             logprobs=False,
-            share=distributed.my_shard(len(self.prompts)),
+            share=data_parallel.my_shard(len(self.prompts)),
         )
         grades = grade(self.scorer, rollouts, self.failures) if rollouts else []
         return [_record(r, i % self.n, found) for i, (r, found) in enumerate(zip(rollouts, grades, strict=True))]

@@ -36,7 +36,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, update_check
+from posttrain.train import checkpoint, compiled, data_parallel, distributed, optim, sharding, start_notes, update_check
 from posttrain.train.collectives import local
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
@@ -156,7 +156,7 @@ class RunLoop(abc.ABC):
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
-        self.mine = distributed.my_even_shard([batch["input_ids"].numel() for batch in batches])
+        self.mine = data_parallel.my_even_shard([batch["input_ids"].numel() for batch in batches])
         self.idle = sharding.idle_passes(len(self.mine), self.job.loaded)
         self.remaining_passes = len(self.mine) + self.idle
         step = self.job.state.step
@@ -164,7 +164,7 @@ class RunLoop(abc.ABC):
         self.watchdog.enter("update")
         self.before = None if self.job.state.updates else update_check.fingerprint(self.job.optimizer)
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
-        torch.manual_seed(distributed.rank_seed(derive(self.job.recipe.run.seed, "step", step)))
+        torch.manual_seed(data_parallel.rank_seed(derive(self.job.recipe.run.seed, "step", step)))
         denominator = self.denominator(batches) or 1  # if it is 0, the summed loss is 0 as well
         return batches, torch.tensor(denominator, device=device)
 
@@ -193,7 +193,7 @@ class RunLoop(abc.ABC):
         if last or distributed.world() == 1:
             distributed.gather_or_raise(distributed.Captured(None, self.failed))
         if last:
-            distributed.sum_gradients(model)
+            data_parallel.sum_gradients(model)
             sharding.drop_unseen_gradients(model)
             if name := find_bad_gradient(model):
                 raise non_finite_error(self.job, self.micro_batches, f"the gradient of {name}")
@@ -205,10 +205,10 @@ class RunLoop(abc.ABC):
 
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> Tensor:
         self._begin_pass()
-        if distributed.loss_share() == 1:
+        if data_parallel.loss_share() == 1:
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         else:
-            with self._scale_loss(distributed.loss_share()):
+            with self._scale_loss(data_parallel.loss_share()):
                 loss = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         if not torch.isfinite(loss):
             raise non_finite_error(self.job, self.micro_batches, "the loss")
@@ -269,9 +269,9 @@ class RunLoop(abc.ABC):
     def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
         """Advance the run's counters past the step; return its metrics."""
         state, planned = self.job.state, self.job.plan
-        copies = distributed.model_parallel_size()  # each row is run by this many ranks, each with a share of the loss
+        copies = data_parallel.model_parallel_size()  # ranks that run each row, each with a share of the loss
         once = {name: float(value) / copies for name, value in self.sums.items()}
-        sums = distributed.all_reduce_numbers({"loss": loss / (copies * distributed.loss_share()), **once})
+        sums = distributed.all_reduce_numbers({"loss": loss / (copies * data_parallel.loss_share()), **once})
         loss = sums.pop("loss")
         seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
         ranks = ranks_of_run(divided=self.job.loaded.is_sharded)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posttrain.batch import PairBatch
 from posttrain.models.load import LoadedModel
 from posttrain.run.progress import Progress
-from posttrain.train import distributed, pair_columns, pair_packing, sharding
+from posttrain.train import data_parallel, pair_columns, pair_packing, sharding
 from posttrain.train.image_batches import IMAGES
 from posttrain.train.reference_models import SIDES
 
@@ -97,7 +97,7 @@ def reference_logps(
     training = model.training
     model.eval()
     with Progress("reference", len(order), ()) as progress:
-        parts = distributed.my_pass_shard(math.ceil(len(order) / micro))
+        parts = data_parallel.my_pass_shard(math.ceil(len(order) / micro))
         idle = sharding.idle_passes(len(parts), loaded)
         for part in parts:
             start = part * micro
@@ -111,7 +111,7 @@ def reference_logps(
             with torch.no_grad(), loaded.autocast():
                 summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
     model.train(training)
-    return dict(zip(SIDES, distributed.sum_of_passes(out).unbind(), strict=True))
+    return dict(zip(SIDES, data_parallel.sum_of_passes(out).unbind(), strict=True))
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from posttrain.rollout.hf import eval_mode
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
 from posttrain.train import (
+    data_parallel,
     distributed,
     hf_trainer,
     load_balancing,
@@ -344,7 +345,7 @@ class Preference(RunLoop, DPOTrainer):
         Runs without dropout, like the reference.
         """
         loaded = self.job.loaded
-        parts = distributed.my_pass_shard(len(batches))
+        parts = data_parallel.my_pass_shard(len(batches))
         idle = sharding.idle_passes(len(parts), loaded)
         rows: list[tuple[float, float]] = []
         with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
@@ -353,7 +354,7 @@ class Preference(RunLoop, DPOTrainer):
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
             for _ in range(idle):
                 summed_logps(loaded.model, on_device(take_side(batches[-1], 1), loaded.device))
-        every = [row for found in distributed.gather(rows)[:: distributed.model_parallel_size()] for row in found]
+        every = [row for found in distributed.gather(rows)[:: data_parallel.model_parallel_size()] for row in found]
         logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
         return kl_baseline(logps, reference)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import Rollout
 from posttrain.rollout.engine_client import TrainingRanks
-from posttrain.train import distributed, rollout_exchange, sharding
+from posttrain.train import data_parallel, distributed, rollout_exchange, sharding
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class SeveralRanks(Ranks):
     def __init__(self, *, divided: bool) -> None:
         self.count, self.number, self.divided = distributed.world(), distributed.rank(), divided
         self.is_main = self.number == 0
-        self.model_parallel_size, self.loss_share = distributed.model_parallel_size(), distributed.loss_share()
+        self.model_parallel_size, self.loss_share = data_parallel.model_parallel_size(), data_parallel.loss_share()
 
     def gather(self, value: T) -> list[T]:
         return distributed.gather(value)
@@ -142,7 +142,7 @@ class SeveralRanks(Ranks):
         self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
     ) -> Mapping[str, float]:
         sums = distributed.sum_by_name(distributed.gather_or_raise(self._capture_passes(passes, *args)))
-        distributed.sum_gradients(*trained)
+        data_parallel.sum_gradients(*trained)
         sharding.drop_unseen_gradients(trained[0])
         return {name: value / self.model_parallel_size for name, value in sums.items()}
 
@@ -154,10 +154,10 @@ class SeveralRanks(Ranks):
         return {name: value / times for name, value in distributed.all_reduce_numbers(numbers).items()}
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return distributed.sum_of_passes(tensor)
+        return data_parallel.sum_of_passes(tensor)
 
     def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
-        return distributed.my_rows(costs, units)
+        return data_parallel.my_rows(costs, units)
 
 
 def ranks_of_run(*, divided: bool) -> Ranks:

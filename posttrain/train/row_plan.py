@@ -10,7 +10,7 @@ import torch
 
 from posttrain.data.sampler import PromptSampler
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
-from posttrain.train import distributed
+from posttrain.train import data_parallel
 from posttrain.train.load_balancing import StepOrder
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
@@ -33,7 +33,7 @@ def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
     """Return the plan for run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
-    return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.data_parallel_size()))
+    return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, data_parallel.data_parallel_size()))
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:

@@ -21,7 +21,7 @@ from posttrain.loss.token_weights import TokenRows, neftune
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
-from posttrain.train import distributed, stored_logps
+from posttrain.train import data_parallel, distributed, stored_logps
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import completion_logprobs, micro_batches
@@ -185,7 +185,7 @@ def score_examples(loaded: LoadedModel, examples: Sequence[Example]) -> list[Ten
     verify_head(loaded, sequences)
     lengths = sequences.lengths
     out = [torch.zeros(length) for length in lengths]
-    mine = distributed.my_rows(lengths)
+    mine = data_parallel.my_rows(lengths)
     for micro in micro_batches([lengths[n] for n in mine], MICRO_TOKENS, packed=packed):
         rows = [mine[n] for n in micro]
         width = max(lengths[row] for row in rows) - 1  # the first token has no predecessor
@@ -193,7 +193,7 @@ def score_examples(loaded: LoadedModel, examples: Sequence[Example]) -> list[Ten
             found = completion_logprobs(loaded.model, sequences.select(rows), width, packed=packed)[0].cpu()
         for row, values in zip(rows, found, strict=True):
             out[row][1:] = values[: lengths[row] - 1]
-    whole = distributed.sum_of_passes(torch.cat(out)).split(lengths)
+    whole = data_parallel.sum_of_passes(torch.cat(out)).split(lengths)
     masks = [torch.tensor([False, *example.trained[1:]]) for example in examples]
     return [torch.where(mask, values, torch.nan) for mask, values in zip(masks, whole, strict=True)]
 

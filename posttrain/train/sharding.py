@@ -36,7 +36,7 @@ from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
-from posttrain.train import distributed, expert_split, rank_consistency, tensor_split
+from posttrain.train import data_parallel, distributed, expert_split, rank_consistency, tensor_split
 from posttrain.train.collectives import local
 from posttrain.train.compiled import layers_of
 from posttrain.train.context_split import split_lines
@@ -59,7 +59,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     divided layer by layer on their way to the GPU.
     """
     parallel = section.divided
-    distributed.set_model_parallel_size(*((parallel.context, parallel.tensor) if parallel else (1,)))
+    data_parallel.set_model_parallel_size(*((parallel.context, parallel.tensor) if parallel else (1,)))
     device = pretrained.device_of(section)
     if parallel is not None and parallel.follows_plan:
         check_plan(section, base_dir, parallel)
@@ -72,7 +72,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
     rank_consistency.check_weights(
         loaded.model, trained=parallel is not None
-    )  # else rank 0 gives its own: `distributed.broadcast_weights`
+    )  # else rank 0 gives its own: `data_parallel.broadcast_weights`
     if parallel is not None:
         loaded = shard_model(loaded, device, parallel)
         check_shared_gradients(loaded, parallel)

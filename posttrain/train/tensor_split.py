@@ -7,7 +7,7 @@ their shards as plain tensors, so that adapters, activation checkpointing and FS
 work as they do on whole weights.
 
 An adapter is replicated. In a sharded layer it multiplies with the slice that fits the layer's shard, so its gradient
-is 0 outside of the slice, and the sum over the ranks (`distributed.sum_gradients`) is the gradient of the whole
+is 0 outside of the slice, and the sum over the ranks (`data_parallel.sum_gradients`) is the gradient of the whole
 adapter.
 """
 

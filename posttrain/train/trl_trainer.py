@@ -13,7 +13,7 @@ from posttrain.errors import ModelError
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.seeds import derive
-from posttrain.train import distributed, trl_model
+from posttrain.train import data_parallel, distributed, trl_model
 from posttrain.train.hf_trainer import Job
 
 
@@ -24,7 +24,7 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
     """
     check_head(job.loaded)
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
-    distributed.broadcast_weights(job.loaded.model)
+    data_parallel.broadcast_weights(job.loaded.model)
     causal = causal_of(job.loaded.model)
     with distributed.hide_process_group(), trl_model.prepare_trl_model(causal):
         args = config(**arguments(job), **options)

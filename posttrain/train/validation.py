@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from posttrain.models.load import LoadedModel
 from posttrain.rollout.hf import eval_mode
-from posttrain.train import distributed
+from posttrain.train import data_parallel, distributed
 from posttrain.train.image_batches import image_inputs
 
 IGNORED = -100
@@ -34,10 +34,10 @@ def sum_over_rows(
     """
     found: list[Sums] = []
     with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
-        for number in distributed.my_pass_shard(len(batches)):
+        for number in data_parallel.my_pass_shard(len(batches)):
             batch = collate([rows[n] for n in batches[number]])
             found.append(sums({k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}))
-    every = [part for share in distributed.gather(found)[:: distributed.model_parallel_size()] for part in share]
+    every = [part for share in distributed.gather(found)[:: data_parallel.model_parallel_size()] for part in share]
     return {name: sum(part[name] for part in every) for name in (every[0] if every else {})}
 
 

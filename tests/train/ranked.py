@@ -42,6 +42,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.train import (
     assemble,
     checkpoint,
+    data_parallel,
     distributed,
     policy,
     preference,
@@ -266,13 +267,13 @@ def train(job: dict[str, Any]) -> None:
     lose_sync(version if rank == lost else -1)
     if job["engine"]:
         use_engine(job["engine"], loaded.recipe)
-    sums, add = list[int](), distributed.sum_gradients
+    sums, add = list[int](), data_parallel.sum_gradients
 
     def sum_gradients(*modules: Any) -> None:
         sums.append(len(modules))
         add(*modules)
 
-    distributed.sum_gradients = sum_gradients
+    data_parallel.sum_gradients = sum_gradients
     held, shard_batches = list[list[int]](), rl.shard_batches
 
     def watched(ctx: Any, step: int, rollouts: Any, *batches: Any) -> Any:

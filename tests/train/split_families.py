@@ -14,7 +14,7 @@ from families import family
 from posttrain.models import load
 from posttrain.models.images import probe_image
 from posttrain.recipe.sections import Model, Parallel
-from posttrain.train import distributed, optim, sharding
+from posttrain.train import data_parallel, distributed, optim, sharding
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.mesh import expert_mesh, weight_mesh
@@ -27,7 +27,7 @@ def compare(key: str, kinds: list[str]) -> None:
     wrong = []
     with distributed.join_process_group():
         parallel = Parallel(**{key: 2})
-        distributed.set_model_parallel_size(1, parallel.tensor)
+        data_parallel.set_model_parallel_size(1, parallel.tensor)
         for kind in kinds:
             model = family(kind)
             whole = copy.deepcopy(model)

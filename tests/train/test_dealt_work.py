@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Pretr
 from posttrain.data.prepare import prepare_examples
 from posttrain.models import load as models
 from posttrain.rollout.hf import TransformersEngine
-from posttrain.train import distributed, hf_trainer, load_balancing, rl, sft, update
+from posttrain.train import data_parallel, distributed, hf_trainer, load_balancing, rl, sft, update
 
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -32,7 +32,7 @@ def test_even_shares(world: int, costs: list[float], monkeypatch: pytest.MonkeyP
     shares = []
     for rank in range(world):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(distributed.my_even_shard(costs))
+        shares.append(data_parallel.my_even_shard(costs))
     assert sorted(n for share in shares for n in share) == list(range(len(costs)))
     assert max(map(len, shares)) <= -(-len(costs) // world)
     loads = [sum(costs[n] for n in share) for share in shares]
@@ -46,7 +46,7 @@ def test_long_and_short_micro_batches_in_turns_are_not_dealt_in_turns(monkeypatc
     loads = []
     for rank in (0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        loads.append(sum(costs[n] for n in distributed.my_even_shard(costs)))
+        loads.append(sum(costs[n] for n in data_parallel.my_even_shard(costs)))
     assert loads == [20, 20]
 
 
@@ -80,9 +80,9 @@ def test_sft_cuts_a_step_by_length(
 
 @pytest.mark.parametrize("sizes", [[3, 4, 5, 1, 9, 2, 2], [20, 1, 1], [], [1] * 50])
 def test_buckets_hold_neighbours_of_one_dtype_up_to_their_size(sizes: list[int], monkeypatch: Any) -> None:
-    monkeypatch.setattr(distributed, "BUCKET_NUMEL", 8)
+    monkeypatch.setattr(data_parallel, "BUCKET_NUMEL", 8)
     tensors = [torch.zeros(n, dtype=torch.float64 if i == 2 else torch.float32) for i, n in enumerate(sizes)]
-    buckets = list(distributed._buckets(tensors))
+    buckets = list(data_parallel._buckets(tensors))
     assert [id(t) for bucket in buckets for t in bucket] == [id(t) for t in tensors]
     assert all(len({t.dtype for t in bucket}) == 1 for bucket in buckets)
     assert all(len(bucket) == 1 or sum(t.numel() for t in bucket) <= 8 for bucket in buckets)

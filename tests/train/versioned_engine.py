@@ -14,7 +14,7 @@ from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 from posttrain.seeds import derive
-from posttrain.train import distributed
+from posttrain.train import data_parallel
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scripted_engines import ConcurrentScriptedEngine
@@ -67,7 +67,7 @@ class LongRollouts(VersionedEngine):
         super().__init__(tokenizer)
         self.staleness, self.steps = rollout.staleness, steps
         self.step_of = {derive(seed, "rollout", step, 0): step for step in range(steps)}
-        self.share = len(distributed.my_shard(rollout.prompts_per_step))
+        self.share = len(data_parallel.my_shard(rollout.prompts_per_step))
         self.loaded = min(resumed + self.staleness, steps) if resumed else 0  # batches that this engine does not begin
         self.begun: dict[tuple[int, int], int] = {}
         self.targets: dict[tuple[int, int], int] = {}
