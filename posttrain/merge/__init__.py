@@ -1,4 +1,4 @@
-"""Merging of models. `posttrain.merge(recipe)` runs a recipe."""
+"""Model merging. `posttrain.merge(recipe)` runs a merge recipe."""
 
 from posttrain.callable_module import make_callable
 

@@ -1,4 +1,4 @@
-"""The weights and keyword arguments of a merge rule for each tensor, from the recipe's settings."""
+"""Per-tensor weights and keyword arguments of a merge rule, resolved from the recipe's settings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from posttrain.recipe.merge_sections import MergeParameters
 from posttrain.recipe.merging import PER_MODEL, UNWEIGHTED, given_parameters
 from posttrain.registry import Component
 
-CANCELS = 1e-8  # |sum of weights - what it should be| below this is rounding
-# Argument of a rule that is 0 where the result is the anchor, whatever the models are
+CANCELS = 1e-8  # |sum of weights - expected sum| below this is rounding error
+# Rule -> its argument for which 0 makes the result equal to the anchor, whatever the models contain
 _STILL = {"update_selective": "scale", "reasoning_vector": "alpha", "slerp": "t", "nearswap": "t"}
 
 
 @dataclass(frozen=True)
 class At:
-    """A tensor of the result. inputs: its name in each model. depth: of its layer in its part, 0 to 1."""
+    """Position of an output tensor: its name, its name in each model, and the relative depth of its layer.
+
+    inputs: the tensor's name in each model. depth: of its layer within its slice, 0 to 1.
+    """
 
     name: str
     inputs: Sequence[str]
@@ -27,7 +30,10 @@ class At:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Settings of a part of a merge. common: for all models, the first block that holds a key decides. own: of each."""
+    """Merge settings of one slice of the output.
+
+    common: settings for all models; the first block with a value for the key wins. own: settings of each model.
+    """
 
     rule: Component
     common: Sequence[dict[str, Any]]
@@ -35,7 +41,11 @@ class Arguments:
 
     @staticmethod
     def of(rule: Component, common: Sequence[MergeParameters], own: Sequence[MergeParameters]) -> Arguments:
-        """common: the settings of a slice before those of the merge. own: of each model that the rule gets."""
+        """Build the settings of a rule from the recipe's parameter blocks.
+
+        common: the settings of a slice, followed by those of the merge. own: the settings of each model passed to the
+        rule.
+        """
         return Arguments(
             rule,
             [given_parameters(one, rule.name) for one in common],
@@ -43,13 +53,13 @@ class Arguments:
         )
 
     def weights(self, at: At) -> list[float]:
-        """One weight a model: its own, else the common one, else 1. Rules without weights get 1."""
+        """Return one weight per model: its own, else the common one, else 1. Rules without weights get 1."""
         if self.rule.name in UNWEIGHTED:
             return [1.0] * len(self.own)
         return self._of_models("weight", at, 1.0)
 
     def params(self, at: At) -> dict[str, Any]:
-        """The rule's keyword arguments for a tensor."""
+        """Return the rule's keyword arguments for a tensor."""
         found: dict[str, Any] = {}
         for key, (annotation, default) in self.rule.params.items():
             if key in PER_MODEL and "list" in annotation:
@@ -60,13 +70,13 @@ class Arguments:
         return found
 
     def contributing_models(self, at: At) -> list[bool]:
-        """For each model, whether it changes the result."""
+        """Return for each model whether it can change the result."""
         params = self.params(at)
         still = params.get("lam", 1.0) == 0 or params.get(_STILL.get(self.rule.name, ""), 1.0) == 0
         return [weight != 0 and not still for weight in self.weights(at)]
 
     def rescales(self, at: At) -> bool:
-        """Whether equal inputs would come out as something else: all values times a number that is not 1."""
+        """Return whether equal inputs give a different output because all values are multiplied by a factor."""
         params = self.params(at)
         if self.rule.name == "passthrough":
             return bool(params["scale"] != 1)
@@ -75,7 +85,7 @@ class Arguments:
 
     @property
     def names_matter(self) -> bool:
-        """Whether some setting differs between tensors."""
+        """Whether any setting differs between tensors."""
         return any(isinstance(value, list) for block in (*self.common, *self.own) for value in block.values())
 
     def _of_models(self, key: str, at: At, default: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""Merge rules without differences from a base: interpolation on the sphere, averages over checkpoints, soups.
+"""Merge rules that need no differences from a base: spherical interpolation, checkpoint averages and soups.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result.
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def slerp(
     dot_threshold: float = 0.9995,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Spherical interpolation from the first model (t 0) to the second (t 1), tensor by tensor (mergekit's `slerp`).
+    """Interpolate spherically from the first model (t = 0) to the second (t = 1), tensor by tensor.
 
-    A `base_model` is the first of the two. Linear where the tensors are nearly parallel (|cosine| > dot_threshold) or
-    one has a norm of at most eps; mergekit treats a tensor of zeros as orthogonal to everything. Raises MergeError
-    unless there are exactly two models.
+    This is mergekit's `slerp`. `base_model`, if given, is the first of the two. The interpolation is linear if the
+    tensors are nearly parallel (|cosine| > dot_threshold) or one has a norm of at most eps; mergekit treats a tensor of
+    zeros as orthogonal to everything. Raises MergeError unless there are exactly two models.
     """
     del base, weights
     if len(models) != 2:
@@ -43,7 +43,7 @@ def slerp(
 
 
 def slerp_shares(x: Tensor, y: Tensor, *, t: float, dot_threshold: float, eps: float) -> tuple[float, float]:
-    """What slerp takes of each of two tensors."""
+    """Return the coefficients of the two tensors in their spherical interpolation. x and y have the same shape."""
     squares_x = squares_y = product = 0.0
     for a, b in ((to_sum_dtype(a), to_sum_dtype(b)) for a, b in blocks(x, y)):
         squares_x, squares_y = squares_x + float(torch.dot(a, a)), squares_y + float(torch.dot(b, b))
@@ -67,10 +67,11 @@ def checkpoint_average(
     decay: float = 0.99,
     bias_correction: bool = False,
 ) -> Tensor:
-    """Average of one run's checkpoints, given oldest first: the mean of the last k, or an exponential average.
+    """Average the checkpoints of one run, oldest first: the mean of the last k, or an exponential average.
 
-    `last_k`: k None or above their number takes all. `ema`: e_0 = c_0, e_i = decay e_{i-1} + (1 - decay) c_i; with
-    `bias_correction` it starts at 0 and is divided by 1 - decay^n. Of one checkpoint: itself.
+    `last_k`: k None or larger than the number of checkpoints averages all of them. `ema`: e_0 = c_0, e_i = decay
+    e_{i-1} + (1 - decay) c_i; with `bias_correction` the average starts at 0 and is divided by 1 - decay^n. A single
+    checkpoint is returned unchanged.
     """
     del base, weights
     shares = checkpoint_shares(len(models), mode=mode, k=k, decay=decay, bias_correction=bias_correction)
@@ -84,9 +85,9 @@ def checkpoint_average(
 def checkpoint_shares(
     count: int, *, mode: Literal["last_k", "ema"], k: int | None, decay: float, bias_correction: bool
 ) -> list[float]:
-    """What each of `count` checkpoints, oldest first, has of the average; the shares sum to 1.
+    """Return the coefficient of each of `count` checkpoints, oldest first, in the average; they sum to 1.
 
-    Raises MergeError for a decay outside of [0, 1) or a k below 1.
+    Raises MergeError for a decay outside [0, 1) or a k below 1.
     """
     if mode == "last_k":
         if k is not None and k < 1:
@@ -102,10 +103,11 @@ def checkpoint_shares(
 
 
 def greedy_soup(scores: Sequence[float], score_of: Callable[[tuple[int, ...]], float]) -> list[int]:
-    """Which models of a greedy soup stay, in the order in which they were taken in.
+    """Return the indices of the models of a greedy soup, in the order in which they were added.
 
-    The best one first (equal scores: by index); then each next one stays if `score_of(sorted indices of the kept set
-    with it)` is at least the score so far, which it then becomes. Never ends below the best single model.
+    Starts with the best model (ties: lowest index). Each further model, best first, is added if `score_of(sorted
+    indices of the soup with it)` is at least the current score, which it then replaces. The soup never scores below the
+    best single model.
     """
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept, best = order[:1], scores[order[0]]

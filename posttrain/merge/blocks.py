@@ -1,6 +1,6 @@
-"""Large tensors processed block by block: no large temporaries, and a block stays in the processor's cache.
+"""Blockwise processing of large tensors: no large temporaries, and each block stays in the CPU cache.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result.
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENTRIES = 1 << 18  # of a block: 1 MB in float32
+ENTRIES = 1 << 18  # per block: 1 MB in float32
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch with one thread: for small blocks, threads wait for each other longer than they work.
+    """Run torch with one thread: for small blocks, threads spend more time waiting than computing.
 
-    On a busy machine the difference is a factor of ten. On an idle one it is small, since memory is the limit.
+    On a busy machine the difference is a factor of ten. On an idle one it is small, because memory bandwidth is the
+    limit.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,21 +31,21 @@ def one_thread() -> Iterator[None]:
 
 
 def reuse_memory() -> None:
-    """Make the C library reuse freed memory, instead of asking the kernel for cleared pages each time.
+    """Make the C library reuse freed memory instead of requesting zeroed pages from the kernel each time.
 
-    glibc reuses blocks up to the size of the largest one freed so far, 32 MB at most. So we free one of 31 MB. Other C
-    libraries are not affected.
+    glibc reuses blocks up to the size of the largest block freed so far, at most 32 MB; therefore a block of 31 MB is
+    allocated and freed. Other C libraries are not affected.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, flattened and cut into blocks: yields the same block of each."""
+    """Yield the corresponding blocks of several flattened tensors of the same shape."""
     yield from zip(*(tensor.reshape(-1).split(ENTRIES) for tensor in tensors), strict=True)
 
 
 def by_block(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`function` of tensors of one shape, block by block. It must work entry by entry."""
+    """Apply an elementwise `function` to tensors of the same shape, block by block, and return the result."""
     first = tensors[0]
     found = torch.empty(first.shape, dtype=dtype or first.dtype)
     fill(found, function, *tensors)
@@ -52,7 +53,7 @@ def by_block(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dty
 
 
 def fill(out: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """`by_block`, written into `out` in its dtype."""
+    """Apply an elementwise `function` block by block and write the result into `out`, in the dtype of `out`."""
     for block, *parts in blocks(out, *tensors):
         block.copy_(function(*parts))
 
@@ -65,7 +66,7 @@ def rule_by_block(
     weights: Sequence[float],
     params: Any,
 ) -> None:
-    """Write the result of an entry-by-entry merge rule into `out`."""
+    """Write the result of an elementwise merge rule into `out`."""
     count = len(models)
 
     def part(*parts: Tensor) -> Tensor:
@@ -75,12 +76,12 @@ def rule_by_block(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether there is no NaN and no infinity. A finite sum proves it; otherwise the entries are checked."""
+    """Return whether a tensor has no NaN and no infinity. A finite sum proves it; otherwise the entries are checked."""
     return all(bool(torch.isfinite(part.sum()) or torch.isfinite(part).all()) for (part,) in blocks(tensor))
 
 
 def squared_distance(a: Tensor, b: Tensor) -> float:
-    """Sum of (a - b)^2, in float64 between blocks."""
+    """Return the sum of (a - b)^2, accumulated over blocks in float64."""
     total = 0.0
     for x, y in blocks(a, b):
         difference = x.double() - y.double() if x.dtype == torch.float64 else x.float() - y.float()
@@ -89,7 +90,7 @@ def squared_distance(a: Tensor, b: Tensor) -> float:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all entries are equal as numbers, whatever their dtypes. For tensors without NaN."""
+    """Return whether all entries are numerically equal, whatever their dtypes. The tensors must not contain NaN."""
     if a is b:
         return True
     if a.dtype == b.dtype:
@@ -98,7 +99,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A hash that changes if any bit changes or blocks swap places; not cryptographic.
+    """Return a non-cryptographic hash that changes if any bit changes or two blocks are swapped.
 
     It hashes the sums of each block's 64-bit words, which takes no longer than reading the memory.
     """

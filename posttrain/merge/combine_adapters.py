@@ -1,4 +1,7 @@
-"""`merge_method: lora_combine`: several LoRA adapters of one base become one. The base is only read to verify."""
+"""`merge_method: lora_combine`: combines several LoRA adapters of one base into one.
+
+The base is only loaded to verify the result.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from posttrain.run.directory import RunDirectory
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
 _MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
-_NOTHING_MORE: dict[str, Any] = {  # keys of what an adapter may hold beside B A, with the value that says nothing
+# Config keys of what an adapter may contain besides B A -> the value that means "not used"
+_NOTHING_MORE: dict[str, Any] = {
     **{"use_dora": False, "bias": "none", "lora_bias": False},
     **dict.fromkeys(("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "layer_replication")),
 }
@@ -42,7 +46,7 @@ _FACTOR = re.compile(r"\.lora_(embedding_)?A(\.weight)?$")
 
 @dataclass(frozen=True)
 class Adapter:
-    """One input. modules: name of the factor A in its file -> the module's factors, in float32."""
+    """One input adapter. modules: name of the factor A in its file -> the module's factors, in float32."""
 
     name: str
     folder: Path
@@ -53,10 +57,10 @@ class Adapter:
 
 
 def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[str, Any]:
-    """Combine the adapters, write into a temporary folder, load the result on its base, rename.
+    """Combine the adapters, write into a temporary folder, load the result on its base, rename the folder.
 
-    companions: gives the tokenizer files of a folder, which are copied. Raises MergeError for adapters of different
-    bases or modules, and for adapters that are more than B A.
+    companions: function that returns the tokenizer files of a folder, which are copied. Raises MergeError for adapters
+    of different bases or modules, and for adapters with more than the factors B and A.
     """
     started = time.perf_counter()
     inputs = [open_adapter(model.model, recipe.base_dir) for model in recipe.models]
@@ -102,7 +106,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
 
 
 def open_adapter(name: str, base_dir: Path) -> Adapter:
-    """Read one adapter. Raises MergeError if it is no plain LoRA adapter, or is incomplete or not finite."""
+    """Read one adapter. Raises MergeError if it is not a plain LoRA adapter, or is incomplete or not finite."""
     place = locate(name, base_dir)
     if place.kind != "adapter" or place.path is None:
         raise MergeError(
@@ -114,7 +118,7 @@ def open_adapter(name: str, base_dir: Path) -> Adapter:
         raise MergeError(f"no {WEIGHTS}", where=str(place.path), hint="save the adapter again with a current PEFT")
     try:
         tensors = load_file(place.path / WEIGHTS)
-    except Exception as cause:  # a Rust error of safetensors without a class of its own
+    except Exception as cause:  # safetensors raises a Rust error without a class of its own
         raise MergeError(f"unreadable: {cause}", where=str(place.path / WEIGHTS)) from cause
     base = locate(adapters.base_of(place.path), base_dir)
     kinds = {tensor.dtype for tensor in tensors.values()}
@@ -181,24 +185,24 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: P
 
 
 def partner(name: str) -> str:
-    """The name of the factor B beside this A."""
+    """Return the name of the factor B that belongs to a factor A."""
     return name.replace(".lora_A", ".lora_B").replace(".lora_embedding_A", ".lora_embedding_B")
 
 
 def module_of(name: str) -> str:
-    """The module as PEFT's patterns name it."""
+    """Return the module name of a factor, as PEFT's patterns name it."""
     return _FACTOR.sub("", name).removeprefix("base_model.model.")
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The key for a module by PEFT's rule: the first regular expression that matches the end of its name."""
+    """Return the key for a module by PEFT's rule: the first regular expression that matches the end of its name."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
 def check(inputs: Sequence[Adapter], final: Path) -> None:
-    """Refuse adapters of different bases, modules or shapes, and an output that is an input.
+    """Check that the adapters share base, modules and shapes, and that the output is not an input.
 
-    Raises MergeError for each of these.
+    Raises MergeError otherwise.
     """
     first = inputs[0]
     for other in inputs[1:]:
@@ -223,13 +227,13 @@ def check(inputs: Sequence[Adapter], final: Path) -> None:
 
 
 def arguments(recipe: MergeRecipe) -> Arguments:
-    """The arguments of `combine` that a recipe gives."""
+    """Return the arguments of the rule `lora_combine` from a recipe."""
     rule = registry.get("merge", recipe.merge_method)
     return Arguments.of(rule, [recipe.parameters], [model.parameters for model in recipe.models])
 
 
 def _at(name: str, inputs: Sequence[Adapter]) -> At:
-    """A module for the settings that run over layers or go by name."""
+    """Return the position of a module, for settings that vary by layer or by name."""
     layer = layer_of(name)
     count = layer_counts(inputs[0].modules)[layer[0]] if layer else 1
     depth = layer[1] / (count - 1) if layer and count > 1 else float(layer is not None)
@@ -237,7 +241,10 @@ def _at(name: str, inputs: Sequence[Adapter]) -> At:
 
 
 def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, Factors], list[float]]:
-    """Factors of the result by module, and the weights of the first one. Raises MergeError that names the module."""
+    """Return the combined factors by module, and the weights of the first module.
+
+    Raises MergeError that names the module.
+    """
     settings = arguments(recipe)
     found = {}
     for name in inputs[0].modules:
@@ -255,7 +262,7 @@ def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, F
 def distance_from_sum(
     recipe: MergeRecipe, inputs: Sequence[Adapter], combined: Mapping[str, Factors]
 ) -> tuple[float, float]:
-    """(distance from the exact weighted sum, norm of that sum), over all modules together."""
+    """Return (distance from the exact weighted sum, norm of that sum), over all modules together."""
     settings = arguments(recipe)
     found = [
         distance([each.modules[name] for each in inputs], settings.weights(_at(name, inputs)), made)
@@ -265,9 +272,9 @@ def distance_from_sum(
 
 
 def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:
-    """Weights and config, with alpha = rank in each module so that its scale is 1. Returns the ranks by module.
+    """Write weights and config with alpha = rank in each module, so that its scale is 1; return the ranks by module.
 
-    Raises MergeError for weights that overflow the dtype, RunError if what was written does not read back.
+    Raises MergeError for weights that overflow the dtype, RunError if the written file does not read back.
     """
     tensors = {}
     for name, (a, b, scale) in combined.items():
@@ -297,7 +304,7 @@ def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: 
 
 @torch.no_grad()
 def verify(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
-    """Load the adapter on its base as a run would. Returns the largest logit, and the largest gap to the base's logits.
+    """Load the adapter on its base as a run would; return the largest logit and the largest gap to the base's logits.
 
     Raises RunError if the logits are not finite, MergeError if the base cannot be loaded.
     """
@@ -318,5 +325,5 @@ def _width(dtype: torch.dtype) -> int:
 
 
 def _dtype(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> torch.dtype:
-    """The dtype to write: the recipe's, else the widest of the inputs."""
+    """Return the dtype to write: the recipe's, else the widest of the inputs."""
     return getattr(torch, recipe.dtype) if recipe.dtype else max((x.dtype for x in inputs), key=_width)

@@ -1,4 +1,4 @@
-"""Whether models can be merged at all: read from configs, tensor headers and tokenizers before anything is written."""
+"""Compatibility checks from configs, tensor headers and tokenizers, before anything is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.merge.layers import in_layer, layer_counts
 from posttrain.merge.plan import Plan
 from posttrain.merge.sources import Source
 
-# What may differ between two configs without a word: where they come from, and how they are run.
+# Config keys that may differ without a warning: where a model comes from, and how it is run.
 _IGNORED = {
     "_name_or_path",
     "architectures",
@@ -22,12 +22,12 @@ _IGNORED = {
     "use_cache",
     "vocab_size",
 }
-_SHOWN = 4  # names listed of a longer list
+_SHOWN = 4  # names shown of a longer list
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: what is compared, how each model has it, and what is wrong or worth knowing."""
+    """One row of the compatibility table: the property, its value in each model, and the problem or warning."""
 
     what: str
     values: list[str]
@@ -43,7 +43,7 @@ class Check:
 
 
 def compare(plan: Plan) -> list[Check]:
-    """All checks, the first source being what the others are held against."""
+    """Run all checks and return them. The first source is the reference for the other sources."""
     sources = plan.sources
     found = [_architecture(sources), _check_tied(sources)]
     if plan.stacked:
@@ -56,9 +56,9 @@ def compare(plan: Plan) -> list[Check]:
 
 
 def _layers(plan: Plan) -> Check:
-    """Of a stack of layers: what each part takes from its models has the same names and shapes, everywhere."""
+    """Check for stacked layers that all tensors taken from the models exist and have consistent shapes."""
     problems = []
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # name without its layer -> shape, and where it was seen
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # name as of layer 0 -> shape, and where it was first seen
     for name in plan.out:
         piece, at, anchored = plan.piece_of(name), plan.at(name), plan.anchor_name(name)
         wanted = {(piece.anchor.name, anchored): piece.anchor}
@@ -78,7 +78,7 @@ def _layers(plan: Plan) -> Check:
 
 
 def refuse(checks: Sequence[Check], sources: Sequence[Source]) -> None:
-    """Raise a MergeError that tells every problem found."""
+    """Raise a MergeError that lists every problem found; return if there is none."""
     names = ", ".join(source.name for source in sources)
     problems = [Problem(check.what, check.problem, f"models: {names}", check.hint) for check in checks if check.problem]
     if problems:
@@ -86,7 +86,7 @@ def refuse(checks: Sequence[Check], sources: Sequence[Source]) -> None:
 
 
 def table(checks: Sequence[Check], sources: Sequence[Source]) -> list[list[str]]:
-    """The checks as rows of text: what, one column a model, verdict. First row: headings."""
+    """Return the checks as rows of text: property, one column per model, verdict. The first row has the headings."""
     return [["", *(source.name for source in sources), ""], *([c.what, *c.values, c.verdict] for c in checks)]
 
 
@@ -115,7 +115,10 @@ def _names(sources: Sequence[Source]) -> Check:
 
 
 def _shapes(sources: Sequence[Source], by_token: Collection[str]) -> Check:
-    """by_token: embeddings that are brought into one order, so that their numbers of rows may differ."""
+    """Check that tensors of the same name have the same shape.
+
+    by_token: embeddings that are reordered by token, so that their numbers of rows may differ.
+    """
     problems = []
     for source in sources[1:]:
         both = [name for name in sources[0].tensors if name in source.tensors]
@@ -131,7 +134,10 @@ def _shapes(sources: Sequence[Source], by_token: Collection[str]) -> Check:
 
 
 def _vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
-    """rows: of the merged embeddings, where they are fewer than those of some model."""
+    """Check that a token has the same id in all models.
+
+    rows: number of rows of the merged embeddings, if smaller than in some model.
+    """
     values = ["no tokenizer" if s.vocabulary is None else f"{len(s.vocabulary):,} tokens" for s in sources]
     known = [s for s in sources if s.vocabulary is not None]
     problems = []
@@ -173,7 +179,7 @@ def _dtypes(sources: Sequence[Source]) -> Check:
 
 
 def _configs(sources: Sequence[Source]) -> Check:
-    """Other config values that differ: told, not refused, for most of them (dropout, ids) do no harm."""
+    """Compare the other config values. Differences are warnings only: most (dropout, ids) are harmless."""
     keys = sorted({key for s in sources for key in s.config} - _IGNORED)
     differing = [key for key in keys if len({repr(s.config.get(key)) for s in sources}) > 1]
     values = [" ".join(f"{key}={s.config.get(key)}" for key in differing) or "-" for s in sources]

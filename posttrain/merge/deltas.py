@@ -1,10 +1,11 @@
 """Merge rules on task vectors (model - base): sparsify each, elect signs or sum, scale, add to the base.
 
 Every rule is `rule(models, base, weights, *, keys...)` as in rules.py. Rules that need `draws` get a tensor of uniform
-numbers for each model as their fourth argument. A key that may differ between models takes one number, or a list of
-them.
+random numbers per model as their fourth argument. A key that may differ between models takes one number, or one number
+per model.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result. Stacked parts are [M, ...].
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result. Stacked parts are [M,
+...].
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from posttrain.merge.rules import CANCELS, to_sum_dtype
 from posttrain.registry import register
 
 PerModel = float | list[float]
-Rescale = bool | Literal["chance"]  # true: to the L1 norm of the whole difference; chance: each by its own chance
+# true: to the L1 norm of the whole difference; chance: divide each entry by its probability
+Rescale = bool | Literal["chance"]
 
 
 @register("merge", "ties", paper="2306.01708", needs=("base_model",))
@@ -37,12 +39,12 @@ def ties(
     normalize: bool = True,
     rescale: bool = False,
 ) -> Tensor:
-    """Trim, elect a sign, merge what agrees (mergekit's `ties`).
+    """Trim the differences, elect a sign per entry, and merge the parts that agree with it (mergekit's `ties`).
 
-    Of each difference the max(1, int(density n)) largest entries stay, all by default (the paper keeps 0.2); `rescale`
-    gives them the L1 norm of the whole difference. The sign of their weighted sum is elected entry by entry (0 counts
-    as +); the parts of that sign are summed and, with `normalize`, divided by their weights. The paper elects by one
-    threshold a model and averages without weights; this is mergekit's form.
+    The max(1, int(density n)) largest entries of each difference stay, by default all (the paper keeps 0.2); `rescale`
+    gives them the L1 norm of the whole difference. The elected sign of an entry is that of the weighted sum (0 counts
+    as +); the parts with that sign are summed and, with `normalize`, divided by the sum of their weights. The paper
+    elects with one threshold per model and averages without weights; this is mergekit's form.
     """
     start = require_base(base, "ties")
     parts = [
@@ -64,11 +66,11 @@ def dare_linear(
     normalize: bool = False,
     rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
-    """Keep each entry of a difference with the chance `density`, rescale what is kept, and sum (DARE).
+    """Keep each entry of a difference with probability `density`, rescale the kept entries, and sum (DARE).
 
-    `rescale: true` gives what is kept the L1 norm of the whole difference, as in mergekit; `chance` divides it by
-    `density`, as in the paper: the same on average; `false` leaves it. density 1, the default, is task arithmetic,
-    density 0 the base.
+    `rescale: true` gives the kept entries the L1 norm of the whole difference, as in mergekit; `chance` divides them by
+    `density`, as in the paper: the same on average; `false` leaves them unchanged. density 1, the default, is task
+    arithmetic; density 0 gives the base.
     """
     start = require_base(base, "dare_linear", whole=False)
     return _dare(models, start, draws, density, rescale, lambda parts: weighted_sum(parts, weights, normalize), lam)
@@ -86,7 +88,7 @@ def dare_ties(
     normalize: bool = False,
     rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
-    """DARE's random drop, then the sign election of `ties`; not divided by the weights unless `normalize`."""
+    """Apply DARE's random drop, then the sign election of `ties`; divide by the weights only with `normalize`."""
     start = require_base(base, "dare_ties", whole=False)
     return _dare(models, start, draws, density, rescale, lambda parts: elect_signs(parts, weights, normalize), lam)
 
@@ -104,11 +106,12 @@ def della(
     normalize: bool = True,
     rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
-    """DELLA: random drop in which larger entries of a row survive more often, then the sign election of `ties`.
+    """Drop entries at random, larger entries of a row less often (DELLA), then elect signs as in `ties`.
 
-    The chance runs from density - epsilon (smallest of a row) to density + epsilon (largest), held within [0, 1]. A
-    density of at least 1, the default, keeps all, and one of 0 nothing. `rescale: true` gives what is kept the L1 norm
-    of the whole difference, as in mergekit; `chance` divides each kept entry by its own chance, as in the paper.
+    The probability of keeping an entry runs from density - epsilon (smallest of a row) to density + epsilon (largest),
+    clamped to [0, 1]. A density of at least 1, the default, keeps all entries, a density of 0 none. `rescale: true`
+    gives the kept entries the L1 norm of the whole difference, as in mergekit; `chance` divides each kept entry by its
+    probability, as in the paper.
     """
     start = require_base(base, "della")
     return add_delta(
@@ -129,7 +132,7 @@ def della_linear(
     normalize: bool = False,
     rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
-    """DELLA's random drop, then the plain weighted sum."""
+    """Apply DELLA's random drop, then the plain weighted sum."""
     start = require_base(base, "della_linear")
     return add_delta(
         start, weighted_sum(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
@@ -148,11 +151,11 @@ def breadcrumbs(
     normalize: bool = False,
     rescale: bool = False,
 ) -> Tensor:
-    """Drop the int(gamma n) largest entries of each difference, keep the int(density n) next ones, sum.
+    """Drop the int(gamma n) largest entries of each difference, keep the int(density n) next ones, and sum.
 
-    By default density is 1 and all are kept, as in mergekit (the paper keeps 0.9). `rescale` gives what is kept the L1
-    norm of the whole difference. Where nothing is dropped at the top mergekit's slice is empty by mistake; this does
-    what was meant.
+    By default density is 1 and all entries are kept, as in mergekit (the paper keeps 0.9). `rescale` gives the kept
+    entries the L1 norm of the whole difference. If nothing is dropped at the top, mergekit's slice is empty by mistake;
+    this function keeps the intended entries.
     """
     start = require_base(base, "breadcrumbs")
     return add_delta(start, weighted_sum(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
@@ -170,7 +173,7 @@ def breadcrumbs_ties(
     normalize: bool = False,
     rescale: bool = False,
 ) -> Tensor:
-    """`breadcrumbs` with the sign election of `ties` instead of the sum."""
+    """Apply the trimming of `breadcrumbs`, then the sign election of `ties` instead of the sum."""
     start = require_base(base, "breadcrumbs_ties")
     return add_delta(start, elect_signs(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
 
@@ -187,12 +190,12 @@ def update_selective(
     granularity: Literal["tensor", "global"] = "tensor",
     at_least_one: bool = True,
 ) -> Tensor:
-    """DLER's update-selective merge: base + scale * the int(density n) largest entries of (model - base).
+    """Add the largest entries of the difference: base + scale * the int(density n) largest of (model - base).
 
-    Restores accuracy that was lost in length training, while answers stay nearly as short. The paper does not state
-    whether its quarter is taken per `tensor` (every layer is represented) or over the whole model (`global`: passes
-    over both models first count the entries to keep in each tensor). `at_least_one` keeps one entry where the share
-    rounds to none. Raises MergeError for granularity `global` without the count.
+    This is DLER's update-selective merge. It restores accuracy lost in length training, while answers stay nearly as
+    short. The paper does not state whether its quarter is taken per `tensor` (every layer is represented) or over the
+    whole model (`global`: passes over both models first count the entries to keep in each tensor). `at_least_one` keeps
+    one entry if the share rounds to none. Raises MergeError for granularity `global` without the count.
     """
     del weights
     start = require_base(base, "update_selective")
@@ -213,10 +216,10 @@ def model_stock(
     eps: float = 1e-8,
     filter_wise: bool = False,
 ) -> Tensor:
-    """t * mean of the models + (1 - t) * base, with t from the angles between the differences.
+    """Return t * mean of the models + (1 - t) * base, with t from the angles between the differences.
 
-    One t a tensor, or one a row of each matrix with `filter_wise`. A mean cosine below 0 counts as 0: opposed
-    differences give the base (the paper does not state it; mergekit goes to the other side of the base then). Raises
+    t is computed per tensor, or per row of each matrix with `filter_wise`. A negative mean cosine counts as 0: opposed
+    differences give the base (the paper does not define this case; mergekit extrapolates beyond the base). Raises
     MergeError for fewer than two models.
     """
     del weights
@@ -234,7 +237,7 @@ def _model_stock_step(start: Tensor, share: Tensor, *models: Tensor) -> Tensor:
 
 
 def _products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], Tensor]:
-    """Inner products of the differences, summed block by block in float64."""
+    """Return the inner products of the differences, accumulated over blocks in float64."""
     pairs = list(itertools.combinations_with_replacement(range(len(models)), 2))
     found = dict.fromkeys(pairs, 0.0)
     for x, *own in blocks(start, *models):
@@ -245,16 +248,16 @@ def _products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], 
 
 
 def stock_share(deltas: Sequence[Tensor], eps: float) -> Tensor:
-    """model_stock's t [R] from rows [R, n] of each model."""
+    """Return model_stock's t [R] from rows [R, n] of each model."""
     pairs = itertools.combinations_with_replacement(range(len(deltas)), 2)
     return stock_share_of_products({(i, j): (deltas[i] * deltas[j]).sum(-1) for i, j in pairs}, len(deltas), eps)
 
 
 def stock_share_of_products(products: Mapping[tuple[int, int], Tensor], count: int, eps: float) -> Tensor:
-    """model_stock's t: N c / (1 + (N - 1) c), c the mean cosine of all pairs of N differences, held within [0, 1].
+    """Return t = N c / (1 + (N - 1) c), c the mean cosine over all pairs of N differences, clamped to [0, 1].
 
-    products: (i, j), i <= j -> inner product of the differences i and j. A pair in which one has a norm of at most eps
-    counts as cosine 0. Raises MergeError for fewer than two models.
+    products: (i, j), i <= j -> inner product of differences i and j. A pair with a norm of at most eps counts as cosine
+    0. Raises MergeError for fewer than two models.
     """
     if count < 2:
         raise MergeError("model_stock needs at least two models beside the base")
@@ -272,11 +275,11 @@ def stock_share_of_products(products: Mapping[tuple[int, int], Tensor], count: i
 def reasoning_vector(
     models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, alpha: float = 1.0
 ) -> Tensor:
-    """base_model + alpha * (first model - second model): what RL added to one model, given to another.
+    """Return base_model + alpha * (first model - second model): transfer what RL added to another model.
 
-    The first model is the one after RL, the second the one it started from, `base_model` the one that gets it.
-    alpha < 0 takes reasoning away; alpha 0 is the base bit for bit. Tensors are left out with `alpha: [{filter:
-    embed_tokens, value: 0}, {value: 1}]`. The paper uses alpha 1.
+    The first model is the one after RL, the second its starting point, `base_model` the model to change. alpha < 0
+    removes reasoning; alpha 0 gives the base bit for bit. Exclude tensors with `alpha: [{filter: embed_tokens, value:
+    0}, {value: 1}]`. The paper uses alpha 1.
     """
     del weights
     plus, minus = models
@@ -285,19 +288,22 @@ def reasoning_vector(
 
 
 def require_base(base: Tensor | None, name: str, *, whole: bool = True) -> Tensor:
-    """The base, with `whole` in float32 or float64, in which sums are made. Raises MergeError if there is none."""
+    """Return the base tensor, with `whole` in the summation dtype (float32 or float64). Any shape.
+
+    Raises MergeError if there is no base.
+    """
     if base is None:
         raise MergeError(f"{name} needs a base model", hint="add `base_model: ...`")
     return to_sum_dtype(base) if whole else base
 
 
 def differences(models: Sequence[Tensor], start: Tensor) -> Iterator[Tensor]:
-    """model - start, made one at a time, so that only one is in memory."""
+    """Yield model - start for each model, one at a time, so that only one difference is in memory."""
     return (to_sum_dtype(model) - start for model in models)
 
 
 def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
-    """A value for each model. Raises MergeError for a list of another length."""
+    """Return one value per model. Raises MergeError for a list of a different length."""
     if not isinstance(value, list):
         return [value] * len(models)
     if len(value) != len(models):
@@ -306,7 +312,7 @@ def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """sum_i w_i part_i, divided by sum_i w_i with `normalize` (by 1 where the weights cancel, as in mergekit)."""
+    """Return sum_i w_i part_i, with `normalize` divided by sum_i w_i (by 1 if the weights cancel, as in mergekit)."""
     whole = sum(weights)
     divide = normalize and abs(whole) >= CANCELS
 
@@ -320,9 +326,10 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float], normalize: b
 
 
 def elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """The sum of the weighted parts that have the sign of the whole sum, entry by entry; a sum of 0 counts as +.
+    """Sum the weighted parts that have the sign of the total sum, entry by entry; a total of 0 counts as +.
 
-    With `normalize` divided by the weights of what was summed (by 1 where they cancel). An entry that is 0 never votes.
+    With `normalize` the sum is divided by the weights of the summed parts (by 1 if they cancel). A zero entry has no
+    vote.
     """
     return by_block(lambda *own: _elect_signs(own, weights, normalize), *parts)
 
@@ -342,7 +349,7 @@ def _elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: b
 
 
 def add_delta(start: Tensor, change: Tensor, scale: float) -> Tensor:
-    """start + scale * change; with scale 0 the start bit for bit."""
+    """Return start + scale * change; scale 0 returns a bitwise copy of start."""
     return start.clone() if scale == 0 else by_block(lambda x, y: x + scale * y, start, change)
 
 
@@ -351,7 +358,7 @@ def _rescale_kept(delta: Tensor, kept: Tensor, rescale: bool) -> Tensor:
 
 
 def _drop_by_draw(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:
-    """The entries whose draw lies below their chance, rescaled as asked."""
+    """Keep the entries whose draw is below their probability, rescaled as requested."""
     kept = sparsify.by_chance(delta, chance, draw, rescale=rescale == "chance")
     return _rescale_kept(delta, kept, rescale is True)
 
@@ -365,7 +372,7 @@ def _dare(
     mixed: Callable[[list[Tensor]], Tensor],
     scale: float,
 ) -> Tensor:
-    """start + scale * mixed(what is kept of each difference), block by block after a pass for the norms."""
+    """Return start + scale * mixed(sparsified differences), block by block after a first pass for the norms."""
     shares = each(density, models)
 
     def drop_entries(x: Tensor, model: Tensor, draw: Tensor, share: float) -> tuple[Tensor, Tensor]:

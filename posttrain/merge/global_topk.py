@@ -1,4 +1,4 @@
-"""The largest entries of a whole model, found tensor by tensor: how many of each tensor are among them."""
+"""Selection of the largest entries of a whole model, reading one tensor at a time: counts per tensor."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-_DIGIT = 16  # bits that one pass settles
+_DIGIT = 16  # bits of the threshold found per pass
 
-Deltas = Callable[[], Iterator[tuple[str, Tensor]]]  # starts anew at each call, the same names in the same order
+# Each call starts a new iterator with the same names in the same order
+Deltas = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 def counts(deltas: Deltas, density: float, at_least_one: bool) -> dict[str, int]:
-    """Name -> how many of its entries belong to the int(density * size) largest magnitudes of all tensors together.
+    """Return for each tensor how many of the model's int(density * size) largest magnitudes it contains.
 
-    Of equal magnitudes, earlier tensors and earlier entries come first. So the entries to keep are the `count` largest
-    of each tensor. It is a radix select that holds one tensor at a time: the bits of non-negative floats are ordered
-    like the floats, and each pass over the tensors finds 16 more bits of the threshold.
+    Ties go to earlier tensors and earlier entries, so the entries to keep are the `count` largest of each tensor. This
+    is a radix select that holds one tensor at a time: the bits of non-negative floats are ordered like the floats, and
+    each pass over the tensors finds 16 more bits of the threshold. Tensors may have any shape.
     """
     sizes = {name: delta.numel() for name, delta in deltas()}
     wanted = int(density * sum(sizes.values()))
@@ -40,14 +41,14 @@ def counts(deltas: Deltas, density: float, at_least_one: bool) -> dict[str, int]
 
 
 def edge(deltas: Deltas, wanted: int) -> float:
-    """The `wanted`-th largest magnitude of all tensors together."""
+    """Return the `wanted`-th largest magnitude over all tensors. Tensors may have any shape."""
     dtype = next(deltas())[1].dtype
     bits = torch.int64 if dtype == torch.float64 else torch.int32
     return float(torch.tensor([_threshold(deltas, wanted)], dtype=bits).view(dtype))
 
 
 def _threshold(deltas: Deltas, wanted: int) -> int:
-    """The bits of the `wanted`-th largest magnitude."""
+    """Return the bits of the `wanted`-th largest magnitude."""
     width = 64 if next(deltas())[1].dtype == torch.float64 else 32
     prefix, rank = 0, wanted
     for shift in range(width - _DIGIT, -1, -_DIGIT):
@@ -65,6 +66,6 @@ def _threshold(deltas: Deltas, wanted: int) -> int:
 
 
 def _bits(delta: Tensor) -> Tensor:
-    """The magnitudes as integers [n] in the same order."""
+    """Return the magnitudes as integers [n] in the same order."""
     flat = delta.abs().reshape(-1)
     return flat.view(torch.int64) if flat.dtype == torch.float64 else flat.float().view(torch.int32).long()

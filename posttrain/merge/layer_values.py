@@ -1,4 +1,4 @@
-"""mergekit's parameters: a number, a list that runs over the layers, or values by a filter on the tensor's name."""
+"""mergekit's parameter values: a number, a list interpolated over the layers, or values by tensor-name filter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Setting = float | Sequence[float] | Sequence[Filtered]
 
 
 def value_at(setting: Setting | None, name: str, depth: float) -> float | None:
-    """What a setting comes to for one tensor; None if none of its filters fits (or there is no setting).
+    """Return the value of a setting for one tensor; None without a setting or if none of its filters matches.
 
-    Filters are parts of the name, the first that fits decides. A list is spread over the layers and interpolated.
+    A filter is a substring of the tensor name; the first match wins. A list is spread over the layers and interpolated.
 
     Args:
-        depth: 0 for the first layer, 1 for the last; of tensors outside the layers 0, as in mergekit.
+        depth: 0 for the first layer, 1 for the last; 0 for tensors outside the layers, as in mergekit.
     """
     if setting is None or isinstance(setting, int | float):
         return setting

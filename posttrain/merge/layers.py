@@ -1,4 +1,4 @@
-"""Layers by the names of their tensors: `model.layers.3.mlp.up_proj.weight` is of layer 3 of `model.layers.`."""
+"""Layer numbers from tensor names: `model.layers.3.mlp.up_proj.weight` is in layer 3 of the stack `model.layers.`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 from collections.abc import Iterable
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_BEFORE = re.compile(r"emb|wte|wpe|project_in")  # what the layers get; `embed_out` is a head
+_BEFORE = re.compile(r"emb|wte|wpe|project_in")  # the input of the layers; `embed_out` is a head
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """(what its stack's names begin with, number) of the layer that a tensor belongs to; None outside of layers."""
+    """Return (name prefix of the stack, layer number) of a tensor; None for tensors outside layers."""
     found = _LAYER.search(name)
     return (name[: found.start(1)], int(found[1])) if found else None
 
 
 def in_layer(name: str, number: int) -> str:
-    """The name of the same tensor of another layer."""
+    """Return the name of the same tensor in another layer."""
     found = _LAYER.search(name)
     return name if found is None else f"{name[: found.start(1)]}{number}{name[found.end(1) :]}"
 
 
 def layer_counts(names: Iterable[str]) -> dict[str, int]:
-    """Stack -> how many layers the names count."""
+    """Return the number of layers of each stack: prefix -> count."""
     found: dict[str, int] = {}
     for layer in map(layer_of, names):
         if layer is not None:
@@ -31,5 +31,5 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def comes_before(name: str) -> bool:
-    """Whether a tensor outside of the layers comes before them (embeddings), and not after them (norm, head)."""
+    """Return whether a tensor outside the layers precedes them (embeddings) rather than follows (norm, head)."""
     return bool(_BEFORE.search(name)) and "embed_out" not in name

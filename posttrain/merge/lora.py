@@ -1,4 +1,4 @@
-"""Low-rank adapters as matrices: folded into a weight, and several combined. A [r, in], B [out, r]."""
+"""LoRA factors as matrices: folding an adapter into a weight and combining adapters. A is [r, in], B is [out, r]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.registry import register
 
 
 class Factors(NamedTuple):
-    """One adapter of one module: its part is scaling * b @ a."""
+    """LoRA factors of one module; the adapter adds scaling * b @ a to its weight."""
 
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
@@ -22,21 +22,21 @@ class Factors(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """A weight with its adapter in it, and the scale that the adapter had."""
+    """A weight with an adapter folded in, and the scale that the adapter had."""
 
     merged: Tensor
     scaling: float
 
 
 def scaling(alpha: float, rank: int, *, rslora: bool = False) -> float:
-    """alpha / r, or alpha / sqrt(r) with rslora."""
+    """Return alpha / r, or alpha / sqrt(r) with rslora."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def fold_matrices(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, alpha: float, rslora: bool = False, fan_in_fan_out: bool = False
 ) -> Folded:
-    """W + s B A in the precision of `weight`; transposed for layers that store [in, out]. MergeError if not finite.
+    """Return W + s B A in the dtype of `weight`; B A is transposed for layers that store [in, out].
 
     Shapes: weight [O,I], or [I,O] with fan_in_fan_out; lora_a [R,I], lora_b [O,R]. Raises MergeError if the result is
     not finite.
@@ -56,11 +56,12 @@ def combine(
     *,
     rank: int | None = None,
 ) -> Factors:
-    """Several adapters of one module as one, scaling 1.
+    """Combine several adapters of one module into one with scaling 1.
 
-    cat: exactly sum_i w_i s_i B_i A_i, ranks add up. svd: the same sum, best approximation of the given rank. linear: A
-    and B mixed apart with sqrt|w s| (the sign in A), as PEFT does; it has cross terms, so it is not the sum, and needs
-    equal ranks. Raises MergeError for `svd` without a rank, and for `linear` with adapters of several ranks.
+    cat: exactly sum_i w_i s_i B_i A_i; the ranks add up. svd: the best approximation of this sum with the given rank.
+    linear: A and B are averaged separately with sqrt|w s| (the sign goes into A), as in PEFT; the product has cross
+    terms, so it is not the sum, and the ranks must be equal. Raises MergeError for `svd` without a rank, and for
+    `linear` with different ranks.
     """
     shares = [weight * adapter.scaling for weight, adapter in zip(weights, adapters, strict=True)]
     if method == "linear":
@@ -76,7 +77,7 @@ def combine(
         return Factors(a, b, 1.0)
     if rank is None or rank < 1:
         raise MergeError("`svd` needs the rank of the result", hint="give `rank`")
-    left, right = torch.linalg.qr(b), torch.linalg.qr(a.T)  # so that the decomposition is of a small matrix
+    left, right = torch.linalg.qr(b), torch.linalg.qr(a.T)  # the SVD is then of a small matrix
     u, s, v = torch.linalg.svd(left.R @ right.R.T, full_matrices=False)
     return Factors(s[:rank, None] * (v[:rank] @ right.Q.T), left.Q @ u[:, :rank], 1.0)
 
@@ -89,19 +90,19 @@ def lora_combine(
     combination: Literal["cat", "svd", "linear"] = "cat",
     rank: int | None = None,
 ) -> Factors:
-    """Several LoRA adapters of one base as one adapter, which is written in place of a model.
+    """Combine several LoRA adapters of one base into one adapter, which is written instead of a model.
 
-    `models` are adapter directories. cat: exactly the weighted sum of what they add; ranks add up. svd: its best
-    approximation of rank `rank`. linear: A and B mixed apart, as PEFT does; equal ranks, and not the sum. Adapters with
-    other modules or another base are refused, as are DoRA and modules_to_save.
+    `models` are adapter directories. cat: exactly the weighted sum of the adapters' updates; the ranks add up. svd: its
+    best approximation of rank `rank`. linear: A and B are averaged separately, as in PEFT; the ranks must be equal, and
+    the result is not the sum. Adapters with different modules or bases are refused, as are DoRA and modules_to_save.
     """
     return combine(adapters, weights, combination, rank=rank)
 
 
 def distance(parts: Sequence[Factors], weights: Sequence[float], made: Factors) -> tuple[float, float]:
-    """(|sum - made|, |sum|) in the Frobenius norm, for the sum of w_i s_i B_i A_i and what was made of it.
+    """Return (|sum - made|, |sum|) in the Frobenius norm, for the sum of w_i s_i B_i A_i and its approximation `made`.
 
-    From small products of the factors, |B A|^2 = trace((B^T B)(A A^T)), in float64.
+    Computed in float64 from small products of the factors: |B A|^2 = trace((B^T B)(A A^T)).
     """
     exact = combine(parts, weights, "cat")
     a = torch.cat([exact.a, made.a]).double()
@@ -117,6 +118,6 @@ def combined_delta(
     method: Literal["cat", "svd", "linear"] = "cat",
     rank: int | None = None,
 ) -> Tensor:
-    """What the combined adapter adds to the weight, [out, in]. The result is [O,I]."""
+    """Return the update [O,I] that the combined adapter adds to the weight."""
     joined = combine(adapters, weights, method, rank=rank)
     return joined.scaling * (joined.b @ joined.a)

@@ -1,4 +1,4 @@
-"""The plan of a merge, made from headers alone: inputs, weights, rule arguments, the tensors to write."""
+"""Merge plan from file headers alone: inputs, weights, rule arguments and output tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NO_TOKENS: Vocabulary | None = None
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the result with its inputs opened.
+    """A slice of the output (all layers without `slices`) with its opened inputs.
 
-    at: its place in the recipe, "" or `slices.N`. starts: the first layer of each model. first: that of the result.
+    at: its key in the recipe, "" or `slices.N`. starts: first layer in each model. first: first layer in the output.
     """
 
     at: str
@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def anchor(self) -> Source:
-        """What the others are held against: the base, or the first model."""
+        """The reference for differences: the base, or the first model."""
         return self.base or self.models[0]
 
     @property
@@ -52,15 +52,16 @@ class Piece:
 
     @property
     def sources(self) -> list[Source]:
-        """Its inputs, the anchor first, each once."""
+        """The inputs without duplicates, anchor first."""
         return list({s.folder: s for s in (self.anchor, *self.models)}.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A merge that can start. stacked: its layers are chosen by `slices`, so that they have other numbers than before.
+    """A checked merge, ready to run.
 
-    config: whose config.json the result has. tokenizer: whose tokenizer files, unless `tokens` makes another one.
+    stacked: the layers are chosen by `slices`, so they are renumbered. config: source of the output's config.json.
+    tokenizer: source of the tokenizer files, unless `tokens` creates a new tokenizer.
     """
 
     method: str
@@ -85,14 +86,14 @@ class Plan:
 
     @property
     def models(self) -> list[Source]:
-        """The models that the rule gets; with `slices` those of all, each once."""
+        """The models passed to the rule; with `slices`, those of all slices without duplicates."""
         if not self.stacked:
             return self.pieces[0].models
         return list({s.folder: s for piece in self.pieces for s in piece.models}.values())
 
     @property
     def sources(self) -> list[Source]:
-        """All inputs, the anchor first, each once."""
+        """All inputs without duplicates, anchor first."""
         inputs = [s for piece in self.pieces for s in piece.sources]
         return list({s.folder: s for s in (*inputs, self.config, self.tokenizer)}.values())
 
@@ -102,20 +103,20 @@ class Plan:
 
     @functools.cached_property
     def counts(self) -> dict[str, int]:
-        """Stack of layers of the result -> how many it has."""
+        """Number of layers of each stack of the output."""
         if self.stacked:
             return {stack: sum(piece.layers for piece in self.pieces) for stack in layer_counts(self.anchor.tensors)}
         return layer_counts(self.anchor.tensors)
 
     def piece_of(self, name: str) -> Piece:
-        """The part of the result that a tensor belongs to."""
+        """Return the slice that a tensor of the output belongs to."""
         layer = layer_of(name)
         if layer is None:
             return self.pieces[0] if comes_before(name) else self.pieces[-1]
         return next((p for p in self.pieces if p.first <= layer[1] < p.first + p.layers), self.pieces[0])
 
     def at(self, name: str) -> At:
-        """Where a tensor of the result is taken from: its name in each model, and how deep its part it lies."""
+        """Return the position of an output tensor: its name in each model, and the relative depth of its layer."""
         piece = self.piece_of(name)
         inputs = [self._of(name, piece, start) for start in piece.starts]
         layer = layer_of(name)
@@ -125,7 +126,7 @@ class Plan:
         return At(name, inputs, (layer[1] - piece.first) / (count - 1) if count > 1 else 1.0)
 
     def anchor_name(self, name: str) -> str:
-        """Its name in the anchor of its part."""
+        """Return the name of an output tensor in the anchor of its slice."""
         piece = self.piece_of(name)
         return self._of(name, piece, piece.anchor_start)
 
@@ -135,7 +136,7 @@ class Plan:
 
 
 def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
-    """Open the inputs and decide everything but the tensors' values. Raises MergeError for mistakes in the recipe."""
+    """Open the inputs and decide everything except tensor values. Raises MergeError for mistakes in the recipe."""
     for key, what, right in merging.problems(recipe):
         raise MergeError(f"{key}: {what}", hint=right)
 
@@ -189,7 +190,7 @@ def _pieces(recipe: MergeRecipe, rule: registry.Component, source: Any) -> Itera
 
 
 def _one_stack(plan: Plan) -> None:
-    """Raise MergeError if `slices` name layers that a model does not have, or models with several stacks of layers."""
+    """Raise MergeError if `slices` name layers that a model lacks, or a model has several stacks of layers."""
     for piece in plan.pieces:
         starts = [
             *zip(piece.models, piece.starts, strict=True),
@@ -212,7 +213,7 @@ def _one_stack(plan: Plan) -> None:
 
 
 def _refuse_cancelling(plan: Plan) -> None:
-    """Raise MergeError if weights cancel, also those of a model listed twice: only rounding errors would be left."""
+    """Raise MergeError if weights cancel, also those of a model listed twice: only rounding errors would remain."""
     if plan.method in merging.UNWEIGHTED:
         return
     for name in _names(plan):
@@ -234,7 +235,10 @@ def _tokenizer(recipe: MergeRecipe, default: Source, models: dict[str, Source]) 
 
 
 def _out(plan: Plan, dtype: str | None) -> dict[str, Spec]:
-    """What will be written: the tensors of the anchors, floats in `dtype` (None: the base's, or that of all models)."""
+    """Return the specs of the output tensors, with the names of the anchors.
+
+    Floats are in `dtype`; None means the dtype of the base, or the common dtype of all models without a base.
+    """
     found: dict[str, Spec] = {}
     for name in _names(plan):
         piece, at = plan.piece_of(name), plan.at(name)
@@ -253,7 +257,7 @@ def _out(plan: Plan, dtype: str | None) -> dict[str, Spec]:
 
 
 def _names(plan: Plan) -> list[str]:
-    """The names of the result's tensors: those of the anchor, or of the anchor of each part."""
+    """Return the names of the output tensors: those of the anchor, or of the anchor of each slice."""
     if not plan.stacked:
         return list(plan.anchor.tensors)
     first, last = plan.pieces[0].anchor, plan.pieces[-1].anchor

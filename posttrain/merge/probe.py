@@ -1,4 +1,4 @@
-"""Whether a merged model works: transformers loads it whole, and its logits on a fixed text are finite."""
+"""Check of a merged model: transformers loads it completely, and its logits on a fixed text are finite."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from posttrain.merge.sources import Source
 from posttrain.models.load import positions
 
 TEXT = "The capital of France is Paris. 17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
-TOKENS = 32  # of a model without a tokenizer
+TOKENS = 32  # for a model without a tokenizer
 
 
 def ids(tokenizer: Source, model: Source) -> list[int]:
-    """Token ids of a fixed text that `model` takes: no more than it has positions, none that its embedding lacks.
+    """Return token ids of a fixed text, at most as many as `model` has positions and all within its embedding.
 
-    Ids in a row would be special tokens, on which bfloat16 models blow up; they stand in where the text has no ids.
+    Consecutive ids, which include special tokens on which bfloat16 models overflow, are used only if the text has no
+    ids.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -34,13 +35,13 @@ def ids(tokenizer: Source, model: Source) -> list[int]:
 
 
 def logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """Output [1, T, V] of a model folder on T token ids; computed in the stored dtype, returned in float32.
+    """Return the logits [1, T, V] of a model folder on T token ids, computed in the stored dtype, as float32.
 
-    Raises MergeError if transformers cannot run the model, RunError if it does not load whole or its logits are not
-    finite.
+    Raises MergeError if transformers cannot run the model, RunError if the model does not load completely or its logits
+    are not finite.
     """
     try:
-        with one_thread():  # a few tokens: most of the time goes into reading the weights
+        with one_thread():  # for a few tokens, most of the time is spent reading the weights
             found = _logits(folder, tokens)
     except PosttrainError:
         raise
@@ -74,7 +75,7 @@ def _logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def gap(before: torch.Tensor, after: torch.Tensor) -> dict[str, float | None]:
-    """The largest gap between two outputs, None where their shapes differ, and the largest logit of the second.
+    """Return the largest difference of two outputs (None if their shapes differ) and the largest logit of the second.
 
     Tensors of any shape.
     """

@@ -1,12 +1,12 @@
 """Merge rules: pure functions from the tensors of one name to the merged tensor.
 
-Every rule has the same shape: `rule(models, base, weights, *, keys...)` with `models` the tensors of one name in the
-order of the recipe, `base` the base model's tensor or None, and one weight a model. Sums are in float32 (float64 if the
-inputs are), and the result is returned in that precision: the caller casts to the output's dtype.
+Every rule has the signature `rule(models, base, weights, *, keys...)`: `models` are the tensors of one name in the
+order of the recipe, `base` is the base model's tensor or None, and there is one weight per model. Sums are in float32
+(float64 if the inputs are), and the result is returned in that precision: the caller casts to the output's dtype.
 
 Integer and boolean buffers cannot be averaged: `merge_tensor` copies them from the base or the first model.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result.
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from posttrain.errors import MergeError, count_noun
 from posttrain.registry import register
 
-CANCELS = 1e-8  # |sum of weights| below this cannot be divided by
+CANCELS = 1e-8  # a |sum of weights| below this is not used as a divisor
 
 
 @register("merge", "linear", needs=("by_entry",))
 def linear(
     models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, normalize: bool = True
 ) -> Tensor:
-    """Weighted average: sum_i w_i theta_i, divided by sum_i w_i with `normalize` (mergekit's `linear`).
+    """Return the weighted average sum_i w_i theta_i, divided by sum_i w_i with `normalize` (mergekit's `linear`).
 
-    Takes no part of the base model. Normalised weights are scale-free, and one model gives itself. Raises MergeError if
-    weights that are to be normalised cancel.
+    Ignores the base model. Normalised weights are scale-free, and a single model is returned unchanged. Raises
+    MergeError if weights to be normalised cancel.
     """
     del base
     shares = normalize_weights(weights) if normalize else list(weights)
@@ -49,10 +49,11 @@ def task_arithmetic(
     lam: float = 1.0,
     normalize: bool = False,
 ) -> Tensor:
-    """base + lam * sum_i w_i (theta_i - base); negative weights subtract a skill (mergekit's `task_arithmetic`).
+    """Return base + lam * sum_i w_i (theta_i - base); negative weights subtract a skill.
 
-    `normalize` divides the sum by sum_i w_i (off by default, as in mergekit). lam 0, or weights that are all 0, give
-    the base bit for bit. Raises MergeError without a base, or if weights that are to be normalised cancel.
+    This is mergekit's `task_arithmetic`. `normalize` divides the sum by sum_i w_i (off by default, as in mergekit). lam
+    0 or all weights 0 give the base bit for bit. Raises MergeError without a base, or if weights to be normalised
+    cancel.
     """
     if base is None:
         raise MergeError("task_arithmetic needs a base model", hint="add `base_model: ...`")
@@ -70,10 +71,10 @@ def task_arithmetic(
 def passthrough(
     models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, scale: float | list[float] = 1.0
 ) -> Tensor:
-    """The tensors of one model times `scale`: stacks of layers (`slices`) are built so (mergekit's `passthrough`).
+    """Return the tensors of one model times `scale`, e.g. for stacks of layers (mergekit's `passthrough`).
 
-    `scale` may differ by tensor: `[{filter: o_proj, value: 0}, {value: 1}]` silences attention, for layers that are to
-    begin as the identity.
+    Layers are stacked with `slices`. `scale` may differ by tensor: `[{filter: o_proj, value: 0}, {value: 1}]` silences
+    attention, for layers that should start as the identity.
     """
     del base, weights
     (model,) = models
@@ -82,7 +83,7 @@ def passthrough(
 
 
 def normalize_weights(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum. Raises MergeError if they cancel."""
+    """Return the weights divided by their sum. Raises MergeError if they cancel."""
     total = sum(weights)
     if abs(total) < CANCELS:
         listed = ", ".join(f"{w:g}" for w in weights)
@@ -92,7 +93,7 @@ def normalize_weights(weights: Sequence[float]) -> list[float]:
 
 
 def to_sum_dtype(tensor: Tensor) -> Tensor:
-    """In the precision that sums are made in: float64 stays, every other float becomes float32."""
+    """Cast a tensor of any shape to the summation dtype: float64 stays, every other dtype becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
@@ -104,7 +105,7 @@ def merge_tensor(
     params: Mapping[str, Any],
     extra: Any = None,
 ) -> Tensor:
-    """One merged tensor; integer and boolean buffers are those of the base or the first model.
+    """Merge one tensor; integer and boolean buffers are copied from the base or the first model.
 
     extra: the fourth argument of a rule that takes one (its draws, or a count of entries).
     """
@@ -122,9 +123,10 @@ def merge_state(
     extras: Mapping[str, Any] | None = None,
     **params: Any,
 ) -> dict[str, Tensor]:
-    """Merge whole state dicts in memory: name -> merged tensor. Default weight 1 each; extras: as in `merge_tensor`.
+    """Merge state dicts in memory and return name -> merged tensor.
 
-    Raises MergeError when there are no models, weights do not match models, or names and shapes differ.
+    weights: 1 each by default. extras: as in `merge_tensor`, by tensor name. Raises MergeError if there are no models,
+    weights do not match models, or names and shapes differ.
     """
     if not models:
         raise MergeError("nothing to merge: no models")

@@ -1,4 +1,4 @@
-"""The merge stage: check the inputs, write into a temporary folder, verify, rename. Holds a few tensors at a time."""
+"""Merge stage: checks the inputs, writes into a temporary folder, verifies, renames. Holds a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 
 REPORT = "merge_report.json"
-LOG_WIDTH = 160  # of the table where there is no terminal to fit it into
-# Everything beside weights and config that makes a model usable; taken from the tokenizer's source.
+LOG_WIDTH = 160  # of the table if the output is not a terminal
+# Files besides weights and config that make a model usable; copied from the tokenizer's source.
 _COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -42,15 +42,16 @@ _COMPANIONS = (
     "*.tiktoken",
     "chat_template*",
     "generation_config.json",
-    "*processor_config.json",  # of images
+    "*processor_config.json",  # for images
 )
 
 
 def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Merge into `directory.final` and return the summary, which is also `final/merge_report.json`.
 
-    Nothing is written before the models are known to fit together. `final` appears only after the result was read back,
-    loaded by transformers and gave finite logits (for which the merged model is in memory once). Raises MergeError.
+    Nothing is written before the models are known to be compatible. `final` appears only after the result was read
+    back, loaded by transformers and gave finite logits (for which the whole merged model is in memory). Raises
+    MergeError.
     """
     if recipe.merge_method == "lora_combine":
         return combine_adapters.run(recipe, directory, companions)
@@ -62,10 +63,10 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
         plan = make_plan(recipe, scratch)
         check(plan, directory)
         ids = probe.ids(plan.tokenizer, plan.anchor)
-        before = probe.logits(plan.anchor.folder, ids)  # what cannot be tried is refused before the work
+        before = probe.logits(plan.anchor.folder, ids)  # fail before the merge if the model cannot be run
         with explain_write_errors(partial):
             partial.mkdir(parents=True)
-            with sync_files() as sync:  # the disk works while the result is verified
+            with sync_files() as sync:  # flush to disk while the result is verified
                 tally = _write(plan, partial, directory, sync)
                 changes = check_written(plan, partial, tally)
                 gaps = probe.gap(before, probe.logits(partial, ids))
@@ -82,9 +83,10 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def check(plan: Plan, directory: RunDirectory) -> None:
-    """Print the compatibility table and the warnings; refuse what cannot be merged, overwritten or stored.
+    """Print the compatibility table and the warnings; refuse models that cannot be merged and bad outputs.
 
-    Raises MergeError if the output is, or holds, an input.
+    Raises MergeError if models are incompatible, or the output is or contains an input; also checks the free disk
+    space.
     """
     checks = compare(plan)
     _print_table(table(checks, plan.sources))
@@ -99,7 +101,7 @@ def check(plan: Plan, directory: RunDirectory) -> None:
 
 
 def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Path], None]) -> Tally:
-    """Config and tokenizer files, then the tensors with a progress line."""
+    """Write config and tokenizer files, then the tensors with a progress line."""
     _write_config(plan, folder)
     for file in companions(plan.tokenizer.folder, generation_only=_new_tokenizer(plan)):
         if file.is_dir():
@@ -126,13 +128,13 @@ def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Pa
 
 
 def companions(folder: Path, *, generation_only: bool = False) -> list[Path]:
-    """Tokenizer, chat template and generation config of a model folder; or the last alone."""
+    """Return the tokenizer, chat template and generation config files of a model folder, or the last alone."""
     patterns = ("generation_config.json",) if generation_only else _COMPANIONS
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _write_tokenizer(plan: Plan, folder: Path) -> None:
-    """The tokenizer that embeddings were ordered by, and the chat template that the recipe gives."""
+    """Save a new tokenizer or the tokenizer with the recipe's chat template, if there is either."""
     if not _new_tokenizer(plan) and plan.chat_template is None:
         return
     from transformers import AutoTokenizer
@@ -149,7 +151,7 @@ def _new_tokenizer(plan: Plan) -> bool:
 
 
 def _write_config(plan: Plan, folder: Path) -> None:
-    """The config of the base or first model, with the dtype, layers and vocabulary that are written."""
+    """Write the config of the base or first model, with the output's dtype, layers and vocabulary."""
     config = {key: value for key, value in plan.config.config.items() if key not in ("torch_dtype", "dtype")}
     config = resize_config(config, plan)
     floats = [spec.dtype for spec in plan.out.values() if spec.dtype.is_floating_point]
@@ -159,7 +161,7 @@ def _write_config(plan: Plan, folder: Path) -> None:
 
 
 def resize_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """A config for the number of layers and of tokens of the result; lists with an entry a layer are stacked, too."""
+    """Return a config for the output's number of layers and tokens; lists with one entry per layer are stacked too."""
     from transformers import AutoConfig
 
     found = AutoConfig.from_pretrained(plan.config.folder)
@@ -180,7 +182,7 @@ def resize_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _of_layers(piece: Piece, key: str, default: list[Any]) -> list[Any]:
-    """The entries of a list with one a layer, for the layers of a part: those of its first model."""
+    """Return the entries of a per-layer list for the layers of a slice, from the slice's first model."""
     model, start = piece.models[0], piece.starts[0]
     own = model.config.get(key, default)
     return list(own[start : start + piece.layers]) if isinstance(own, list) else default
@@ -195,7 +197,10 @@ def _summary(
     seconds: float,
     final: Path,
 ) -> dict[str, Any]:
-    """base_model: the name in the recipe. Rules without differences, as slerp, take it as one of the models."""
+    """Return the merge report.
+
+    base_model: the name in the recipe. Rules without differences, such as slerp, treat it as one of the models.
+    """
     base = plan.base or next((source for source in plan.sources if source.name == base_model), None)
     return {
         "model": str(final),
@@ -223,7 +228,7 @@ def _defaults(plan: Plan) -> dict[str, Any]:
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON, under the recipe's keys."""
+    """Return settings as JSON values, under the recipe's keys."""
     names = {argument: key.strip("_") for key, argument in ARGUMENTS.items()}
     return {
         names.get(key, key): [entry.model_dump() if isinstance(entry, Filtered) else entry for entry in value]
@@ -234,7 +239,10 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _models(plan: Plan, tally: Tally) -> list[dict[str, Any]]:
-    """The models with their own settings; with `slices` each once, with the layers that are taken of it."""
+    """Return the models of the report with their settings.
+
+    With `slices`, each model appears once with the layers taken from it.
+    """
     if not plan.stacked:
         own = plan.pieces[0].arguments.own
         weight = {} if plan.method in UNWEIGHTED else {"weight": 1.0}
@@ -259,7 +267,7 @@ def _describe_source(source: Source) -> dict[str, str]:
 
 
 def _changed_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
-    """Of a model that sees, how many tensors of each part (language, projector, vision) differ, of how many."""
+    """Return for a vision model how many tensors of each part (language, projector, vision) changed, of how many."""
     parts = {name: part_of(name) for name in plan.out}
     if "vision" not in parts.values():
         return {}

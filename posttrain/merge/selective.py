@@ -1,6 +1,6 @@
-"""Merge rules that choose entry by entry whose change is taken: by who made it, its size, or how much it matters.
+"""Merge rules that select changes entry by entry: by the models that made them, size, or importance.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result.
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from posttrain.merge.deltas import differences, require_base
 from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
-_NEAREST = 1e-6  # nearswap: differences below this count as this
-_NO_SPREAD = 1e-6  # sce: where the mean squares sum to less, every model counts alike
-_NO_CHANCE = 1e-8  # arcee_fusion: added to probabilities before they are divided
+_NEAREST = 1e-6  # nearswap: lower bound of a difference
+_NO_SPREAD = 1e-6  # sce: if the mean squares sum to less, all models have equal weight
+_NO_CHANCE = 1e-8  # arcee_fusion: added to probabilities before their division
 
 
 @register("merge", "ram", paper="2601.13572", needs=("base_model", "by_entry"))
 def ram(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, eps: float = 1e-5) -> Tensor:
-    """For RL updates, which touch few entries: a change that only one model makes is taken in full.
+    """Add the differences of RL-trained models; a change that only one model makes is taken in full.
 
-    A model has changed an entry if |difference| > eps (mergekit's `epsilon`). Changed by none: the base; by one: its
-    change; by several: the mean of their changes. eps must exceed the rounding step of the stored dtype.
+    RL updates change few entries. A model has changed an entry if |difference| > eps (mergekit's `epsilon`). Changed by
+    no model: the base; by one: its change; by several: the mean of their changes. eps must exceed the rounding step of
+    the stored dtype.
     """
     del weights
     start = require_base(base, "ram")
@@ -47,10 +48,11 @@ def ramplus_tl(
     alpha: float = 0.2,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`ram` in which a model's own changes grow with how much of what it changed others changed too.
+    """Merge as `ram`, but amplify a model's unshared changes by its proportion of shared changes.
 
-    Changes that only model i makes are multiplied by 1 + r min(rho_i, alpha), rho_i the number of its shared changes
-    over that of its own ones, counted in each tensor (mergekit's `ramplus_tl`: RAM+ of the paper, tensor by tensor).
+    Changes that only model i makes are multiplied by 1 + r min(rho_i, alpha), with rho_i the number of its shared
+    changes over that of its unshared changes, counted per tensor (mergekit's `ramplus_tl`: RAM+ of the paper, tensor by
+    tensor).
     """
     del weights
     start = require_base(base, "ramplus_tl")
@@ -69,10 +71,10 @@ def ramplus_tl(
 
 @register("merge", "nearswap", needs=("base_model", "one_model", "by_entry"))
 def nearswap(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, t: float) -> Tensor:
-    """The base, and the other model where it is nearer than t: base + min(1, t / |difference|) difference.
+    """Move the base towards the other model if their difference is small: base + min(1, t / |difference|) difference.
 
-    So no entry moves by more than t (mergekit's `nearswap`, from
-    https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001, which takes t = 1e-4).
+    No entry moves by more than t (mergekit's `nearswap`, from
+    https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001, which uses t = 1e-4).
     """
     del weights
     start = require_base(base, "nearswap")
@@ -83,12 +85,12 @@ def nearswap(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[fl
 
 @register("merge", "sce", paper="2408.07990", needs=("base_model",))
 def sce(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, select_topk: float = 1.0) -> Tensor:
-    """Select, calculate, erase (FuseChat's SCE): entries on which models differ most, weighted by their squares.
+    """Select the entries on which models differ most and weight each model by its squared differences.
 
-    Of the entries whose variance over the models is not 0 the share `select_topk` with the largest variance is kept.
-    Each model counts by the mean square of what is kept of its difference, all alike where these sum to less than 1e-6;
-    the sign of the sum is elected entry by entry, as in `ties`, and the average is over the models of that sign
-    (mergekit's `sce`).
+    This is FuseChat's SCE (select, calculate, erase), as in mergekit's `sce`. Of the entries with nonzero variance over
+    the models, the share `select_topk` with the largest variance is kept. The weight of a model is the mean square of
+    the kept entries of its difference; weights are equal if these sum to less than 1e-6. The sign of the sum is elected
+    entry by entry, as in `ties`, and the average is over the models with that sign.
     """
     del weights
     start = require_base(base, "sce")
@@ -104,7 +106,7 @@ def sce(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float],
 
 
 def _most_varied(deltas: Tensor, share: float) -> Tensor:
-    """1 for the `share` of entries with the largest variance over the models [M, ...], among those that vary at all."""
+    """Return 1 for the `share` of the varying entries with the largest variance over the models [M, ...], else 0."""
     spread = deltas.var(dim=0, unbiased=False)
     count = int(int(spread.count_nonzero()) * max(share, 0.0))
     found = torch.zeros_like(spread)
@@ -115,11 +117,11 @@ def _most_varied(deltas: Tensor, share: float) -> Tensor:
 
 @register("merge", "arcee_fusion", needs=("base_model", "one_model"))
 def arcee_fusion(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float]) -> Tensor:
-    """Take those entries of the other model whose change matters much: importance of at least median + 1.5 IQR.
+    """Take the entries of the other model with an importance of at least median + 1.5 IQR.
 
     Importance of an entry: |difference| times the KL divergence between the softmax of its row (last axis) in the model
-    and in the base. Quantiles are entries, the lower of two (mergekit's `arcee_fusion`, which draws 10^6 entries of
-    larger tensors to find them; here all count).
+    and in the base. Quantiles are entries, the lower of two (mergekit's `arcee_fusion`, which samples 10^6 entries of
+    larger tensors to find them; here all entries count).
     """
     del weights
     start = require_base(base, "arcee_fusion")

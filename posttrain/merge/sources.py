@@ -1,4 +1,4 @@
-"""The inputs of a merge: each becomes a folder of dense safetensors with its config, whatever it was written as."""
+"""Merge inputs: any supported model format as a folder of dense safetensors with its config."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from posttrain.recipe.sections import Model
 
 CONFIG = "config.json"
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json", CONFIG)
-_read_before: dict[str, dict[str, int]] = {}  # the last tokenizer by its files' contents: reading one takes a second
+# Hash of the last tokenizer's files -> its vocabulary; reading a tokenizer takes a second
+_read_before: dict[str, dict[str, int]] = {}
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One model, read from its headers only. `vocabulary` is token -> id, None if it comes without a tokenizer."""
+    """One model, read from its headers only. `vocabulary` maps token to id; None without a tokenizer."""
 
     name: str  # as the recipe writes it
     folder: Path  # dense safetensors
@@ -34,13 +35,13 @@ class Source:
 
     @property
     def rows(self) -> int | None:
-        """Rows of its embeddings, which may be fewer or more than its tokenizer has tokens; None if not known."""
+        """Rows of the embeddings, possibly fewer or more than the tokenizer has tokens; None if unknown."""
         text = self.config.get("text_config")
         found = self.config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
         return found if isinstance(found, int) else None
 
     def token_ids(self, limit: int | None = None) -> dict[str, int]:
-        """Token -> id of the tokens with a row in its embeddings, below `limit`; empty without a tokenizer."""
+        """Return token -> id for tokens with an embedding row below `limit`; empty without a tokenizer."""
         rows = min((n for n in (self.rows, limit) if n is not None), default=None)
         return {token: i for token, i in (self.vocabulary or {}).items() if rows is None or i < rows}
 
@@ -48,9 +49,9 @@ class Source:
 def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
     """Find a model and read its config, tensor headers and vocabulary.
 
-    A directory of dense safetensors is used where it is, a hub id is downloaded into the cache. An adapter folded into
-    its base, a .gguf file and `tiny` are written as dense float32 into a folder under `scratch`. Raises MergeError or
-    ModelError with what is wrong.
+    A directory of dense safetensors is used in place, a hub id is downloaded into the cache. An adapter folded into its
+    base, a .gguf file and `tiny` are written as dense float32 into a folder under `scratch`. Raises MergeError or
+    ModelError that names the problem.
     """
     place = locate(name, base_dir)
     if place.kind == "directory" and place.path is not None:
@@ -70,7 +71,7 @@ def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
 
 
 def written_once(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The tensors of a tied model without the copy of the embedding that some writers store as `lm_head.weight`."""
+    """Return the tensors of a tied model without the embedding copy that some writers store as `lm_head.weight`."""
     copies = [name for name in tensors if name.endswith("lm_head.weight")]
     shapes = {spec.shape for name, spec in tensors.items() if name not in copies}
     return {name: spec for name, spec in tensors.items() if name not in copies or spec.shape not in shapes}
@@ -81,13 +82,16 @@ def _download(place: Place, base_dir: Path) -> Path:
 
     try:
         return Path(snapshot_download(place.name, allow_patterns=_DOWNLOADED))
-    except Exception as cause:  # the hub raises a dozen types; all mean that there is no such model here
+    except Exception as cause:  # the hub raises a dozen types; all mean that the model is not available
         raise not_found(place, base_dir, cause) from cause
 
 
 def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
-    """Load the model densely on the CPU, an adapter already folded in, and save it. Both are proven: the merge by the
-    logits of the base under the adapter, the folder by those that plain transformers gives."""
+    """Load the model densely on the CPU, with an adapter folded in, and save it.
+
+    Both steps are verified: folding by the logits of the base with the adapter, saving by the logits of plain
+    transformers.
+    """
     from posttrain.models.load import load
     from posttrain.models.save import save
 
@@ -106,18 +110,18 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _ties_embeddings(folder: Path) -> bool:
-    """From the config class: config.json leaves out what is the default of the architecture."""
+    """Return whether embeddings are tied, from the config class: config.json omits the architecture's defaults."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception as cause:  # an unknown model_type, code of its own, or a value that the class refuses
+    except Exception as cause:  # an unknown model_type, remote code, or a value that the class refuses
         raise MergeError(f"transformers cannot read its config: {cause}", where=str(folder)) from cause
     return bool(config.get_text_config().tie_word_embeddings)
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token -> id of the model's tokenizer, added tokens included; None without tokenizer files."""
+    """Return token -> id of the model's tokenizer, including added tokens; None without tokenizer files."""
     files = sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()})
     if not any(path.name.startswith(("tokenizer", "vocab")) for path in files):
         return None
@@ -125,7 +129,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     for path in files:
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     if digest.hexdigest() not in _read_before:
-        _read_before.clear()  # inputs of one merge share their tokenizer; another one replaces it
+        _read_before.clear()  # inputs of one merge usually share a tokenizer, so only the last one is cached
         _read_before[digest.hexdigest()] = _read_vocabulary(folder)
     return _read_before[digest.hexdigest()]
 
@@ -135,5 +139,5 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
 
     try:
         return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
-    except Exception as cause:  # whatever the tokenizer's loader trips over, it is this folder's files
+    except Exception as cause:  # any error of the tokenizer's loader is caused by this folder's files
         raise MergeError(f"unreadable tokenizer: {type(cause).__name__}: {cause}", where=str(folder)) from cause

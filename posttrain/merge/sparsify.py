@@ -1,8 +1,8 @@
-"""What is left of a difference between two models: pure functions, one tensor at a time.
+"""Sparsification of the difference between two models: pure functions, one tensor at a time.
 
-A `draw` holds one uniform number in [0, 1) an entry; the caller makes it, so that the functions stay pure.
+A `draw` holds one uniform random number in [0, 1) per entry; the caller generates it, so that the functions stay pure.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result.
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from posttrain.merge import global_topk
 from posttrain.merge.blocks import blocks, by_block
 
-_NO_NORM = 1e-7  # L1 norms below this are not divided by
+_NO_NORM = 1e-7  # L1 norms below this are not used as divisors
 
 
 def largest(delta: Tensor, count: int) -> Tensor:
-    """The `count` entries of largest magnitude, 0 elsewhere. Of equal entries the one that comes first is kept."""
+    """Return the `count` entries of largest magnitude, 0 elsewhere. Ties go to earlier entries."""
     if count >= delta.numel():
         return delta
     if count <= 0:
@@ -26,9 +26,9 @@ def largest(delta: Tensor, count: int) -> Tensor:
 
 
 def drop_extremes(delta: Tensor, density: float, gamma: float) -> Tensor:
-    """Drop the int(gamma n) entries of largest magnitude, keep the int(density n) that follow (Model Breadcrumbs).
+    """Drop the int(gamma n) entries of largest magnitude, keep the next int(density n) (Model Breadcrumbs).
 
-    Where both do not fit into n entries, fewer are dropped at the top.
+    If both do not fit into n entries, fewer entries are dropped at the top.
     """
     n = delta.numel()
     keep = min(int(density * n), n)
@@ -38,9 +38,9 @@ def drop_extremes(delta: Tensor, density: float, gamma: float) -> Tensor:
 
 
 def among_largest(delta: Tensor, count: int) -> Tensor:
-    """Which entries are the `count` largest magnitudes, 0 < count <= n; of equal ones the first. Bool, as `delta`.
+    """Return a bool mask of the `count` largest magnitudes, 0 < count <= n; ties go to earlier entries.
 
-    The smallest of them is found by counting digits, block by block: no sort, and no memory beside the result.
+    The threshold is found by a radix select, block by block: no sort, and no memory besides the result.
     """
     edge = global_topk.edge(lambda: (("", block) for (block,) in blocks(delta)), count)
     above = by_block(lambda part: part.abs() > edge, delta, dtype=torch.bool)
@@ -55,27 +55,27 @@ def among_largest(delta: Tensor, count: int) -> Tensor:
 
 
 def restore_norm(kept: Tensor, whole: Tensor) -> Tensor:
-    """`kept` scaled to the L1 norm of `whole` (mergekit's `rescale`)."""
+    """Scale `kept` to the L1 norm of `whole` (mergekit's `rescale`)."""
     return kept * norm_ratio(*(float(tensor.abs().sum(dtype=torch.float64)) for tensor in (whole, kept)))
 
 
 def norm_ratio(whole: float, kept: float) -> float:
-    """The factor that brings the L1 norm `kept` to `whole`; 1 where one of them is below 1e-7."""
+    """Return the factor that scales the L1 norm `kept` to `whole`; 1 if either is below 1e-7."""
     return 1.0 if min(whole, kept) < _NO_NORM else whole / kept
 
 
 def by_chance(delta: Tensor, probability: Tensor | float, draw: Tensor, *, rescale: bool) -> Tensor:
-    """Keep an entry where draw < probability; `rescale` divides it by its probability, so that the mean stays."""
+    """Keep entries with draw < probability; `rescale` divides them by the probability, which preserves the mean."""
     chance = torch.as_tensor(probability, dtype=delta.dtype, device=delta.device).expand_as(delta)
     kept = draw < chance
     return torch.where(kept, delta / chance if rescale else delta, torch.zeros_like(delta))
 
 
 def rank_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
-    """DELLA's chance to keep an entry, shape of `delta`: it grows with the entry's rank in its row (last axis).
+    """Return DELLA's keep probabilities, which grow with an entry's rank in its row (last axis).
 
-    (density - epsilon) + 2 epsilon rank / (n - 1), rank 0 for the smallest magnitude, held within [0, 1]; density in a
-    row of one entry. Equal magnitudes are ranked by position.
+    (density - epsilon) + 2 epsilon rank / (n - 1), rank 0 for the smallest magnitude, clamped to [0, 1]; density for
+    rows with one entry. Equal magnitudes are ranked by position.
     """
     n = delta.shape[-1] if delta.dim() else 1
     if n == 1:

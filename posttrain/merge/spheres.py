@@ -1,7 +1,7 @@
-"""Merge rules that interpolate directions and lengths apart: along great circles, and averages on the sphere.
+"""Merge rules that interpolate directions and norms separately: along great circles, and averages on the sphere.
 
-Shapes: the tensors of one call have any shape, all the same; so has the result. Directions
-are those of the flattened tensors.
+Shapes: all tensors of a call have the same shape, which may be any shape; so has the result. Directions are those of
+the flattened tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from posttrain.errors import MergeError
 from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
-_PARALLEL = 1e-8  # sine of an angle below which two vectors are interpolated on a line
-_SHORTEST = 1e-7  # norms below this count as this
-_CANCEL = 1e-6  # |sum of two weights| below this: half of each
+_PARALLEL = 1e-8  # two vectors whose angle has a smaller sine are interpolated linearly
+_SHORTEST = 1e-7  # lower bound of a norm
+_CANCEL = 1e-6  # if |sum of two weights| is smaller, t is 1/2
 
 
 @register("merge", "nuslerp", needs=("two_models", "base_optional"))
@@ -29,11 +29,11 @@ def nuslerp(
     nuslerp_row_wise: bool = False,
     nuslerp_flatten: bool = True,
 ) -> Tensor:
-    """Spherical interpolation of two models by their weights: t = w_2 / (w_1 + w_2) (mergekit's `nuslerp`).
+    """Interpolate two models spherically by their weights: t = w_2 / (w_1 + w_2) (mergekit's `nuslerp`).
 
-    Of whole tensors; with `nuslerp_flatten: false` of the vectors along the last axis, or with `nuslerp_row_wise` too,
-    along the first. With a `base_model` the differences from it are interpolated. Vectors that are parallel are
-    interpolated on a line; one of zeros counts as orthogonal to all. Weights that cancel give t = 1/2.
+    Vectors are whole tensors, with `nuslerp_flatten: false` along the last axis, or with `nuslerp_row_wise` too along
+    the first. With a `base_model` the differences from it are interpolated. Parallel vectors are interpolated linearly;
+    a zero vector counts as orthogonal to all. Weights that cancel give t = 1/2.
     """
     whole = sum(weights)
     t = 0.5 if abs(whole) < _CANCEL else weights[1] / whole
@@ -49,7 +49,7 @@ def nuslerp(
 
 
 def _on_circle(x: Tensor, y: Tensor, t: float) -> Tensor:
-    """From x (t 0) to y (t 1) on the great circle through both; vectors are along the last axis."""
+    """Interpolate from x (t 0) to y (t 1) on the great circle through both; vectors are along the last axis."""
     units = (v / v.norm(dim=-1, keepdim=True).clamp(min=_SHORTEST) for v in (x, y))
     first, second = units
     angle = (first * second).sum(-1, keepdim=True).clamp(-1, 1).acos()
@@ -68,12 +68,13 @@ def multislerp(
     normalize_weights: bool = True,
     eps: float = 1e-8,
 ) -> Tensor:
-    """The weighted mean of the models' directions, at the weighted mean of their lengths (mergekit's `multislerp`).
+    """Return the weighted mean direction of the models with their weighted mean norm (mergekit's `multislerp`).
 
-    mergekit interpolates in the plane that touches the sphere at that mean direction, where the weighted sum of all
-    models is 0: so the mean direction is what comes out (https://goddard.blog/posts/multislerp-wow-what-a-cool-idea).
-    With a `base_model` of differences from it. One model is itself. Two that cancel are averaged on a line; MergeError
-    for more. Raises MergeError if the weighted directions cancel.
+    mergekit interpolates in the tangent plane of the sphere at that mean direction, where the weighted sum of all
+    models is 0: so the result is the mean direction (https://goddard.blog/posts/multislerp-wow-what-a-cool-idea). With
+    a `base_model`, the differences from it are merged. A single model is returned unchanged. Two models whose
+    directions cancel are averaged linearly. Raises MergeError if the weighted directions of more than two models
+    cancel.
     """
     if len(models) == 1:
         return to_sum_dtype(models[0]).clone()
@@ -98,10 +99,10 @@ def multislerp(
 def karcher(
     models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, max_iter: int = 10, tol: float = 1e-5
 ) -> Tensor:
-    """The Karcher mean: the direction with the least squared angles to those of all models, at their mean length.
+    """Return the Karcher mean: the direction with the least squared angles to all models, at their mean norm.
 
-    Every model counts alike, a `base_model` too. From the normalised mean on, at most `max_iter` steps along the mean
-    of the angles to all, until one is shorter than `tol` (mergekit's `karcher`;
+    All models, including a `base_model`, have equal weight. Starting from the normalised mean, takes at most `max_iter`
+    steps along the mean of the log maps, until a step is shorter than `tol` (mergekit's `karcher`;
     https://en.wikipedia.org/wiki/Fr%C3%A9chet_mean). Tensors with a norm of at most `tol` have no direction.
     """
     del base, weights
@@ -117,7 +118,7 @@ def karcher(
 
 
 def mean_direction(units: Sequence[Tensor], max_iter: int, tol: float) -> Tensor:
-    """The Karcher mean of unit vectors; see `karcher`. The first of them if they cancel."""
+    """Return the Karcher mean of unit vectors, see `karcher`; the first vector if they cancel."""
     mean = torch.stack(list(units)).mean(0)
     length = float(mean.norm())
     found = units[0].clone() if length < tol else mean / length

@@ -1,4 +1,4 @@
-"""Merges of whole models in memory that are more than one rule on each tensor; a model is name -> tensor.
+"""Merges of state dicts (name -> tensor) that need more than one rule call per tensor.
 
 Shapes: tensors of one name have any shape, the same in all models.
 """
@@ -26,7 +26,7 @@ def update_selective(
     granularity: Literal["tensor", "global"] = "tensor",
     at_least_one: bool = True,
 ) -> dict[str, Tensor]:
-    """DLER's update-selective merge of one model into its base; see the rule of that name."""
+    """Merge one model into its base with DLER's update-selective merge; see the rule of that name."""
     extras = None
     if granularity == "global":
         extras = global_topk.counts(
@@ -47,7 +47,7 @@ def update_selective(
 
 
 class Transferred(NamedTuple):
-    """A reasoning vector applied: the model, the tensors that did not fit, and whether all did."""
+    """Result of a reasoning-vector transfer: the model, incompatible tensors, and whether all were compatible."""
 
     merged: dict[str, Tensor]
     incompatible: list[str]
@@ -57,9 +57,9 @@ class Transferred(NamedTuple):
 def reasoning_vector(
     target: State, grpo: State, sft: State, *, alpha: float = 1.0, skip: Sequence[str] = ()
 ) -> Transferred:
-    """target + alpha * (grpo - sft); what does not fit is copied from the target and listed, never cut to size.
+    """Return target + alpha * (grpo - sft); incompatible tensors are copied from the target and listed, never resized.
 
-    skip: patterns (`*embed_tokens*`) of names that are copied. Tensors that only grpo or sft have are not compatible.
+    skip: name patterns (`*embed_tokens*`) of tensors to copy. Tensors that only grpo or sft have are incompatible.
     """
     merged: dict[str, Tensor] = {}
     incompatible = []

@@ -1,4 +1,4 @@
-"""The merge itself, one tensor name at a time, and the check of the written files.
+"""Streaming merge, one tensor name at a time, and verification of the written files.
 
 Shapes: tensors of one name have any shape, the same in all models.
 """
@@ -36,15 +36,15 @@ from posttrain.seeds import derive
 
 @dataclass
 class Tally:
-    """What is known of the result before it is read back, by tensor name."""
+    """Statistics of the merged tensors, collected before they are read back."""
 
-    expected: set[str] = field(default_factory=set)  # differ from the anchor's in some input that has a part in it
-    changed: list[str] = field(default_factory=list)  # came out different from the anchor's
+    expected: set[str] = field(default_factory=set)  # some contributing input differs from the anchor
+    changed: list[str] = field(default_factory=list)  # the merged tensor differs from the anchor's
     fingerprints: dict[str, int] = field(default_factory=dict)
     squares: dict[Path, float] = field(default_factory=dict)  # folder of a model -> squared distance from the anchor
 
     def norm(self, model: Source) -> float:
-        """The norm of a model's difference from the anchor, over all tensors that it has a part in."""
+        """Return the norm of a model's difference from the anchor, over all tensors it contributes to."""
         return math.sqrt(self.squares.get(model.folder, 0.0))
 
 
@@ -53,14 +53,15 @@ def write_merged(
 ) -> Tally:
     """Write the merged tensors into `folder`; `before_each(number, name)` is called before every tensor.
 
-    sync: as in `tensors.write`. Raises MergeError naming the tensor for a NaN or infinity in an input, or a result too
-    large for the output dtype.
+    sync: as in `tensors.write`. Raises MergeError that names the tensor for a NaN or infinity in an input, or a result
+    too large for the output dtype.
     """
     tally = Tally()
     names = iter(range(1, len(plan.out) + 1))
     reuse_memory()
     largest = max((spec.nbytes for spec in plan.out.values()), default=0)
-    memory = itertools.cycle([torch.empty(largest, dtype=torch.uint8) for _ in range(2)])  # one is written meanwhile
+    # one buffer is written to disk while the other is filled
+    memory = itertools.cycle([torch.empty(largest, dtype=torch.uint8) for _ in range(2)])
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         read = {s.folder: stack.enter_context(disk.reader(s.tensors)) for s in plan.sources}
@@ -79,9 +80,9 @@ def write_merged(
 
 
 def inputs(plan: Plan, name: str, read: Mapping[Path, Callable[[str], Tensor]]) -> tuple[list[Tensor], Tensor | None]:
-    """What the rule gets for a tensor of the result: the models' tensors, and the base's.
+    """Return the rule's inputs for an output tensor: the models' tensors, and the base's tensor or None.
 
-    Raises MergeError for a NaN or infinity in one of them.
+    Raises MergeError for a NaN or infinity in an input.
     """
     piece, at = plan.piece_of(name), plan.at(name)
     wanted = list(zip(piece.models, at.inputs, strict=True))
@@ -92,7 +93,7 @@ def inputs(plan: Plan, name: str, read: Mapping[Path, Callable[[str], Tensor]]) 
         if (source.folder, stored) not in found:
             tensor = _finite(read[source.folder](stored), stored, source)
             shared = any(s.folder == source.folder and n != stored for s, n in wanted)
-            found[source.folder, stored] = tensor.clone() if shared else tensor  # a reader reuses its memory
+            found[source.folder, stored] = tensor.clone() if shared else tensor  # a reader reuses its buffer
     if plan.tokens is not None and name in plan.tokens.embeddings:
         ordered = by_token(plan.tokens, {folder: tensor for (folder, _), tensor in found.items()})
         found = {key: ordered[key[0]] for key in found}
@@ -101,7 +102,7 @@ def inputs(plan: Plan, name: str, read: Mapping[Path, Callable[[str], Tensor]]) 
 
 
 def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[str, int] | None:
-    """How many entries to keep of each tensor, for a density over the whole model; None for other merges."""
+    """Return the number of entries to keep per tensor for a density over the whole model; None for other merges."""
     params = plan.pieces[0].arguments.params(plan.at(""))
     if params.get("granularity") != "global" or plan.base is None:
         return None
@@ -109,7 +110,7 @@ def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[st
     floats = [name for name, spec in plan.base.tensors.items() if spec.dtype.is_floating_point]
     for source, reader in ((plan.models[0], ours), (plan.base, theirs)):
         for name in floats:
-            _finite(reader(name), name, source)  # a NaN would be the largest of all
+            _finite(reader(name), name, source)  # a NaN would rank as the largest entry
 
     def differences() -> Iterator[tuple[str, Tensor]]:
         return ((name, to_sum_dtype(ours(name)) - to_sum_dtype(theirs(name))) for name in floats)
@@ -118,7 +119,7 @@ def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[st
 
 
 def draws(seed: int, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor of uniform numbers for each model. They depend on seed, model number and tensor name only."""
+    """Return uniform random numbers for each model, which depend on seed, model number and tensor name only."""
     made = []
     for number, tensor in enumerate(tensors):
         generator = torch.Generator().manual_seed(derive(seed, "merge", number, name))
@@ -151,7 +152,7 @@ def _merge_into(
     if plan.method == "reasoning_vector":
         moved = moved and not equal(models[0], models[1])
     if not moved and not rescaled:
-        out.copy_(anchor)  # equal inputs come out bit for bit, without the rounding of a weighted sum
+        out.copy_(anchor)  # equal inputs are copied bit for bit, without the rounding of a weighted sum
         return
     if moved or bool(anchor.any()):
         tally.expected.add(name)
@@ -171,7 +172,7 @@ def _rule_into(
     base: Tensor | None,
     counts: Mapping[str, int] | None,
 ) -> None:
-    """What the rule makes of one tensor."""
+    """Apply the rule to one tensor and write the result into `out`."""
     arguments, at = plan.piece_of(name).arguments, plan.at(name)
     weights, params = arguments.weights(at), arguments.params(at)
     if "by_entry" in plan.rule.needs:
@@ -190,16 +191,16 @@ def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:
 
 @dataclass(frozen=True)
 class Changes:
-    """Names of the tensors that changed, and of those that should have."""
+    """Names of the tensors that changed, and of those that should have changed but did not."""
 
     changed: list[str]
-    rounded_away: list[str]  # the inputs differ, but too little for the output's dtype, or the rule kept nothing of it
+    rounded_away: list[str]  # inputs differ, but too little for the output dtype, or the rule dropped the difference
 
 
 def check_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
-    """Read the written model tensor by tensor and compare it with what was merged.
+    """Read the written model tensor by tensor and compare it with the merged tensors.
 
-    Raises RunError if a name is missing or a tensor is not the one that was merged; MergeError if inputs differ and yet
+    Raises RunError if a name is missing or a stored tensor differs from the merged one; MergeError if inputs differ but
     the result equals the anchor everywhere.
     """
     written = disk.scan(folder)

@@ -1,9 +1,9 @@
-"""Tensors on disk: safetensors folders read by name and written one tensor at a time.
+"""Safetensors folders on disk, read by name and written one tensor at a time.
 
-Reading takes one tensor at a time; writing lays out a shard from names, dtypes and shapes alone and then streams the
-data, so that a merge needs memory for a few tensors and not for a model. Format: 8 bytes little-endian header length,
-a JSON header, then the data without gaps (https://github.com/huggingface/safetensors#format).
-The library's `save_file` wants every tensor of a file at once; here none is held longer than it takes to write it.
+Writing lays out a shard from names, dtypes and shapes alone and then streams the data, so that a merge needs memory for
+a few tensors instead of a model. Format: 8 bytes little-endian header length, a JSON header, then the data without gaps
+(https://github.com/huggingface/safetensors#format). The library's `save_file` needs all tensors of a file in memory;
+here each tensor is held only while it is written.
 
 Shapes: tensors have any shape; a Spec names it.
 """
@@ -27,7 +27,7 @@ from posttrain.run.atomic_io import sync_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-SYNC_BYTES = 256 * 10**6  # written to a file before the disk is asked to take them in
+SYNC_BYTES = 256 * 10**6  # bytes written to a file between two calls of `sync`
 
 DTYPES = {
     "F64": torch.float64,
@@ -47,7 +47,10 @@ _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its values. `file` is where it is stored, from byte `start` on; None: still to be written."""
+    """Dtype, shape and location of a tensor, without values.
+
+    `file` holds the tensor from byte `start`; None if it is not written yet.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,10 +66,10 @@ class Spec:
 
 
 def scan(folder: Path) -> dict[str, Spec]:
-    """Name -> spec of every tensor of a model folder; reads headers only.
+    """Return the spec of every tensor of a model folder by name; reads headers only.
 
-    Raises MergeError for a folder without safetensors, a shard that is missing, cut short or unreadable, and a tensor
-    that is stored twice or is not where the index says.
+    Raises MergeError for a folder without safetensors, a shard that is missing, truncated or unreadable, and a tensor
+    that is stored twice or is not in the file that the index names.
     """
     files = _shards(folder)
     tensors: dict[str, Spec] = {}
@@ -93,7 +96,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that hold the model: those that the index names, else model.safetensors, else the only one there is."""
+    """Return the weight files: those named in the index, else model.safetensors, else the only safetensors file."""
     named = sorted(set(_weight_map(folder).values()))
     missing = [name for name in named if not (folder / name).is_file()]
     if missing:
@@ -113,7 +116,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Spec]:
-    """Name -> spec of one safetensors file. Raises MergeError if the file is cut short or is not of that format."""
+    """Return the spec of every tensor of one safetensors file. Raises MergeError if it is truncated or malformed."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -151,10 +154,11 @@ def _dtype(word: str, name: str, file: Path) -> torch.dtype:
 
 @contextmanager
 def reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads one tensor by name; files are opened once and stay open until the end of the block.
+    """Provide a function that reads one tensor by name; files are opened once and closed at the end of the block.
 
-    All are read into the same memory, as large as the largest: the next one replaces the last. Read, not mapped: mapped
-    pages would stay in the process's memory until the files are closed; fresh memory would be cleared by the kernel.
+    All tensors are read into one buffer of the size of the largest: each call overwrites the previous result. Files are
+    read instead of mapped: mapped pages would stay in the process's memory until the files are closed, and the kernel
+    would zero newly allocated memory.
     """
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
@@ -182,12 +186,12 @@ def _read(stream: Any, spec: Spec, memory: Tensor) -> Tensor:
 
 
 def view_as_spec(memory: Tensor, spec: Spec) -> Tensor:
-    """The first bytes of a uint8 vector as the tensor of that spec."""
+    """View the first bytes of a uint8 vector as the tensor of a spec. The result has any shape."""
     return memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
 def split(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]]:
-    """Names in shards of at most `limit` bytes (one tensor may exceed it), in the order given."""
+    """Group names, in the given order, into shards of at most `limit` bytes; a single tensor may exceed it."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
@@ -207,11 +211,11 @@ def write(
     *,
     sync: Callable[[Path], None] = sync_file,
 ) -> list[Path]:
-    """Write a model's tensors, asking `produce` for one at a time; with more than one shard also the index.
+    """Write a model's tensors, calling `produce` for each, and an index if there is more than one shard.
 
-    A tensor is written while the next is made: its memory must stay as it is until the one after that is asked for.
-    `sync` is called with a file that has grown, and last when it is whole; what it does not wait for, its caller must.
-    Raises ValueError if a produced tensor is not of its spec.
+    A tensor is written while the next one is produced: its memory must not change until the tensor after the next is
+    requested. `sync` is called with a file that has grown, and finally when the file is complete; the caller must wait
+    for whatever `sync` does asynchronously. Raises ValueError if a produced tensor does not match its spec.
     """
     shards = split(specs, limit)
     if len(shards) == 1:
@@ -239,7 +243,7 @@ def _write_shard(
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
                 raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} where {spec} was planned")
             writing.result()
-            # memoryview of bytes: bfloat16 has no numpy type of its own
+            # memoryview of bytes: numpy has no bfloat16
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             writing = thread.submit(stream.write, data)
             unsynced += spec.nbytes

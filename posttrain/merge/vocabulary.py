@@ -1,8 +1,8 @@
-"""The tokenizer of a merged model, and embeddings in its order: models whose vocabularies differ, merged by token.
+"""Tokenizer of a merged model, and embeddings reordered by token for models with different vocabularies.
 
-What is done is mergekit's `tokenizer_source` and `tokenizer`: every model's embedding is written anew, a row for each
-token of the result. A token that a model does not have gets the row of the base, else the mean of the models that have
-it, else zeros.
+Implements mergekit's `tokenizer_source` and `tokenizer`: every model's embedding is rebuilt with one row for each token
+of the result. A token that a model lacks gets the row of the base, else the mean over the models that have it, else
+zeros.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ CHATML = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-_LISTED = 3  # tokens named in an error
+_LISTED = 3  # tokens listed in an error
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of the result, and where each model has them.
+    """Tokens of the output, and their embedding rows in each model.
 
-    tokenizer: None where that of a model is kept. rows: of the embeddings that are written, those that fill them up
-    included. tokens: how many rows are tokens. embeddings: names of the tensors with a row a token. ids: folder -> row
-    of each token in that model's, -1 where it has none. fixed: token -> (folder, row) that it is taken from, None for
-    zeros. forced: tokens for which that holds also for models that have them.
+    tokenizer: None if the tokenizer of a model is used. rows: of the written embeddings, including padding rows.
+    tokens: number of rows that are tokens. embeddings: names of the tensors with one row per token. ids: folder -> row
+    of each token in that model, -1 if it lacks the token. fixed: token -> (folder, row) of its source, None for zeros.
+    forced: tokens for which `fixed` also overrides models that have them.
     """
 
     tokenizer: Any | None
@@ -56,9 +56,9 @@ class Vocabulary:
 
 
 def by_token(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
-    """The embeddings of several models (folder -> tensor [its rows, ...]) with the rows of the result.
+    """Return the embeddings of several models (folder -> tensor) with the rows of the merged vocabulary.
 
-    Shapes: [V, ...], V the tokens of a model; the results have a row for each token of the merged one.
+    Shapes: [V, ...], V the tokens of a model; the results have one row for each token of the merged vocabulary.
     """
     size = vocabulary.tokens
     instead = _of_others(vocabulary, tensors)
@@ -79,7 +79,7 @@ def by_token(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Pat
 
 
 def _of_others(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor:
-    """For each token what a model gets that does not have it: the base's row, else the mean of those that have one."""
+    """Return the row for models that lack a token: the base's row, else the mean over the models that have it."""
     first = to_sum_dtype(next(iter(tensors.values())))
     total = first.new_zeros((vocabulary.tokens, *first.shape[1:]))
     count = torch.zeros(vocabulary.tokens, dtype=first.dtype)
@@ -98,9 +98,10 @@ def _of_others(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor
 def build_vocabulary(
     recipe: MergeRecipe, together: Sequence[Sequence[Source]], models: Mapping[str, Source], default: Source
 ) -> Vocabulary | None:
-    """The vocabulary that the recipe asks for; None if it asks for none, or all models have that one already.
+    """Return the vocabulary that the recipe asks for; None if it asks for none or all models already have it.
 
-    together: the models that are merged with each other, for each part of the result. Raises MergeError.
+    together: for each slice of the output, the models merged with each other. Raises MergeError if a model has no
+    tokenizer.
     """
     settings = recipe.tokenizer
     if settings is None:
@@ -120,9 +121,10 @@ def build_vocabulary(
 
 
 def _common_rows(together: Sequence[Sequence[Source]], default: Source) -> Vocabulary | None:
-    """For embeddings with different numbers of rows: those that all have, if the tokenizer's model has no more.
+    """Return a vocabulary of the rows that all embeddings have; None if all have the same number of rows.
 
-    Whether they are of the same tokens is for the compatibility report to say.
+    Also None if the tokenizer's model has more rows. The compatibility report checks that these rows are the same
+    tokens.
     """
     everyone = list({s.folder: s for part in together for s in part}.values())
     shared = set.intersection(*(set(s.tensors) for s in everyone))
@@ -172,7 +174,7 @@ def _fix_tokens(
     together: Sequence[Sequence[Source]],
     models: Mapping[str, Source],
 ) -> tuple[dict[int, tuple[Path, int] | None], frozenset[int]]:
-    """Rows of the tokens that the recipe names, and those of them that are forced on every model."""
+    """Return the source rows of the tokens named in the recipe, and the tokens forced on every model."""
     found: dict[int, tuple[Path, int] | None] = {}
     for token, entry in tokens.items():
         asked, at = entry.source, f"tokenizer.tokens.{token}.source"
@@ -196,13 +198,13 @@ def _fix_tokens(
 
 
 def embedding_names(source: Source) -> list[str]:
-    """Names of a model's tensors with a row a token: its input embedding, its head and the head's bias."""
+    """Return the names of a model's tensors with one row per token: input embedding, head and the head's bias."""
     ends = _embedding_ends(source.folder, (source.config.get("architectures") or [""])[0])
     return [name for name in source.tensors if _end(name) in ends]
 
 
 def _end(name: str) -> str:
-    """The last two parts of a tensor's name: what comes before them differs between a model and its files."""
+    """Return the last two parts of a tensor's name; the prefix differs between a model and its files."""
     return ".".join(name.split(".")[-2:])
 
 
@@ -221,7 +223,10 @@ def _embedding_ends(folder: Path, architecture: str) -> frozenset[str]:
 
 
 def _used_tokens(source: Source) -> Any:
-    """A model's tokenizer without tokens that its embedding has no row of. Raises MergeError where they cannot go."""
+    """Return a model's tokenizer without tokens that have no embedding row.
+
+    Raises MergeError if they cannot be removed.
+    """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -245,7 +250,7 @@ def _used_tokens(source: Source) -> Any:
 
 
 def _union(first: Source, sources: Sequence[Source]) -> Any:
-    """The tokenizer of `first` with the tokens of all others that it does not have, added behind its own."""
+    """Return the tokenizer of `first` with the missing tokens of all other sources appended."""
     from transformers import AutoTokenizer
 
     found = _used_tokens(first)
@@ -270,7 +275,7 @@ def _rows(source: Source) -> int:
 
 
 def template(asked: str | None, models: Sequence[Source], tokenizer: Source) -> str | None:
-    """The chat template to write, None for the tokenizer's own. MergeError if there is no tokenizer.
+    """Return the chat template to write, None for the tokenizer's own.
 
     Raises MergeError if the model has no tokenizer.
     """
