@@ -21,7 +21,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.eval_sections import Search
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
-from posttrain.rollout.batching import Batch
+from posttrain.rollout.batching import CallBatcher
 from posttrain.rollout.engine import Completion, Engine, GenerationBatch, Generator, as_rollouts, is_concurrent
 from posttrain.rollout.requests import Request
 from posttrain.seeds import derive
@@ -136,7 +136,7 @@ class SearchEngine(Generator):
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         live = None if is_concurrent(self.engine) else range(len(prompts))
         sampling_of = self._sampling_context(prompts, seed, calls)
-        judging_of = Batch(functools.partial(self._score_traces, prompts), calls, live).member
+        judging_of = CallBatcher(functools.partial(self._score_traces, prompts), calls, live).member
         best = loop.run_all(
             [
                 self._search(number, prompt, sampling, seed, sampling_of(number), judging_of(number))
@@ -217,7 +217,7 @@ class SearchEngine(Generator):
                 [r.ids for r in sampled], {n: len(requests) * branch for n, requests in asked.items()}
             )
 
-        return Batch(answer, calls, range(len(prompts))).member
+        return CallBatcher(answer, calls, range(len(prompts))).member
 
     def _score_traces(self, prompts: Sequence[Prompt], asked: Mapping[int, list[Trace]]) -> dict[int, list[float]]:
         """Return the rewards of the newest steps of each prompt's traces."""

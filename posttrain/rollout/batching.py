@@ -26,7 +26,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Batch(Generic[A, B]):
+class CallBatcher(Generic[A, B]):
     """Collects calls of several members, each known by its number, and answers all waiting calls by one call of
     `answer`. That call runs in the thread of `loop.run_all`, which is given `calls`, so an error in it ends all
     coroutines.
@@ -108,18 +108,18 @@ class StepSampler:
     def __init__(
         self,
         engine: Engine,
-        asked: GenerationBatch,
+        batch: GenerationBatch,
         seed: Callable[[int, int], int],
         grade: Callable[[Sequence[Rollout]], list[Grade]] | None = None,
     ) -> None:
         """seed: function of (number of earlier queries, k). grade: called with rows to grade, in the thread
         that waits."""
-        self.engine, self.asked, self.seed, self.grade = engine, asked, seed, grade
-        self.numbers = [p * asked.n + i for p in asked.share for i in range(asked.n)]
-        self.wanted = wanted_logprobs(asked) * asked.n
+        self.engine, self.batch, self.seed, self.grade = engine, batch, seed, grade
+        self.numbers = [p * batch.n + i for p in batch.share for i in range(batch.n)]
+        self.wanted = wanted_logprobs(batch) * batch.n
         self.calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.times = itertools.count()
-        self.batch = Batch(self._answer, self.calls, None if is_concurrent(engine) else self.numbers)
+        self.batcher = CallBatcher(self._answer, self.calls, None if is_concurrent(engine) else self.numbers)
 
     def run(
         self, coroutines: Sequence[Coroutine[Any, Any, A]], finished: Callable[[int, A], None] | None = None
@@ -131,7 +131,7 @@ class StepSampler:
     def member(self, number: int) -> Iterator[tuple[Draw, GradeRows]]:
         """Yield the functions with which this rollout samples and has rows graded; after the block it makes no more
         calls."""
-        with self.batch.member(number) as ask:
+        with self.batcher.member(number) as ask:
             alone = functools.partial(self._draw_alone, number, itertools.count())
             yield alone if is_concurrent(self.engine) else ask, ask
 
@@ -169,8 +169,8 @@ class StepSampler:
     ) -> Iterable[tuple[int, Rollout]]:
         if not queries:
             return ()
-        n, logprobs = self.asked.n, self.asked.logprobs
-        prompts = [prompt for prompt in self.asked.prompts for _ in range(n)]
+        n, logprobs = self.batch.n, self.batch.logprobs
+        prompts = [prompt for prompt in self.batch.prompts for _ in range(n)]
         limits = [1] * len(prompts)  # of rollouts without a query
         for number, query in queries.items():
             prompts[number] = replace(prompts[number], ids=query.ids, images=query.images, adapter=query.adapter)
@@ -182,7 +182,7 @@ class StepSampler:
         return zip(queries, drawn, strict=True)
 
     def _sampling_for(self, greedy: bool) -> Sampling:
-        return self.asked.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.asked.sampling
+        return self.batch.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.batch.sampling
 
 
 def _as_sampled(completion: Completion, version: int) -> Sampled:

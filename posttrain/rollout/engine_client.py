@@ -119,17 +119,14 @@ def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, 
     An engine that raises ServerLost is marked as lost and left out. Raises EngineError if one fails in another way, and
     ServerLost if all are lost.
     """
-
-    async def attempt(client: C) -> T | ServerLost:
-        try:
-            return await work(client)
-        except ServerLost as error:
-            client.lost = client.lost or error.copy()
-            return error
-
     living = [client for client in clients if client.lost is None]
-    answers = dict(zip(living, loop.run_all([attempt(client) for client in living]), strict=True))
-    found = {client: answer for client, answer in answers.items() if not isinstance(answer, ServerLost)}
+    found: dict[C, T] = {}
+    answers = loop.run_all([loop.catch(work(client), ServerLost) for client in living])
+    for client, answer in zip(living, answers, strict=True):
+        if isinstance(answer, ServerLost):
+            client.lost = client.lost or answer.copy()
+        else:
+            found[client] = answer
     if not found:
         raise_last(clients)
     return found

@@ -11,11 +11,12 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 _FIRST_USE = threading.Lock()
 
 
@@ -36,6 +37,14 @@ def call(function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
     return run(call_in_loop())
+
+
+async def catch(work: Awaitable[T], *kinds: type[E]) -> T | E:
+    """Await `work` and return its result, or its exception if that is of one of these kinds."""
+    try:
+        return await work
+    except kinds as error:
+        return error
 
 
 def run_all(

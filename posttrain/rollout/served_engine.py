@@ -186,8 +186,9 @@ class ServedEngine(VllmEngine):
         clients = [
             self.servers.client(one) for one in addresses if one not in self.refused or now >= self.refused[one].until
         ]
+        attempts = [loop.catch(self._open_and_pause(client), PosttrainError, TimeoutError) for client in clients]
         found = []
-        for client, error in zip(clients, loop.run_all([self._try_to_open(client) for client in clients]), strict=True):
+        for client, error in zip(clients, loop.run_all(attempts), strict=True):
             try:
                 if error is not None:
                     raise error
@@ -199,14 +200,10 @@ class ServedEngine(VllmEngine):
                 self._refuse(client, cause)
         return found
 
-    async def _try_to_open(self, client: ServerClient) -> PosttrainError | TimeoutError | None:
-        try:
-            async with asyncio.timeout(OPEN_S):
-                await client.open(self.servers.wanted, wait=False)
-                await client.pause()
-        except (PosttrainError, TimeoutError) as error:
-            return error
-        return None
+    async def _open_and_pause(self, client: ServerClient) -> None:
+        async with asyncio.timeout(OPEN_S):
+            await client.open(self.servers.wanted, wait=False)
+            await client.pause()
 
     def _refuse(self, client: ServerClient, cause: Exception) -> None:
         """Close a server that could not be opened, and do not try it again for a while. The reason is shown once. If

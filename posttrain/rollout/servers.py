@@ -66,16 +66,9 @@ def open_servers(servers: ServerList) -> list[ServerClient]:
     section = servers.section
     named = read_addresses(section.file, servers.base_dir) if section.file is not None else servers.addresses()
     clients = [servers.client(address) for address in named or ()]
-
-    async def attempt(client: ServerClient) -> EngineError | None:
-        try:
-            await client.open(servers.wanted)
-        except EngineError as error:
-            return error
-        return None
-
     try:
-        errors = dict(zip(clients, loop.run_all([attempt(client) for client in clients]), strict=True))
+        opened = loop.run_all([loop.catch(client.open(servers.wanted), EngineError) for client in clients])
+        errors = dict(zip(clients, opened, strict=True))
         found = [client for client in clients if errors[client] is None]
         for client, error in errors.items():
             if error is not None:

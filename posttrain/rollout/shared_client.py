@@ -33,15 +33,15 @@ Arguments = dict[str, Any]
 A = TypeVar("A")
 
 
-class Meeting(Generic[A]):
+class CollectiveCalls(Generic[A]):
     """Executes a call once all `size` members have made it, and gives each member its result or its error.
 
-    When a member leaves, the meeting is over: members that wait, and later calls, get the reason.
+    When a member leaves, no more calls are executed: members that wait, and later calls, get the reason.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.over: PosttrainError | None = None  # why the meeting is over
+        self.over: PosttrainError | None = None  # why no more calls are executed
         self._call = ""
         self._asked: dict[int, A] = {}  # arguments by member
         self._answer: asyncio.Future[Any] | None = None
@@ -74,7 +74,7 @@ class Meeting(Generic[A]):
             raise
 
     def end(self, error: PosttrainError) -> None:
-        """End the meeting because a member leaves; the first reason is kept."""
+        """Execute no more calls because a member leaves; the first reason is kept."""
         self.over = self.over or error
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
@@ -106,7 +106,7 @@ class EngineHub:
         """Raises EngineError if the socket file cannot be created."""
         self.home = Scratch("group")
         self.path = self.home.path / "engine"
-        self.meeting = Meeting[Arguments](size)
+        self.collective = CollectiveCalls[Arguments](size)
         self.client: EngineClient | None = None
         self.sampling = 0  # requests for samples in progress
         self.ready = asyncio.Event()  # set once the engine has started
@@ -118,7 +118,7 @@ class EngineHub:
             hint = "set TMPDIR to a folder with a short path"
             raise EngineError(f"no socket file can be made: {cause}", where=str(self.path), hint=hint) from cause
 
-    def begin(self, client: EngineClient) -> None:
+    def attach(self, client: EngineClient) -> None:
         """Pass calls to this engine from now on; earlier calls have waited."""
         self.client = client
         loop.call(self.ready.set)
@@ -136,12 +136,12 @@ class EngineHub:
                     if number in tasks:
                         tasks[number].cancel()
                 elif call == LEAVE:
-                    self.meeting.end(PeerLost.of(arguments))
+                    self.collective.end(PeerLost.of(arguments))
                 else:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.meeting.end(PeerLost(f"rank {rank} has left the engine", hint=ENDED_HINT))
+            self.collective.end(PeerLost(f"rank {rank} has left the engine", hint=ENDED_HINT))
         finally:
             for task in list(tasks.values()):
                 task.cancel()
@@ -158,7 +158,7 @@ class EngineHub:
                 value = await self._sample(arguments)
             else:
                 name = arguments.get("call", call)
-                value = await self.meeting.join(member, name, arguments, functools.partial(self._do_once, call))
+                value = await self.collective.join(member, name, arguments, functools.partial(self._do_once, call))
         except PosttrainError as raised:
             error = raised
         except Exception as raised:

@@ -102,7 +102,7 @@ def make_shared(
                 section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=lambda clients: clients[0]
             )
             try:
-                hubs[0].begin(starting.engine())
+                hubs[0].attach(starting.engine())
             except BaseException:
                 starting.close()
                 raise

@@ -130,7 +130,7 @@ class TurnEngine(Generator):
             with sampler.member(number) as (draw, _):
                 while not row.ended:
                     value, returns = await episode.value(), await episode.returns()
-                    limit = min(sampler.asked.sampling.max_new_tokens, budget - row.used)
+                    limit = min(sampler.batch.sampling.max_new_tokens, budget - row.used)
                     (drawn,) = await draw((SampleQuery(row.ids, limit, row.images, row.prompt.adapter),))
                     late = (
                         sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds

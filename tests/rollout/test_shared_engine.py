@@ -57,7 +57,7 @@ class Pair:
             own = (self.hub,) if rank == 0 else ()
             client = SharedClient(self.hub.path, rank, rank, 2, *own)
             if rank == 0:
-                self.hub.begin(self.client)  # rank 1 may have asked before
+                self.hub.attach(self.client)  # rank 1 may have asked before
             place = {"scratch": scratch / str(rank)}
             return SharedEngine(spec, self.models[rank], client, group_of(rank, 2), **place)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import EngineError, PeerLost
-from posttrain.rollout.shared_client import Meeting
+from posttrain.rollout.shared_client import CollectiveCalls
 
 
 def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -28,11 +28,11 @@ def test_a_call_is_done_once_with_all_arguments_in_order() -> None:
         done.append(arguments)
         return len(done)
 
-    async def twice(meeting: Meeting[str], member: int) -> list[int]:
-        return [await meeting.join(member, call, f"{call} {member}", do) for call in ("pause", "resume")]
+    async def twice(calls: CollectiveCalls[str], member: int) -> list[int]:
+        return [await calls.join(member, call, f"{call} {member}", do) for call in ("pause", "resume")]
 
-    meeting = Meeting[str](3)
-    assert outcomes(*(twice(meeting, member) for member in (2, 0, 1))) == [[1, 2]] * 3
+    calls = CollectiveCalls[str](3)
+    assert outcomes(*(twice(calls, member) for member in (2, 0, 1))) == [[1, 2]] * 3
     assert done == [[f"{call} {member}" for member in range(3)] for call in ("pause", "resume")]
 
 
@@ -40,8 +40,8 @@ def test_all_get_the_error() -> None:
     async def fail(_: Sequence[None]) -> None:
         raise EngineError("no memory")
 
-    meeting = Meeting[None](2)
-    found = outcomes(*(meeting.join(member, "wake", None, fail) for member in range(2)))
+    calls = CollectiveCalls[None](2)
+    found = outcomes(*(calls.join(member, "wake", None, fail) for member in range(2)))
     assert [(type(error), str(error)) for error in found] == [(EngineError, "no memory")] * 2
 
 
@@ -51,15 +51,15 @@ def test_nobody_waits_for_a_member_that_has_left() -> None:
     async def never(_: Sequence[None]) -> None:
         raise AssertionError("one is missing")
 
-    meeting = Meeting[None](2)
+    calls = CollectiveCalls[None](2)
 
     async def leave() -> None:
-        meeting.end(EngineError("rank 1 failed: no room"))
-        meeting.end(PeerLost("rank 1 has left the engine"))
+        calls.end(EngineError("rank 1 failed: no room"))
+        calls.end(PeerLost("rank 1 has left the engine"))
         with pytest.raises(EngineError, match="rank 1 failed: no room"):
-            await meeting.join(1, "sleep", None, never)
+            await calls.join(1, "sleep", None, never)
 
-    first, second = outcomes(meeting.join(0, "pause", None, never), leave())
+    first, second = outcomes(calls.join(0, "pause", None, never), leave())
     assert str(first) == "rank 1 failed: no room" and second is None
 
 
@@ -68,8 +68,8 @@ def test_a_member_that_gives_up_ends_the_meeting() -> None:
         raise AssertionError("one is missing")
 
     async def run() -> list[Any]:
-        meeting = Meeting[None](3)
-        waiting = [asyncio.create_task(meeting.join(member, "pause", None, never)) for member in range(2)]
+        calls = CollectiveCalls[None](3)
+        waiting = [asyncio.create_task(calls.join(member, "pause", None, never)) for member in range(2)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -82,7 +82,7 @@ def test_different_calls_at_the_same_time_are_an_error() -> None:
     async def never(_: Sequence[None]) -> None:
         raise AssertionError("they differ")
 
-    meeting = Meeting[None](2)
-    found = outcomes(meeting.join(0, "pause", None, never), meeting.join(1, "sleep", None, never))
+    calls = CollectiveCalls[None](2)
+    found = outcomes(calls.join(0, "pause", None, never), calls.join(1, "sleep", None, never))
     told = "ranks that share an engine call `pause` and `sleep` at the same time"
     assert [str(error) for error in found] == [told] * 2
