@@ -1,1 +1,1 @@
-"""Shapes of rollouts: how one rollout is made of several requests to the engine, and which rows it is trained as."""
+"""Rollout shapes: how one rollout is built from several engine requests, and which training rows it becomes."""

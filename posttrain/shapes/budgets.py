@@ -1,4 +1,4 @@
-"""One thought, answered several times at each of several budgets: what is it worth to think on?"""
+"""AnytimeReasoner: one thought, answered several times at each of several token budgets."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ async def answer_at_budgets(
     answer_tokens: int = 128,
 ) -> list[Row]:
     """AnytimeReasoner: a thought of at most budgets[-1] tokens is cut at every budget, and num_answers answers are
-    sampled behind each cut.
+    sampled after each cut.
 
-    Behind a cut stand the tokens of `closing`, which are not trained on. A thought that `close` ends before a budget is
-    answered whole there and at all later budgets, and what follows `close` is dropped. Each answer is a row that is
-    scored, with the thought before it not trained on; the thought is the last row, divided into parts that end at the
-    budgets, and has no reward of its own: `advantage: budget_relative` gives it credit. answer_tokens: the longest
-    answer. Raises UserError for budgets that do not rise or exceed rollout.max_new_tokens.
+    The tokens of `closing` follow each cut and are not trained on. A thought that ends with `close` before a budget is
+    answered whole at that and all later budgets, and what follows `close` is dropped. Each answer is a scored row, with
+    the thought before it not trained on. The thought is the last row, divided into parts that end at the budgets, and
+    has no reward of its own: `advantage: budget_relative` assigns its credit. answer_tokens: maximum length of an
+    answer. Raises UserError for budgets that do not ascend or exceed rollout.max_new_tokens.
     """
     check_budgets(budgets, asked.max_new_tokens)
     if num_answers < 1:
@@ -51,13 +51,13 @@ async def answer_at_budgets(
 
 
 def _answer_row(asked: Asked, number: int, before: tuple[int, ...], answer: Sampled) -> Row:
-    """The row of an answer at budget `number`; all of it belongs to that part."""
+    """Return the row of an answer at budget `number`; the whole row belongs to that part."""
     segments = (Segment("injected", before), answer.segment)
     return Row(asked.prompt, segments, answer.finish, ends=(*[-1] * number, len(before) + len(answer.ids) - 1))
 
 
 def check_budgets(budgets: Sequence[int], max_new_tokens: int) -> None:
-    """Raise UserError unless they rise from 1 or more to max_new_tokens or less."""
+    """Raise UserError unless budgets ascend within 1 to max_new_tokens."""
     if not budgets or budgets[0] < 1 or any(b <= a for a, b in itertools.pairwise(budgets)):
         raise UserError(f"rollout.shape `budgets`: budgets {list(budgets)}", allowed="rising numbers of tokens")
     if budgets[-1] > max_new_tokens:
@@ -68,7 +68,7 @@ def check_budgets(budgets: Sequence[int], max_new_tokens: int) -> None:
 
 
 def count_tokens_through(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> int | None:
-    """How many tokens it takes until `text` is in what they decode to; None where it is not in any of it."""
+    """Return the number of tokens until their decoded text contains `text`; None if it never does."""
     if not text or text not in decode(ids):
         return None
     low, high = 1, len(ids)

@@ -1,6 +1,6 @@
-"""Thinking that forgets: chunks that carry a part of the text over, summaries in place of the text.
+"""Thinking with a bounded context: chunks that carry over part of the text (Delethink), or summaries of it (SUPO).
 
-Several rows a rollout, each with a prompt of its own; the last one is scored, and its reward is that of them all.
+A rollout has several rows, each with its own prompt; the last row is scored, and all rows share its reward.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ SUMMARISE = "\n\nThe context is full. Summarise what you have found so far and w
 
 
 def next_prompt(query: Sequence[int], answer: Sequence[int], keep_head: int, keep_tail: int) -> list[int]:
-    """The prompt of the chunk after this answer so far: the query, its first keep_head and its last keep_tail tokens.
+    """Return the prompt of the next chunk: the query, and the answer's first keep_head and last keep_tail tokens.
 
-    An answer that is not longer than both is kept whole. keep_tail must be above 0.
+    An answer of at most keep_head + keep_tail tokens is kept whole. Raises ValueError for keep_tail below 1.
     """
     if keep_tail < 1:
         raise ValueError("keep_tail must be at least 1")
@@ -30,7 +30,7 @@ def next_prompt(query: Sequence[int], answer: Sequence[int], keep_head: int, kee
 def chunk_prompts(
     query: Sequence[int], chunks: Sequence[Sequence[int]], *, keep_head: int, keep_tail: int
 ) -> list[list[int]]:
-    """Delethink: the prompt after each chunk. The answer so far is what was carried over, then what the chunk added."""
+    """Return the prompt after each chunk (Delethink). The answer so far = carried-over tokens + the new chunk."""
     found: list[list[int]] = []
     carried: list[int] = []
     for chunk in chunks:
@@ -43,13 +43,13 @@ def chunk_prompts(
 async def think_in_chunks(
     asked: Asked, *, keep_head: int = 100, keep_tail: int = 3996, max_chunks: int = 5
 ) -> list[Row]:
-    """Delethink: the thought goes on in chunks, each of which sees the question, the first keep_head tokens of the
-    answer so far and its last keep_tail, and nothing else. So the context never exceeds prompt + max_new_tokens.
+    """Delethink: thinks in chunks, each of which sees only the question and the first keep_head and last keep_tail
+    tokens of the answer so far, so the context never exceeds prompt + max_new_tokens.
 
-    The first chunk has at most max_new_tokens tokens, later ones max_new_tokens - keep_head - keep_tail; at most
-    max_chunks of them, and a rollout that then has not ended is `length`. Each chunk is a row under its own prompt;
-    what was carried over is prompt and not trained on. Rewards read the carried text and the last chunk. A chunk that
-    another one follows counts as ended. Raises UserError for keys that leave a later chunk no token.
+    The first chunk has at most max_new_tokens tokens, later ones max_new_tokens - keep_head - keep_tail. A rollout has
+    at most max_chunks chunks and is `length` if it has not ended by then. Each chunk is a row under its own prompt;
+    carried-over tokens are prompt and not trained on. Rewards read the carried text and the last chunk. A chunk with a
+    successor counts as ended. Raises UserError for keys that leave a later chunk no token.
     """
     room = asked.max_new_tokens - keep_head - keep_tail
     if room < 1:
@@ -82,12 +82,12 @@ async def think_in_chunks(
 async def summarise_context(
     asked: Asked, *, max_summaries: int = 5, instruction: str = SUMMARISE, answer_tokens: int = 512
 ) -> list[Row]:
-    """SUPO: where a completion fills max_new_tokens, the same policy writes a summary behind `instruction`, and goes on
-    from the prompt and that summary alone, at most max_summaries times. answer_tokens: the longest summary.
+    """SUPO: when a completion fills max_new_tokens, the policy writes a summary after `instruction` and continues from
+    the prompt and that summary alone, at most max_summaries times. answer_tokens: maximum length of a summary.
 
     Each stretch with its summary is a row under its own prompt; work and summaries are trained on, the instruction is
-    not. Rewards read the last stretch. A summary and what follows it have max_new_tokens together. Raises UserError for
-    summaries that leave no token for what follows.
+    not. Rewards read the last stretch. A summary and its continuation share max_new_tokens. Raises UserError for
+    summaries that leave no token for the continuation.
     """
     if answer_tokens >= asked.max_new_tokens:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A tree of an agent's turns in an environment: Agent-R's search for good and bad paths of a task."""
+"""Agent-R: Monte Carlo tree search over an agent's turns in an environment."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from posttrain.shapes.tree_values import uct_scores
 
 
 class EpisodeTree:
-    """Turns that were taken in copies of an environment: lists by node, of which 0 is its state at the beginning."""
+    """A tree of turns, each taken in a copy of an environment: lists by node; node 0 is the initial state."""
 
     def __init__(self, prompt: tuple[int, ...], world: Any) -> None:
         self.prompt = prompt
         self.parent, self.worlds = [-1], [world]
-        self.segments: list[tuple[Segment, ...]] = [()]  # the turn, and what it was shown
+        self.segments: list[tuple[Segment, ...]] = [()]  # the turn, and the reply to it
         self.turns: list[Turn | None] = [None]
         self.over = [False]
         self.value, self.visits = [0.0], [0.0]
         self.children: list[list[int]] = [[]]
 
     def add(self, parent: int, world: Any, segments: tuple[Segment, ...], turn: Turn, *, over: bool) -> int:
-        """A turn behind that of `parent`; returns its number."""
+        """Add a turn as a child of `parent`; returns its node number."""
         node = len(self.parent)
         self.parent.append(parent)
         self.worlds.append(world)
@@ -39,7 +39,7 @@ class EpisodeTree:
         return node
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first turn to this one; [] of the root."""
+        """Return the nodes from the first turn to this one; [] for the root."""
         found: list[int] = []
         while node > 0:
             found.append(node)
@@ -47,18 +47,18 @@ class EpisodeTree:
         return found[::-1]
 
     def ids(self, node: int) -> tuple[int, ...]:
-        """The prompt, and all tokens of the path."""
+        """Return the prompt and all tokens of the path to a node."""
         return (*self.prompt, *(i for number in self.path(node) for s in self.segments[number] for i in s.ids))
 
     def back_up(self, node: int, value: float) -> None:
-        """A path has ended with that score."""
+        """Add the score of a path that ends at `node` to all nodes of the path."""
         for number in (*self.path(node), 0):
             self.value[number] += value
             self.visits[number] += 1
 
     def select(self, c: float) -> int | None:
-        """The node to go on from: down the children of the highest UCT (those never visited first) to one that has
-        none; None where everything has ended."""
+        """Descend along the children of the highest UCT (unvisited ones first) to a node without children and return
+        it; None if all nodes are closed."""
         done = self.find_closed()
         if done[0]:
             return None
@@ -74,14 +74,14 @@ class EpisodeTree:
         return node
 
     def find_closed(self) -> list[bool]:
-        """Of each node, whether nothing below it is left."""
+        """Return for each node whether it is over or all nodes below it are."""
         done = list(self.over)
         for node in reversed(range(len(done))):
             done[node] = done[node] or (bool(self.children[node]) and all(done[n] for n in self.children[node]))
         return done
 
     def row(self, node: int, score: float | None) -> Row:
-        """A path that has ended, with its turns and the score of its environment."""
+        """Return the path to a final node as a row, with its turns and its score from the environment."""
         path = self.path(node)
         nodes = tuple(self.node(n) for n in path for _ in self.segments[n])
         segments = tuple(s for n in path for s in self.segments[n])
@@ -90,7 +90,7 @@ class EpisodeTree:
                    text="\n".join(turn.text for turn in turns))  # fmt: skip
 
     def node(self, number: int) -> Node:
-        """A node with the mean score of the paths through it."""
+        """Return a node with the mean score of the paths through it."""
         return Node(number, self.value[number] / max(self.visits[number], 1.0), self.visits[number])
 
 
@@ -113,10 +113,11 @@ async def episodes(
 ) -> list[Row]:
     """Agent-R: Monte Carlo tree search in an environment, whose branches are turns of the policy.
 
-    From the beginning the search goes down the children of the highest V/N + c sqrt(ln N_parent / N) to a turn that has
-    none, tries `width` turns there in copies of the environment (`copy.deepcopy`), and plays the first of them to its
-    end, one turn at a time. What the environment's `score()` says goes up the path. It ends with `paths` paths, or when
-    all has ended. A path also ends after max_turns turns, or where max_new_tokens are used up.
+    The search descends from the initial state along the children of the highest V/N + c sqrt(ln N_parent / N) to a turn
+    without children, tries `width` turns there in copies of the environment (`copy.deepcopy`), and plays the first of
+    them to its end, one turn at a time. The environment's `score()` is added along the path. The search ends with
+    `paths` paths, or when all nodes have ended. A path also ends after max_turns turns, or when max_new_tokens are
+    used.
 
     Rows are the paths, with their turns. For `generate` with `tree` and an `environment`.
     """
@@ -131,7 +132,7 @@ async def episodes(
             while not tree.over[node]:
                 children = await take_turns(asked, tree, node, count, turn_tokens, reply_tokens, max_turns)
                 node, count = children[0], 1
-                for child in children[1:]:  # those that ended at once are paths too
+                for child in children[1:]:  # turns that end the episode immediately are paths too
                     if tree.over[child]:
                         rows.append((child, end(tree, child)))
             rows.append((node, end(tree, node)))
@@ -142,7 +143,7 @@ async def episodes(
 
 
 def end(tree: EpisodeTree, node: int) -> float | None:
-    """The environment's score of a path that has ended, which goes up the tree; None counts 0."""
+    """Return the environment's score of a finished path and add it to the path's nodes; None counts as 0."""
     score = tree.worlds[node].score()
     tree.back_up(node, float(score or 0.0))
     return None if score is None else float(score)
@@ -151,7 +152,7 @@ def end(tree: EpisodeTree, node: int) -> float | None:
 async def take_turns(
     asked: Asked, tree: EpisodeTree, node: int, count: int, turn_tokens: int, reply_tokens: int, max_turns: int
 ) -> list[int]:
-    """`count` turns of the policy behind a node, each in a copy of its environment; their nodes."""
+    """Sample `count` turns after a node, each in a copy of its environment; returns their nodes."""
     assert asked.reply is not None
     ids = tree.ids(node)
     left = asked.max_new_tokens - (len(ids) - len(tree.prompt))
@@ -160,7 +161,7 @@ async def take_turns(
     for one in drawn:
         world = copy.deepcopy(tree.worlds[node])
         text = asked.text(one.ids)
-        if one.finish == "length":  # a turn that was cut is not acted on
+        if one.finish == "length":  # a truncated turn is not acted on
             found.append(tree.add(node, world, (one.segment,), Turn(text), over=True))
             continue
         observation, done, *reward = world.step(asked.decode(one.written))

@@ -1,4 +1,4 @@
-"""One thought, cut at several points and answered from each: which cut came first to a right answer?"""
+"""S-GRPO: one thought, cut at several points and answered from each, to reward early correct exits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ async def serial_exit(
     answer_tokens: int = 256,
     loss_on: Literal["sampled", "answer_only"] = "sampled",
 ) -> list[Row]:
-    """S-GRPO: the rollout is sampled to its end, its thought is cut at num_exits points, and an answer is sampled from
-    each. All answers are one group, the earliest cut first, the whole rollout last.
+    """S-GRPO: samples a whole rollout, cuts its thought at num_exits points, and samples an answer from each. All
+    answers are one group, the earliest cut first, the whole rollout last.
 
-    Points are drawn uniformly from the thought's tokens (up to `close`, or all where there is none) and each is taken
-    once, so a short thought has fewer. Behind a cut stand the tokens of `inducer`, which are not trained on.
-    answer_tokens: the longest answer behind a cut. loss_on: `sampled` trains each row on its part of the thought and
-    its answer; `answer_only` leaves the copied part out. With group_size n a prompt has n such groups.
+    Cut points are drawn uniformly from the thought's tokens (up to `close`, or all tokens without it), each at most
+    once, so a short thought has fewer. The tokens of `inducer` follow each cut and are not trained on. answer_tokens:
+    maximum length of an answer after a cut. loss_on: `sampled` trains each row on its part of the thought and its
+    answer; `answer_only` excludes the copied thought. With group_size n a prompt has n such groups.
     """
     (whole,) = await asked.sample([asked.prompt])
     thought = tokens_before(whole.written, close, asked.decode)
@@ -54,17 +54,17 @@ async def serial_exit(
 
 
 def copy_thought(whole: Sampled, cut: int, loss_on: str) -> Segment:
-    """The first `cut` tokens of what was sampled, trained on unless loss_on is `answer_only`."""
+    """Return the first `cut` tokens of a completion, trained on unless loss_on is `answer_only`."""
     return Segment("injected", whole.ids[:cut]) if loss_on == "answer_only" else whole.first(cut)
 
 
 def draw_cuts(tokens: int, count: int, random: random.Random) -> list[int]:
-    """`count` uniform draws from 1 to `tokens`, rising, each number once; [] of no tokens."""
+    """Draw `count` numbers uniformly from 1 to `tokens`; returns them ascending, each once; [] for no tokens."""
     return sorted({random.randint(1, tokens) for _ in range(count)}) if tokens else []
 
 
 def tokens_before(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> int:
-    """How many of the tokens end before the first place of `text` in what they decode to; all where it is not there."""
+    """Return the number of tokens that decode to the text before the first `text`; all tokens if it does not occur."""
     found = decode(ids).find(text) if text else -1
     if found < 0:
         return len(ids)

@@ -1,4 +1,4 @@
-"""Monte Carlo tree search within a step: segments are branches, right and wrong ends say what they are worth."""
+"""DeepSearch: Monte Carlo tree search within a step, over segments of a completion, valued by right and wrong ends."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from posttrain.shapes.tree_values import back_up, frontier, pick_terminal, uct_s
 
 
 class Tree:
-    """What was sampled from a prompt: lists by node, of which 0 is the prompt and every other one has a segment."""
+    """A tree of segments sampled from a prompt: lists by node; node 0 is the prompt, every other node has a segment."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt = prompt
         self.parent, self.depth, self.nll = [-1], [0], [0.0]
         self.value, self.visits = [0.0], [0.0]
         self.sampled: list[Sampled | None] = [None]
-        self.grown = [False]  # it has children
-        self.ended = [False]  # by EOS, or at a limit
+        self.grown = [False]  # whether the node has children
+        self.ended = [False]  # whether the node ended by EOS or at a limit
 
     def __len__(self) -> int:
         return len(self.parent)
 
     def add(self, parent: int, sampled: Sampled) -> int:
-        """A child of `parent`; returns its number."""
+        """Add a child of `parent`; returns its node number."""
         self.parent.append(parent)
         self.depth.append(self.depth[parent] + 1)
         self.nll.append(-statistics.fmean(sampled.segment.logps or (0.0,)))
@@ -41,7 +41,7 @@ class Tree:
         return len(self) - 1
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first below the root to this one; [] of the root."""
+        """Return the nodes from the first below the root to this one; [] for the root."""
         found: list[int] = []
         while node > 0:
             found.append(node)
@@ -49,20 +49,20 @@ class Tree:
         return found[::-1]
 
     def segments(self, node: int) -> tuple[Segment, ...]:
-        """What its path has sampled."""
+        """Return the sampled segments of the path to a node."""
         return tuple(one.segment for number in self.path(node) if (one := self.sampled[number]) is not None)
 
     def ids(self, node: int) -> tuple[int, ...]:
-        """The prompt and the tokens of its path."""
+        """Return the prompt and the tokens of the path to a node."""
         return (*self.prompt, *(i for segment in self.segments(node) for i in segment.ids))
 
     def path_nll(self, node: int) -> float:
-        """Mean -logp of the tokens of its path."""
+        """Compute the mean -logp of the tokens of the path to a node."""
         logps = [logp for segment in self.segments(node) for logp in segment.logps or ()]
         return -statistics.fmean(logps) if logps else 0.0
 
     def row(self, node: int, trained: Sequence[int] | None = None) -> Row:
-        """Its path as a row, with the values that the nodes have now. trained: the nodes that are; None = all."""
+        """Return the path to a node as a row, with the current values. trained: nodes to train on; None = all."""
         path, last = self.path(node), self.sampled[node]
         assert last is not None
         segments = [
@@ -73,12 +73,12 @@ class Tree:
         return Row(self.prompt, tuple(segments), last.finish, nodes=nodes)
 
     def back_up(self, node: int, z: float, floor: float) -> None:
-        """Let the nodes of a path know how it ended: `tree_values.back_up`."""
+        """Back up the result z of a path along its nodes (`tree_values.back_up`)."""
         found = back_up(self.parent, self.depth, self.value, self.visits, [(node, z)], floor=floor)
         self.value, self.visits = found.value, found.visits
 
     def rows(self, ends: Sequence[int], shared_prefix: Literal["once", "each"]) -> list[Row]:
-        """The paths to `ends`, in order. once: a node is trained in the first of them that has it."""
+        """Return the paths to `ends`, in order. once: a node is trained on only in the first path that contains it."""
         if shared_prefix == "each":
             return [self.row(end) for end in ends]
         seen: set[int] = set()
@@ -91,8 +91,8 @@ class Tree:
 
 
 async def grow(tree: Tree, node: int, asked: Asked, *, width: int, segment_tokens: int, max_depth: int) -> list[int]:
-    """Sample `width` children of a node; returns their numbers. One ends with EOS, with the tokens of the path that
-    `max_new_tokens` allows, or at max_depth."""
+    """Sample `width` children of a node; returns their numbers. A child has ended if it stopped by EOS, used up the
+    path's `max_new_tokens`, or is at max_depth."""
     prompt = tree.ids(node)
     left = asked.max_new_tokens - (len(prompt) - len(tree.prompt))
     limit = min(segment_tokens, left)
@@ -106,7 +106,7 @@ async def grow(tree: Tree, node: int, asked: Asked, *, width: int, segment_token
 
 
 def status_of(grade: Grade, finish: str) -> int:
-    """1 right, -1 wrong, 0 unfinished: cut off before an answer that is right, or not judged."""
+    """Return 1 = right, -1 = wrong, 0 = unfinished: not judged, or truncated and not right."""
     if grade.correct:
         return 1
     return 0 if grade.correct is None or finish == "length" else -1
@@ -122,19 +122,19 @@ def status_of(grade: Grade, finish: str) -> int:
 )
 @dataclass(frozen=True, kw_only=True)
 class TreeSearch:
-    """DeepSearch: a tree of segments grows from a prompt, and its paths are the rows, one group a tree.
+    """DeepSearch: grows a tree of segments from a prompt; its paths are the rows, one group per tree.
 
-    A node gets `width` children of at most segment_tokens tokens. While none has ended, the search goes on with the
-    child of the highest UCT (c). Where some have, rewards say which are right; the surest right one (else wrong, else
-    unfinished) is backed up as 1, -1 or `unfinished`, and the search goes on where the frontier is best (lambda1 to
-    lambda3). It ends with `paths` paths, at max_nodes, or where nothing is left to grow; max_depth limits a path, and
-    so does rollout.max_new_tokens. A row has the values of its nodes (`advantage: tree_steps`).
+    A node gets `width` children of at most segment_tokens tokens. While none has ended, the search continues with the
+    child of the highest UCT (c). When some have ended, rewards say which are right; the most certain right end (else
+    wrong, else unfinished) is backed up as 1, -1 or `unfinished`, and the search continues at the best node of the
+    frontier (lambda1 to lambda3). It ends with `paths` paths, at max_nodes, or when no node can grow; max_depth and
+    rollout.max_new_tokens limit a path. A row carries the values of its nodes (`advantage: tree_steps`).
 
-    shared_prefix: `once` trains the tokens of a node in the first row that has it, `each` in all of them.
-    reuse_below: of a prompt whose share of right paths is above 0 and not above this, the right ones that no limit
-    has cut off are stored. When the prompt comes again, nothing is searched: they take the first places of `direct`
-    rollouts, and the others are sampled whole. 0 = no store. stored: prompts that the store holds at most, the newest
-    ones, each with its newest direct - 1 different answers.
+    shared_prefix: `once` trains the tokens of a node only in the first row that contains it, `each` in all of them.
+    reuse_below: if a prompt's share of right paths is above 0 and at most this value, its right paths that were not
+    truncated are stored. When the prompt comes again, there is no search: the stored paths fill the first slots of
+    `direct` rollouts, and the others are sampled whole. 0 = no store. stored: maximum number of prompts in the store,
+    the newest ones, each with its newest direct - 1 distinct answers.
     """
 
     segment_tokens: int = 256
@@ -155,13 +155,13 @@ class TreeSearch:
     stored: int = 1000
 
     async def run(self, asked: Asked) -> list[Row]:
-        """The paths of one tree, or the rollouts of a prompt that the store knows."""
+        """Return the paths of one tree, or, for a prompt in the store, stored and new rollouts."""
         known = (asked.memory or {}).get(str(asked.row.get("uid", "")))
         return await self.search(asked) if not known else await self.reuse(asked, known)
 
     async def reuse(self, asked: Asked, known: Sequence[Sequence[int]]) -> list[Row]:
-        """The stored right answers as given rows, and whole completions up to `direct`. Each is a path of one node,
-        whose value is how it ended."""
+        """Return the stored right answers as given rows, and whole completions up to `direct` rows. Each is a path of
+        one node, whose value is its outcome."""
         kept = list(known)[-max(1, self.direct - 1) :]
         count = max(1, self.direct - len(kept))
         fresh = [Row(asked.prompt, (one.segment,), one.finish) for one in await asked.sample([asked.prompt] * count)]
@@ -174,8 +174,8 @@ class TreeSearch:
         ]
 
     def learn(self, memory: Any, ended: Sequence[Ended], step: int) -> Remembered:
-        """The store after a step: prompts that are seldom solved with their right answers; one that is solved more
-        often leaves it."""
+        """Update the store after a step: rarely solved prompts are stored with their right answers; a prompt that is
+        solved more often is removed."""
         del step
         store: dict[str, list[list[int]]] = dict(memory or {})
         by_prompt: dict[str, list[Ended]] = {}
@@ -194,7 +194,7 @@ class TreeSearch:
         return Remembered(newest, {"store/prompts": len(newest), "store/reused": reused} if self.reuse_below else {})
 
     async def search(self, asked: Asked) -> list[Row]:
-        """The paths of one tree."""
+        """Grow one tree and return its paths as rows."""
         tree, ends, spare = Tree(asked.prompt), list[int](), dict[int, int]()  # spare: status of ends not backed up
 
         def back_up_best(among: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ class TreeSearch:
         return tree.rows(ends, self.shared_prefix)
 
     def _choose(self, tree: Tree) -> int | None:
-        """The node that the search goes on with where some have ended; None if none is left."""
+        """Return the node of the frontier where the search continues; None if there is none."""
         closed = [float(a or b) for a, b in zip(tree.ended, tree.grown, strict=True)]
         return frontier(
             tree.parent,

@@ -1,4 +1,4 @@
-"""A multiple-choice question asked twice: with the same thought and the options in another order."""
+"""ACRE: a multiple-choice question answered a second time, with the same thought and shuffled options."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ async def ask_again(
     rewrite_letters: bool = True,
     answer_tokens: int = 16,
 ) -> list[Row]:
-    """ACRE: a completion, and a second answer from its thought after the options of the question were shuffled.
+    """ACRE: a completion, and a second answer from its thought after the question's options are shuffled.
 
-    Only the completion is trained on. Rewards read it with a block `<second permutation="2 0 1">...</second>` behind
-    it: place j of the second question showed the original option permutation[j] (`reasoning.acre`). options, answer:
-    data columns, the options' texts in their order, which the prompt has in it, and the letter of the right one, whose
-    place always changes. The thought ends with `close`; a completion without it, or one that was cut, is not asked
-    again. rewrite_letters: `option B`, `answer is B` and `(B)` in the thought become the option's text, as letters mean
-    other options now. answer_tokens: the longest second answer, which is decoded
-    greedily. Raises UserError for a row whose options its prompt
-    does not have.
+    Only the completion is trained on. Rewards read it followed by a block `<second permutation="2 0 1">...</second>`:
+    position j of the second question showed the original option permutation[j] (`reasoning.acre`). options, answer:
+    data columns with the options' texts, in the order in which the prompt lists them, and the letter of the correct
+    one, whose position always changes. The thought ends with `close`; a completion without `close`, or truncated, is
+    not asked again. rewrite_letters: `option B`, `answer is B` and `(B)` in the thought become the option's text,
+    because letters mean other options after the shuffle. answer_tokens: maximum length of the second answer, which is
+    decoded greedily. Raises UserError for a row whose options do not occur in its prompt.
     """
     texts, gold = read_options(asked.row, options, answer)
     permutation = draw_permutation(len(texts), gold, asked.random())
@@ -61,7 +60,7 @@ async def ask_again(
 
 
 def read_options(row: Mapping[str, Any], options: str, answer: str) -> tuple[list[str], int]:
-    """The texts of a row's options and the number of the right one. Raises UserError for a row without them."""
+    """Return the texts of a row's options and the index of the correct one. Raises UserError for a row without them."""
     texts, letter = row.get(options), str(row.get(answer) or "").strip().upper()
     if not isinstance(texts, Sequence) or isinstance(texts, str) or len(texts) < 2:
         raise UserError(
@@ -79,7 +78,7 @@ def read_options(row: Mapping[str, Any], options: str, answer: str) -> tuple[lis
 
 
 def draw_permutation(count: int, gold: int, draw: random.Random) -> list[int]:
-    """Which original option stands at each place; the right one (`gold`) never stays at its own."""
+    """Draw which original option is shown at each position; the correct one (`gold`) always changes its position."""
     while True:
         found = draw.sample(range(count), count)
         if found[gold] != gold:
@@ -87,9 +86,9 @@ def draw_permutation(count: int, gold: int, draw: random.Random) -> list[int]:
 
 
 def shuffle_options(prompt: str, texts: Sequence[str], permutation: Sequence[int]) -> str:
-    """The prompt with texts[permutation[j]] where option j stood. Options stand in order, the last ones count.
+    """Return the prompt with texts[permutation[j]] in place of option j. Options are matched in order, from the end.
 
-    Raises UserError for an option that the prompt does not have there.
+    Raises UserError if the prompt does not contain an option in that order.
     """
     parts: list[str] = []
     rest = prompt
@@ -106,7 +105,7 @@ def shuffle_options(prompt: str, texts: Sequence[str], permutation: Sequence[int
 
 
 def replace_letters(thought: str, texts: Sequence[str]) -> str:
-    """`option B`, `answer is B` and `(B)` with the option's text in place of its letter; letters of no option stay."""
+    """Replace the letter in `option B`, `answer is B` and `(B)` by the option's text; other letters do not change."""
 
     def text_of(match: re.Match[str]) -> str:
         letter = match[3] or match[4]

@@ -1,12 +1,12 @@
-"""What a shape of rollouts is given and what it returns. `rollout/continuation.py` runs it on an engine.
+"""Interface of rollout shapes. `rollout/continuation.py` runs a shape on an engine.
 
-A shape is a coroutine function `async (asked, **its keys) -> list of rows`, called once a rollout. It samples by
-`await asked.sample(prompts)` as often as it likes, each time with other prompts: the tokens so far and a sentence, a
-part of them, a summary. `await asked.grade(rows)` scores rows on the way, for a search. Everything random comes from
-`asked.random()` and the engine, so it does not depend on ranks.
+A shape is a coroutine function `async (asked, **its keys) -> list of rows`, called once per rollout. It samples with
+`await asked.sample(prompts)` as often as it needs, each time with other prompts: the tokens so far and a sentence, a
+part of them, a summary. `await asked.grade(rows)` scores intermediate rows, e.g. for a search. All randomness comes
+from `asked.random()` and the engine, so it does not depend on ranks.
 
-One that learns from step to step is a class instead (`Learner`): its keys are those of `__init__`, `run(asked)` is the
-coroutine, and what `learn` returns comes back as `asked.memory` in later steps.
+A shape that learns from step to step is a class instead (`Learner`): its keys are the arguments of `__init__`,
+`run(asked)` is the coroutine, and what `learn` returns is passed back as `asked.memory` in later steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Sampled(NamedTuple):
-    """What the engine wrote behind one prompt. version: of the policy that began it."""
+    """A completion of one prompt by the engine. version: policy version at its first token."""
 
     segment: Segment
     finish: FinishReason
@@ -30,11 +30,11 @@ class Sampled(NamedTuple):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Its tokens, with the one that ended it."""
+        """Sampled tokens, including the stop token."""
         return self.segment.ids
 
     def first(self, count: int) -> Segment:
-        """Its first `count` tokens, as they were sampled."""
+        """Return the first `count` tokens as a segment, with their log-probs and versions."""
         ids, logps, versions = self.segment.ids, self.segment.logps, self.segment.versions
         return dataclasses.replace(
             self.segment, ids=ids[:count], logps=logps and logps[:count], versions=versions and versions[:count]
@@ -42,13 +42,13 @@ class Sampled(NamedTuple):
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Its tokens without the one that ended it."""
+        """Sampled tokens without the stop token."""
         return self.ids[:-1] if self.finish == "stop" else self.ids
 
 
 class Draw(Protocol):
-    """Asks the engine: prompts, and the most new tokens of each -> what was sampled. greedy: the most probable tokens,
-    whatever the recipe's temperature. adapter: which of a model's adapters answers; None = the first."""
+    """Sampling function: prompts, and the maximum new tokens of each -> completions. greedy: take the most probable
+    tokens, whatever the recipe's temperature. adapter: the adapter to sample with; None = the first."""
 
     def __call__(
         self,
@@ -62,8 +62,7 @@ class Draw(Protocol):
 
 
 class Grade(NamedTuple):
-    """What the recipe's rewards say of a row: their weighted sum, None = not scored; and whether it is right, None =
-    nobody knows."""
+    """The recipe's rewards for a row: weighted sum (None = not scored) and correctness (None = unknown)."""
 
     reward: float | None
     correct: bool | None
@@ -71,15 +70,15 @@ class Grade(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the trained batch.
+    """One row of the training batch.
 
-    prompt: tokens that the completion continues; they have no loss. segments: the completion; those of kind `model` are
-    trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
-    None = the completion. nodes: where the row is a path through a tree, the node of each segment. ends: the token that
-    ends each part of the completion, from 0 and rising, -1 for parts before its first token; for advantages that credit
-    parts. call: of a workflow, which of its calls the row is, and adapter: which of several made it. goes_on: the
-    rollout has not ended and goes on in the next step, with these segments as `Asked.begun`. older: how many of its
-    tokens earlier steps have sampled. turns, world_score: of a path through an environment.
+    prompt: tokens that the completion continues, without loss. segments: the completion; segments of kind `model` are
+    trained on. scored: whether rewards read the row; an unscored row has no reward of its own. text: what rewards read;
+    None = the completion. nodes: the node of each segment, if the row is a path through a tree. ends: last token of
+    each part of the completion, from 0 and ascending, -1 for parts before its first token; for advantages that credit
+    parts. call: the workflow call of the row, and adapter: the adapter that made it. goes_on: the rollout has not ended
+    and continues in the next step, with these segments as `Asked.begun`. older: number of its tokens sampled by earlier
+    steps. turns, world_score: of a path through an environment.
     """
 
     prompt: tuple[int, ...]
@@ -99,15 +98,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Asked:
-    """One rollout to be made.
+    """One rollout to generate.
 
-    prompt: tokens of the data's prompt. row: all columns of the data. max_new_tokens: that of the recipe. window: most
-    tokens of a prompt with what is sampled behind it. draw: asks the engine.
-    grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
-    encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
-    begun: what earlier steps have sampled of this rollout. memory: what `learn` has kept of earlier steps.
-    world: makes the recipe's environment, where a shape may act in one; reply: (last token, text, most tokens of it) ->
-    tokens of a message that it shows.
+    prompt: tokens of the data's prompt. row: all columns of the data. max_new_tokens: the recipe's. window: maximum
+    tokens of a prompt plus completion. draw: samples from the engine. grade: rows -> their grades by the recipe's
+    rewards; a row that is graded and returned is not scored again. encode, decode: text to tokens and back, special
+    tokens included. text: tokens to text without special tokens. begun: segments of this rollout from earlier steps.
+    memory: what `learn` returned after an earlier step. world: makes the recipe's environment, for shapes that act in
+    one; reply: (last token, text, maximum tokens) -> tokens of a message with that text.
     """
 
     prompt: tuple[int, ...]
@@ -126,14 +124,14 @@ class Asked:
     reply: Callable[[int, str, int], tuple[int, ...]] | None = None
 
     def random(self) -> random.Random:
-        """The same numbers whenever this rollout is made."""
+        """Return a generator with the same numbers whenever this rollout is generated."""
         return random.Random(self.seed)
 
     async def sample(
         self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None, *, greedy: bool = False
     ) -> list[Sampled]:
-        """One completion of each prompt, at most max_tokens long (default and most: max_new_tokens). greedy: of the
-        most probable tokens; such tokens are for rewards and not to be trained on.
+        """Sample one completion per prompt, at most max_tokens long (default and maximum: max_new_tokens). greedy: take
+        the most probable tokens; these are for rewards, not for training.
 
         Raises ValueError for a prompt that leaves no room in `window`.
         """
@@ -149,8 +147,8 @@ class Asked:
 
 
 class Ended(NamedTuple):
-    """A scored row of a step that is over. ids: of its completion. given: it was stored, and the policy sampled nothing
-    of it. reward, correct: None = not scored, or nobody knows. finish: `length` where a limit cut it off."""
+    """A scored row of a finished step. ids: completion tokens. given: a stored row, not sampled by the policy. reward,
+    correct: None = not scored or unknown. finish: `length` = cut off by a limit."""
 
     uid: str
     ids: tuple[int, ...]
@@ -161,21 +159,21 @@ class Ended(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What `learn` makes of a step. memory: comes back as `Asked.memory`, values of JSON; None = nothing. metrics:
-    numbers for metrics.jsonl."""
+    """Result of `learn`. memory: JSON values that are passed back as `Asked.memory`; None = nothing. metrics: numbers
+    for metrics.jsonl."""
 
     memory: Any
     metrics: Mapping[str, float] = {}
 
 
 class Learner(Protocol):
-    """A shape with a memory, with its keys bound."""
+    """A shape with memory, with its keys bound."""
 
     async def run(self, asked: Asked) -> Sequence[Row]:
-        """The rows of one rollout."""
+        """Return the rows of one rollout."""
         ...
 
     def learn(self, memory: Any, ended: Sequence[Ended], step: int) -> Remembered:
-        """What is known behind a step (from 0): a function of what was known before it and of all its scored rows,
-        which are the same on all ranks."""
+        """Return the memory after a step (from 0), a function of the previous memory and of all scored rows of the
+        step, which are the same on all ranks."""
         ...

@@ -1,4 +1,4 @@
-"""A tree of reasoning steps, each valued by completions that go on from it: data for SFT, pairs and verifiers."""
+"""MedS3: a tree of reasoning steps, each valued by its completions; makes data for SFT, pairs and verifiers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from posttrain.shapes.tree_values import child_scores, node_value, simulation_co
 
 
 class ValueTree(Tree):
-    """A tree whose nodes have a value of their own, 0 to 1, and which knows what is left to search."""
+    """A tree whose nodes have values from 0 to 1, and are closed once nothing below them remains to be searched."""
 
     def __init__(self, prompt: tuple[int, ...], rule: Literal["default", "comp"]) -> None:
         super().__init__(prompt)
         self.rule: Literal["default", "comp"] = rule
         self.children: list[list[int]] = [[]]
-        self.closed = [False]  # nothing below it is left to search
+        self.closed = [False]  # whether nothing below the node remains to be searched
 
     def add(self, parent: int, sampled: Sampled) -> int:
         child = super().add(parent, sampled)
@@ -30,7 +30,7 @@ class ValueTree(Tree):
         return child
 
     def record(self, node: int, value: float) -> None:
-        """Set a new node's value, and those of the nodes above it by those of their children."""
+        """Set the value of a new node, and update its ancestors from their children."""
         self.value[node] = value
         self.visits[node] += 1
         above = self.parent[node]
@@ -43,7 +43,7 @@ class ValueTree(Tree):
             above = self.parent[above]
 
     def select(self, c: float, unvisited: float) -> int:
-        """The leaf to which the best children lead from the root."""
+        """Descend along the best children from the root to a leaf and return it."""
         node = 0
         while below := self.children[node]:
             scores = child_scores(
@@ -62,7 +62,7 @@ class ValueTree(Tree):
 
 
 async def simulate(asked: Asked, tree: Tree, nodes: Sequence[int], base: int) -> tuple[list[float], list[Row]]:
-    """The share of right ones among completions that go on from each node: its value; and all of these completions."""
+    """Value nodes by completions from each: returns the share of right completions per node, and all completions."""
     counts = simulation_counts([tree.depth[node] for node in nodes], base=base)
     owners = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
     drawn = await sample_rest(asked, tree, owners)
@@ -75,7 +75,7 @@ async def simulate(asked: Asked, tree: Tree, nodes: Sequence[int], base: int) ->
 
 
 async def sample_rest(asked: Asked, tree: Tree, nodes: Sequence[int]) -> list[Sampled]:
-    """One completion from each node to the end. Nodes of one depth may have paths of different lengths."""
+    """Sample one completion from each node to the end. Nodes of equal depth may have paths of different lengths."""
     prompts = [tree.ids(node) for node in nodes]
     found: dict[int, Sampled] = {}
     for left in sorted({asked.max_new_tokens - len(ids) + len(tree.prompt) for ids in prompts}):
@@ -86,7 +86,7 @@ async def sample_rest(asked: Asked, tree: Tree, nodes: Sequence[int]) -> list[Sa
 
 
 def cut_step(sampled: Sampled, ends: str, asked: Asked) -> Sampled:
-    """What was sampled up to the first `ends` behind some text; all of it where there is none, or nothing follows."""
+    """Cut a completion after the first `ends` that follows some text; the whole completion if nothing would be cut."""
     text = asked.decode(sampled.ids)
     found = text.find(ends, len(text) - len(text.lstrip())) if ends else -1
     if found < 0:
@@ -106,8 +106,9 @@ def cut_step(sampled: Sampled, ends: str, asked: Asked) -> Sampled:
 
 
 async def try_again(asked: Asked, tree: ValueTree, ends: Sequence[int], text: str) -> list[tuple[int, float]]:
-    """A second try behind each end that ended by itself and leaves room: its leaf, 1 or 0 by the rewards. The leaf
-    stands below the end without its last token and the text, as nodes of their own; the three are closed."""
+    """Sample a second try after each end that stopped by EOS and leaves room; returns (leaf, 1 or 0 by the rewards).
+    The path to the leaf has the end without its last token, then the text, as nodes of their own; all three are
+    closed."""
     words, leaves = asked.encode(text), list[int]()
     for end in ends:
         first, above = tree.sampled[end], tree.parent[end]
@@ -151,16 +152,17 @@ async def step_values(
     unvisited: float = 5.0,
     reflection: str = "",
 ) -> list[Row]:
-    """MedS3: a tree of reasoning steps, each valued by the share of right ones among completions that go on from it.
+    """MedS3: a tree of reasoning steps, each valued by the share of right completions among those that continue it.
 
-    A step ends behind `ends` or after step_tokens tokens. The search goes down the children of the highest value + c
-    sqrt(ln N_parent / N), and gives the leaf `width` next steps, or one completion to the end where its value is at
-    least `good`. A new step of depth d is valued by max(base / (d + 1), 5) completions, an end by the rewards; values
-    above are means over children by visits (backup: `comp` averages that with the node's own). It ends with right_ends
-    right ends, at max_nodes, or where all is closed. reflection: a wrong end that ended by itself is tried once more
-    behind this text, which is put there and not trained on; "" = never. What the second try is worth goes up the tree.
+    A step ends after `ends` or step_tokens tokens. The search descends along the children of the highest value + c
+    sqrt(ln N_parent / N) and gives the leaf `width` next steps, or one completion to the end if its value is at least
+    `good`. A new step of depth d is valued by max(base / (d + 1), 5) completions, an end by the rewards; values of
+    inner nodes are visit-weighted means over children (backup: `comp` averages this mean with the node's own value).
+    The search ends with right_ends right ends, at max_nodes, or when all nodes are closed. reflection: a wrong end that
+    stopped by EOS is tried once more after this text, which is inserted and not trained on; "" = never. The result of
+    the second try is backed up too.
 
-    Rows are the paths to all leaves; ends are scored. A prompt that every completion solves is one row, and no tree.
+    Rows are the paths to all leaves; ends are scored. A prompt that every completion solves is one row, without a tree.
     """
     tree = ValueTree(asked.prompt, backup)
     (tree.value[0],), whole = await simulate(asked, tree, [0], base)

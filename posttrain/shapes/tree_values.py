@@ -1,4 +1,4 @@
-"""Numbers of tree search: which node is grown next, and what a finished path gives back.
+"""Formulas of tree search: which node grows next, and how the result of a path is backed up.
 
 Nodes are numbered from 0, the root; `parent` is -1 for the root. Pure functions of lists.
 """
@@ -16,16 +16,16 @@ Numbers = Sequence[float]
 
 
 def mean_value(value: float, visits: float) -> float:
-    """V / N, 0 for a node that was not visited."""
+    """Compute V / N; 0 for an unvisited node."""
     return value / visits if visits else 0.0
 
 
 def uct_scores(
     parent: Sequence[int], value: Numbers, visits: Numbers, terminal: Numbers | None = None, *, c: float = 2.0
 ) -> list[float | None]:
-    """V/N + c sqrt(ln N_parent / N) of each node among its siblings: 0 for the root, None for terminal ones.
+    """Compute V/N + c sqrt(ln N_parent / N) of each node; 0 for the root, None for terminal nodes.
 
-    The bonus is 0 where the node or its parent was not visited.
+    The bonus is 0 if the node or its parent is unvisited.
     """
     found: list[float | None] = []
     for node, above in enumerate(parent):
@@ -39,7 +39,7 @@ def uct_scores(
 
 
 class Frontier(NamedTuple):
-    """score: None for the root and terminal nodes; best: the first highest, None where the tree is used up."""
+    """score: None for the root and terminal nodes; best: the first node of the highest score, None if there is none."""
 
     score: list[float | None]
     best: int | None
@@ -59,8 +59,8 @@ def frontier(
     max_depth: float = 64,
     use_uncertainty: bool = False,
 ) -> Frontier:
-    """Where the tree grows after a path has ended, over all of it: lambda1 tanh(V/N of the parent) + lambda3 sqrt(depth
-    / max_depth), and with `use_uncertainty` lambda2 * the mean -logp of the node's tokens (nll)."""
+    """Score all open nodes after a path has ended, to choose where the tree grows: lambda1 tanh(V/N of the parent) +
+    lambda3 sqrt(depth / max_depth), with `use_uncertainty` + lambda2 * the mean -logp of the node's tokens (nll)."""
     score: list[float | None] = []
     for node, above in enumerate(parent):
         if above < 0 or terminal[node]:
@@ -74,14 +74,14 @@ def frontier(
 
 
 def pick_terminal(status: Sequence[float], nll: Numbers) -> int:
-    """Which of several ends of one step is backed up: right ones (1) before wrong (-1) before unfinished (0), and among
-    them the one with the smallest mean -logp."""
+    """Return the index of the end to back up, among several ends of one step: right (1) before wrong (-1) before
+    unfinished (0), then the smallest mean -logp."""
     rank = {1: 0, -1: 1, 0: 2}
     return min(range(len(status)), key=lambda node: (rank[int(status[node])], nll[node], node))
 
 
 class Backed(NamedTuple):
-    """value, visits: of each node, after the paths."""
+    """value, visits: of each node, after backing up the paths."""
 
     value: list[float]
     visits: list[float]
@@ -96,10 +96,10 @@ def back_up(
     *,
     floor: float = 0.1,
 ) -> Backed:
-    """Values and visits after paths [leaf, z] in their order; z: 1 right, -1 wrong, 0 or a small number unfinished.
+    """Back up paths [leaf, z] in order; z: 1 right, -1 wrong, 0 or a small number unfinished.
 
-    With L = depth of the leaf + 1, each node of the path is visited once more, and g = max((depth + 1) / L, floor) * z
-    is added to V unless it has the other sign: then a right path sets V = g, and a wrong one changes nothing.
+    With L = depth of the leaf + 1, each node of the path gets one more visit, and g = max((depth + 1) / L, floor) * z
+    is added to its V, unless V has the opposite sign: then a right path sets V = g, and a wrong path changes nothing.
     """
     values, counts = list(value), list(visits)
     for leaf, z in paths:
@@ -119,14 +119,14 @@ def back_up(
 
 
 def simulation_counts(depth: Sequence[int], *, base: int = 20) -> list[int]:
-    """How many direct completions value a node of each depth: max(base // (depth + 1), 5)."""
+    """Return the number of completions that value a node of each depth: max(base // (depth + 1), 5)."""
     return [max(base // (d + 1), 5) for d in depth]
 
 
 def child_scores(
     parent_visits: float, value: Numbers, visits: Numbers, closed: Numbers, *, c: float = 2.0, unvisited: float = 5.0
 ) -> list[float]:
-    """value + c sqrt(ln N_parent / N) of each child; `unvisited` for one without visits, -1 for a closed one."""
+    """Compute value + c sqrt(ln N_parent / N) of each child; `unvisited` for a child without visits, -1 if closed."""
     return [
         -1.0 if shut else unvisited if not n else v + c * math.sqrt(math.log(parent_visits) / n)
         for v, n, shut in zip(value, visits, closed, strict=True)
@@ -140,8 +140,8 @@ def node_value(
     *,
     rule: Literal["default", "comp"] = "default",
 ) -> float:
-    """A node's value from those of its visited children: their mean by visits, with `comp` the mean of that and its
-    own; its own where none was visited."""
+    """Compute a node's value: the visit-weighted mean of its visited children (with `comp`, averaged with its own
+    value); its own value if no child was visited."""
     visits = sum(child_visits)
     if not visits:
         return own_value

@@ -1,4 +1,4 @@
-"""Rollouts of a window of tokens a step: one that has not ended goes on in the next step, under the policy of then."""
+"""T-PPO: rollouts sampled in windows; an unfinished rollout continues in the next step, under the newer policy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from posttrain.shapes.protocol import Asked, Row
 
 @register("shape", "windows", paper="2506.15050", needs=("goes_on",))
 async def sample_window(asked: Asked, *, window: int = 8192) -> list[Row]:
-    """T-PPO: at most `window` new tokens of a rollout a step. One that has not ended then is trained on without a
-    reward, and goes on in the next step; it is scored when it ends, or has max_new_tokens.
+    """T-PPO: samples at most `window` new tokens of a rollout per step. An unfinished rollout is trained on without a
+    reward and continues in the next step; it is scored when it ends or has max_new_tokens.
 
-    It takes the place of a new rollout then, so a step never waits for more than a window. Needs `advantage:
-    extended_gae`. Raises UserError for a window below 1.
+    An unfinished rollout replaces a new one in the next step, so a step never waits for more than a window. Needs
+    `advantage: extended_gae`. Raises UserError for a window below 1.
     """
     if window < 1:
         raise UserError(f"rollout.shape `windows`: window {window}", allowed="1 or more")

@@ -1,1 +1,1 @@
-"""Prompt variants: what rollouts of a prompt are sampled from in its place, and what the loss sees of it."""
+"""Prompt variants: alternative prompts that rollouts are sampled from, and how the loss treats them."""

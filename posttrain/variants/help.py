@@ -1,4 +1,4 @@
-"""Help for prompts that the policy does not solve: hints by difficulty or in words, guidance, solved examples."""
+"""Help for prompts that the policy does not solve: partial solutions, hints in words, guidance, solved examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.registry import register
 from posttrain.variants.plan import Asked, Outcome
 from posttrain.variants.solutions import before_answer
 
-WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign such as `+`
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a symbol such as `+`
 HINT = "{prompt}\n\nHint: {hint}"
 GUIDANCE = "{prompt}\n\nAn earlier attempt failed. Guidance for another one:\n{hint}"
 EXAMPLES = "Here are solved problems:\n\n{examples}\n\nNow solve this one.\n{prompt}"
@@ -30,12 +30,12 @@ EXAMPLES = "Here are solved problems:\n\n{examples}\n\nNow solve this one.\n{pro
 def difficulty_hint(
     asked: Asked, *, w_min: float = 0.0, w_max: float = 0.8, noise: float = 0.05, trained: bool = True
 ) -> list[Variant]:
-    """ADHint: as many rollouts that continue a hint as plain ones, in one group; the harder the prompt, the longer.
+    """ADHint: half of a group's rollouts continue a hint, whose length grows with the difficulty of the prompt.
 
-    The first round is plain. Of the second the answer begins with the first floor(w * tokens) tokens of the solution,
-    at most all but one; w = clip((w_max - w_min) * (1 - mean reward of the first) + w_min + uniform noise, 0, 1).
-    trained: these tokens carry a gradient, which advantage `adhint` and factor `hint_consistency` weigh; their ratio is
-    to the policy of the step's start. Where nothing is shown the second half is plain too.
+    The first round is plain. In the second round the answer begins with the first floor(w * tokens) tokens of the
+    solution, at most all but one; w = clip((w_max - w_min) * (1 - mean reward of round 1) + w_min + uniform noise, 0,
+    1). trained: the hint's tokens carry a gradient, weighted by advantage `adhint` and factor `hint_consistency`; their
+    ratio is to the policy at the start of the step. If the hint is empty, the second round is plain too.
     """
     if len(asked.rounds) > 1:
         return []
@@ -53,7 +53,7 @@ def difficulty_hint(
 def hint_ratio(
     rewards_naive: Sequence[float | None], *, w_min: float = 0.0, w_max: float = 0.8, noise: float = 0.0
 ) -> float:
-    """Share of the reference solution that is given away: clip((w_max - w_min) * difficulty + w_min + noise, 0, 1).
+    """Compute the share of the solution to show: clip((w_max - w_min) * difficulty + w_min + noise, 0, 1).
 
     w_max 0.8 is a guess.
     """
@@ -61,13 +61,13 @@ def hint_ratio(
 
 
 def difficulty(rewards_naive: Sequence[float | None]) -> float:
-    """1 - mean reward of the plain rollouts; 1 without a scored one."""
+    """Compute 1 - mean reward of the plain rollouts; 1 if none is scored."""
     scored = [r for r in rewards_naive if r is not None]
     return 1 - (sum(scored) / len(scored) if scored else 0.0)
 
 
 def hint_length(ratio: float, length: int) -> int:
-    """floor(ratio * length) tokens, at most length - 1 and at least 0."""
+    """Return floor(ratio * length) tokens, at most length - 1 and at least 0."""
     return max(min(math.floor(ratio * length), length - 1), 0)
 
 
@@ -88,9 +88,9 @@ def hint_in_context(
 ) -> list[Variant]:
     """GUIDE: prompts whose mean reward is at most the threshold are sampled once more with a hint in words.
 
-    The new rollouts are a group of their own. They are trained on as if there had been no hint: log-probs are computed
-    under the plain prompt, old ones are those of the prompt with the hint, and loss `guide` shapes the ratio. Prompts
-    without a hint are sampled once. spare_answer: a hint is cut before it names the row's `answer`.
+    The new rollouts form a group of their own. They are trained on as if there had been no hint: the training pass
+    computes log-probs under the plain prompt, old log-probs are under the prompt with the hint, and loss `guide` shapes
+    the ratio. Prompts without a hint are sampled once. spare_answer: a hint is cut before it names the row's `answer`.
     """
     if len(asked.rounds) == 1:
         text = str(asked.row.get(hint) or "").strip()
@@ -121,8 +121,8 @@ def guided_retry(
 ) -> list[Variant]:
     """Agent-RLVR: a task that no attempt solves is tried again with guidance in its prompt, in the same group.
 
-    strip_guidance: log-probs are computed under the prompt without it, so that the model does not learn to depend on
-    it. Beside tools and environments too.
+    strip_guidance: log-probs are computed under the prompt without the guidance, so that the model does not learn to
+    depend on it. Also works with tools and environments.
     """
     text = str(asked.row.get(guidance) or "").strip()
     if not asked.rounds:
@@ -144,10 +144,10 @@ def guided_retry(
     ),
 )
 class SolvedExamples:
-    """XRPO: a prompt that every rollout failed is sampled again behind `k` solved examples of similar prompts.
+    """XRPO: a prompt that every rollout failed is sampled again with `k` solved examples of similar prompts before it.
 
-    A store keeps one right answer of each prompt that was solved, the newest `store` of them, in checkpoints. Examples
-    are the nearest by TF-IDF cosine above `similarity`, as far as max_tokens allows; with none of them there is no
+    A store, saved in checkpoints, keeps one correct answer per solved prompt, the newest `store` of them. Examples are
+    the nearest by TF-IDF cosine above `similarity`, as many as fit into max_tokens; if there is none, there is no
     second round. The rollouts of both rounds are one group.
     """
 
@@ -175,7 +175,7 @@ class SolvedExamples:
         return [Variant("examples", user=self.user, fills=fills, hinted=True, note={"examples": near[: len(shown)]})]
 
     def learn(self, memory: Mapping[str, Any] | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """See `Planner.learn`: the store, newest last."""
+        """See `Planner.learn`: returns the store, newest last."""
         found = dict(memory or {})
         for outcome in outcomes:
             right = [text for text, ok in zip(outcome.texts, outcome.correct, strict=True) if ok]
@@ -186,7 +186,7 @@ class SolvedExamples:
 
 
 def nearest_texts(text: str, others: Mapping[str, str], above: float = 0.0) -> list[str]:
-    """The keys of other texts by falling TF-IDF cosine with `text`, those above `above`; ties in their own order."""
+    """Return the keys of other texts with a TF-IDF cosine above `above`, most similar first; ties stay in order."""
     words = {key: Counter(re.findall(WORD, other.lower())) for key, other in others.items()}
     own = Counter(re.findall(WORD, text.lower()))
     spread = Counter(word for counts in [own, *words.values()] for word in counts)

@@ -1,4 +1,4 @@
-"""SEELE: how much of a solution is shown to a problem, so that about half of its rollouts are right."""
+"""SEELE: shows each problem the share of its solution at which about half of its rollouts are correct."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from posttrain.registry import register
 from posttrain.variants.plan import Asked, Outcome
 
 K, MU, B = (1.0, 60.0), (-1.5, 0.5), (0.0, 0.5)  # bounds of the fit
-FEW = 10.0  # k of a curve through one pair
-CELLS, ROUNDS = 48, 6  # of the grid over k and mu, and how often it is refined
+FEW = 10.0  # k of a curve through a single pair
+CELLS, ROUNDS = 48, 6  # grid size per axis (k, mu), and number of refinements
 
 
 class Curve(NamedTuple):
-    """Accuracy by the shown share p: b + (1 - b) / (1 + exp(-k (p + mu)))."""
+    """Accuracy as a function of the shown share p: b + (1 - b) / (1 + exp(-k (p + mu)))."""
 
     k: float
     mu: float
     b: float = 0.0
 
     def at(self, p: float) -> float:
-        """The accuracy at the share p."""
+        """Return the accuracy at share p."""
         return self.b + (1 - self.b) / (1 + math.exp(min(-self.k * (p + self.mu), 700.0)))
 
     def share(self, target: float = 0.5) -> float:
-        """The share at which the accuracy is `target`, within 0 and 1; 0 for a target of b or less, 1 for one of 1."""
+        """Return the share in [0, 1] with accuracy `target`; 0 for a target of b or less, 1 for a target of 1."""
         if target <= self.b:
             return 0.0
         if target >= 1:
@@ -49,12 +49,13 @@ class Curve(NamedTuple):
     ),
 )
 class ItemResponse:
-    """SEELE: `rounds` rounds of rollouts a problem, each with as much of the solution as should make `target` right.
+    """SEELE: `rounds` rounds of rollouts per problem, each with the share of the solution at which the predicted
+    accuracy is `target`.
 
     The answer begins with round-half-up(p * tokens) tokens of the solution, at most all but one; rewards read them, the
     policy loss does not (`regularisers: [{use: hint_nll}]` trains them a little). In the first round p shows all but
-    one token, in a later epoch what was predicted last. Then a curve with three parameters is fitted to the accuracies
-    so far. All rounds are one group.
+    one token, in a later epoch it is the last prediction. After each round a curve with three parameters is fitted to
+    the accuracies so far. All rounds are one group.
     """
 
     def __init__(self, *, rounds: int = 4, target: float = 0.5) -> None:
@@ -77,7 +78,7 @@ class ItemResponse:
         ]
 
     def learn(self, memory: Mapping[str, float] | None, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """See `Planner.learn`: the share that is predicted for each problem."""
+        """See `Planner.learn`: returns the predicted share for each problem."""
         found = dict(memory or {})
         by_uid: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
@@ -87,7 +88,7 @@ class ItemResponse:
 
 
 def next_rate(rounds: Sequence[Outcome], target: float) -> float:
-    """The share for the round behind these, whose notes hold their own."""
+    """Return the share for the next round, fitted to the rounds so far, whose notes hold their shares."""
     known = [(o.variant.note["rate"], o.accuracy, len(o.correct)) for o in rounds if o.accuracy is not None]
     if not known:
         return float(rounds[-1].variant.note["rate"])
@@ -96,20 +97,20 @@ def next_rate(rounds: Sequence[Outcome], target: float) -> float:
 
 
 def first_rate(length: int) -> float:
-    """The share that shows all tokens but one; 0 of an empty solution."""
+    """Return the share that shows all tokens but one; 0 for an empty solution."""
     return (length - 1) / length if length else 0.0
 
 
 def hint_tokens(rate: float, length: int) -> int:
-    """rate * length rounded half up, at most length - 1 and at least 0."""
+    """Return rate * length rounded half up, at most length - 1 and at least 0."""
     return max(min(math.floor(rate * length + 0.5), length - 1), 0)
 
 
 def fit_curve(rates: Sequence[float], accuracy: Sequence[float], weights: Sequence[float] | None = None) -> Curve:
-    """The curve with the least weighted squares over (rate, mean accuracy at that rate), within the bounds.
+    """Fit the curve with the least weighted squares over (rate, mean accuracy at that rate), within the bounds.
 
-    For each k and mu the best b is a ratio, so a grid over the two, refined around its best cell, finds it. With fewer
-    than three different rates: k 10, b 0, and the mu that goes through the newest pair.
+    For each k and mu the best b is a ratio, so a grid over k and mu, refined around its best cell, finds the optimum.
+    With fewer than three different rates: k 10, b 0, and the mu of the curve through the newest pair.
     """
     pairs: dict[float, tuple[float, float]] = {}
     for rate, value, weight in zip(rates, accuracy, weights or [1.0] * len(rates), strict=True):

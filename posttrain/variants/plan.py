@@ -1,9 +1,9 @@
-"""What a kind of prompt variants is asked and what it answers. `train/variants.py` asks, renders and samples.
+"""Interface of prompt variants. `train/variants.py` calls a kind, renders its variants and samples from them.
 
-A kind is a function `(asked, **its keys) -> list of variants`. It is asked again after every round, with what the
-rollouts so far have earned, until it answers with an empty list. One that learns from step to step is a class instead:
-its keys are fields, `plan(asked)` is the function, and `learn(memory, outcomes)` gives the JSON-able state that comes
-back as `asked.memory` in later steps and is kept in checkpoints.
+A kind is a function `(asked, **its keys) -> list of variants`. It is called again after every round, with the outcomes
+of the rounds so far, until it returns an empty list. A kind that learns from step to step is a class instead: its keys
+are the arguments of `__init__`, `plan(asked)` is the function, and `learn(memory, outcomes)` returns JSON values that
+are passed back as `asked.memory` in later steps and saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from posttrain.batch import Variant
 
-MAX_ROUNDS = 32  # of one prompt in one step
+MAX_ROUNDS = 32  # for one prompt in one step
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rollouts of one variant of a prompt, scored: one entry a rollout; None = unscored, or nobody knows."""
+    """Scored rollouts of one variant of a prompt: one entry per rollout; None = unscored or unknown."""
 
     uid: str
     variant: Variant
@@ -32,30 +32,30 @@ class Outcome:
 
     @property
     def solved(self) -> bool:
-        """Whether any rollout was right."""
+        """Whether any rollout was correct."""
         return any(self.correct)
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the scored rollouts; None without one."""
+        """Mean over the scored rollouts; None if there is none."""
         known = [reward for reward in self.rewards if reward is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right ones among those that are known; None without one."""
+        """Share of correct rollouts among the judged ones; None if none was judged."""
         known = [one for one in self.correct if one is not None]
         return sum(known) / len(known) if known else None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt in one step.
+    """One prompt in one step, to be planned.
 
-    question: the prompt's own text (its last user message). row: all columns of the data. solution: tokens of its
-    solution, () = it has none. decode: tokens to text. encode: text to tokens. rounds: the outcomes of the variants
-    so far in this step, in order. step: finished steps of the run. seed: of everything random about this prompt in this
-    step. memory: what `learn` returned behind an earlier step, None = nothing yet.
+    question: text of the prompt (its last user message). row: all columns of the data. solution: tokens of the row's
+    solution, () = none. decode: tokens to text. encode: text to tokens. rounds: outcomes of the variants so far in this
+    step, in order. step: finished steps of the run. seed: for everything random about this prompt in this step. memory:
+    what `learn` returned after an earlier step, None = nothing yet.
     """
 
     uid: str
@@ -70,25 +70,25 @@ class Asked:
     memory: Any = field(default=None)
 
     def random(self) -> random.Random:
-        """The same numbers whenever this prompt is planned in this step."""
+        """Return a generator with the same numbers whenever this prompt is planned in this step."""
         return random.Random(self.seed)
 
 
 class Planner(Protocol):
-    """A kind with its keys bound."""
+    """A kind of prompt variants with its keys bound."""
 
     def plan(self, asked: Asked) -> list[Variant]:
-        """The variants of the next round, each sampled `rollout.group_size` times; [] = no further round."""
+        """Return the variants of the next round, each sampled `rollout.group_size` times; [] = no further round."""
         ...
 
     def learn(self, memory: Any, outcomes: Sequence[Outcome]) -> Any:
-        """The state behind a step: a function of the state before it and of all that the step trains on."""
+        """Return the state after a step, a function of the previous state and of all that the step trains on."""
         ...
 
 
 @dataclass(frozen=True)
 class Stateless:
-    """The planner of a plain function."""
+    """Planner that wraps a plain function."""
 
     function: Callable[..., list[Variant]]
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +98,6 @@ class Stateless:
         return self.function(asked, **self.params)
 
     def learn(self, memory: Any, outcomes: Sequence[Outcome]) -> Any:
-        """Nothing is learnt."""
+        """Return the memory unchanged."""
         del outcomes
         return memory

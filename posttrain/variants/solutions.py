@@ -1,4 +1,4 @@
-"""Parts of a given solution, shown in the prompt or put at the beginning of the answer."""
+"""Variants that show a part of a given solution, in the prompt or as the beginning of the answer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def hint_on_failure(
     spare_answer: bool = True,
     user: str = BEHIND,
 ) -> list[Variant]:
-    """GHPO: a group without a right answer is sampled again, with a longer and longer beginning of the solution.
+    """GHPO: a group without a correct answer is sampled again with an increasing part of the solution in its prompt.
 
-    Stage 0 is the plain prompt. While no rollout of the newest stage is right and a ratio is left, all rollouts are
-    drawn anew with the first round(ratio * characters) of the solution in the user's message (`{hint}` in `user`), and
-    take the place of those before. The hint is a part of the prompt: it has no loss. start_step: no hints before.
-    spare_answer: the closing lines that name the row's `answer` are left out first.
+    Stage 0 is the plain prompt. While no rollout of the newest stage is correct and a ratio remains, all rollouts are
+    replaced by new ones with the first round(ratio * characters) of the solution in the user message (`{hint}` in
+    `user`). The hint is part of the prompt and has no loss. start_step: no hints before this step. spare_answer: the
+    closing lines that name the row's `answer` are removed first.
     """
     text = asked.decode(asked.solution)
     text = without_closing_answer(text, asked.row.get("answer")) if spare_answer else text
@@ -59,7 +59,7 @@ def hint_on_failure(
 
 
 def hint_characters(ratio: float, length: int) -> int:
-    """round(ratio * length), halves to the even number."""
+    """Return round(ratio * length), halves to even."""
     return round(ratio * length)
 
 
@@ -77,10 +77,10 @@ def hint_characters(ratio: float, length: int) -> int:
 class SolutionPrefix:
     """POPE: hard problems with the shortest sufficient part of their solution in the prompt, mixed with plain ones.
 
-    A drawn problem is guided with probability `guided`, else plain; the two are never in one group. When it is first
-    guided, the fractions are tried in order until a rollout is right, and the first that suffices is remembered
-    (`fallback` where none does). The user's message then ends in max(1, floor(fraction * tokens)) tokens of the
-    solution (`{hint}` in `user`), cut before the row's `answer` appears (spare_answer). It has no loss.
+    A sampled problem is guided with probability `guided`, else plain; the two are never in one group. When a problem is
+    first guided, the fractions are tried in order until a rollout is correct, and the first sufficient fraction is
+    stored (`fallback` if none is). The user message then ends with max(1, floor(fraction * tokens)) tokens of the
+    solution (`{hint}` in `user`), cut before the row's `answer` appears (spare_answer). This part has no loss.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SolutionPrefix:
             return []
         fraction = (*self.fractions, self.fallback)[tried]
         if tried == len(self.fractions) and fraction == self.fractions[-1]:
-            return []  # the rollouts at the fallback are there already
+            return []  # the rollouts at the fallback were sampled in the last round
         return [self._make_variant(asked, fraction, replaces=tried > 0)]
 
     def _make_variant(self, asked: Asked, fraction: float, *, replaces: bool) -> Variant:
@@ -118,7 +118,7 @@ class SolutionPrefix:
         return Variant(name, user=self.user, fills={"hint": text}, hinted=True, replaces=replaces, note=note)
 
     def learn(self, memory: Mapping[str, float] | None, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """See `Planner.learn`: the fraction of every problem that has been probed."""
+        """See `Planner.learn`: returns the fraction of every probed problem."""
         found = dict(memory or {})
         for outcome in outcomes:
             fraction = outcome.variant.note.get("fraction")
@@ -128,12 +128,12 @@ class SolutionPrefix:
 
 
 def shortest_fraction(fractions: Sequence[float], right: Sequence[float], fallback: float = 0.25) -> float:
-    """The smallest fraction with a right completion, `fallback` without one. right: right completions at each."""
+    """Return the smallest fraction with a correct completion, else `fallback`. right: correct completions at each."""
     return min((f for f, count in zip(fractions, right, strict=True) if count > 0), default=fallback)
 
 
 def prefix_tokens(fraction: float, length: int) -> int:
-    """max(1, floor(fraction * length)) tokens of a solution, 0 of an empty one."""
+    """Return max(1, floor(fraction * length)) tokens of a solution; 0 of an empty one."""
     return min(max(1, math.floor(fraction * length)), length)
 
 
@@ -152,12 +152,12 @@ def trace_prefix(
     longest: float = 0.8,
     mixture: tuple[float, float] = (3000.0, 1000.0),
 ) -> list[Variant]:
-    """PrefixRL: the policy starts from inside a right trace, and learns to finish it.
+    """PrefixRL: the policy continues correct traces from an intermediate point.
 
-    `mixture` says how many prefixed prompts there are to how many plain ones. A prefixed one begins the answer with one
-    of `cuts` prefixes of the trace, each cut at floor(fraction * tokens), at least 1 and at most all but one, with a
-    fraction that is drawn once and for all between `shortest` and `longest`. The prefix is a part of the state: it has
-    no loss and no ratio.
+    `mixture` is the ratio of prefixed prompts to plain ones. A prefixed answer begins with one of `cuts` prefixes of
+    the trace, each cut at floor(fraction * tokens), at least 1 and at most all but one, with a fraction between
+    `shortest` and `longest` that is drawn once per prefix and stays fixed. The prefix is part of the state: it has no
+    loss and no ratio.
     """
     if asked.rounds:
         return []
@@ -171,24 +171,24 @@ def trace_prefix(
 
 
 def prefixed_share(prefixed: float = 3000.0, plain: float = 1000.0) -> float:
-    """The share of prefixed prompts in a mixture of so many prefixed and plain ones."""
+    """Return the share of prefixed prompts in a mixture with `prefixed` : `plain` prompts."""
     return prefixed / (prefixed + plain)
 
 
 def cut_tokens(fraction: float, length: int) -> int:
-    """floor(fraction * length) tokens, at least 1 and at most length - 1; 0 where the trace is too short to be cut."""
+    """Return floor(fraction * length), at least 1 and at most length - 1; 0 if the trace has fewer than two tokens."""
     return min(max(math.floor(fraction * length), 1), length - 1) if length > 1 else 0
 
 
 def before_answer(text: str, answer: Any) -> str:
-    """The text up to where the answer first stands as a word of its own; all of it where it does not."""
+    """Return the text before the first occurrence of the answer as a whole word; all of it if there is none."""
     found = _answer_pattern(answer)
     match = found.search(text) if found else None
     return text[: match.start()].rstrip() if match else text
 
 
 def without_closing_answer(text: str, answer: Any) -> str:
-    """The text without the lines at its end that name the answer; of one such line, what stands before the answer."""
+    """Return the text without its last lines that name the answer; if one line remains, cut before the answer."""
     found, lines = _answer_pattern(answer), text.rstrip().split("\n")
     if not found:
         return text

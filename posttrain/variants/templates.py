@@ -1,4 +1,4 @@
-"""Prompts with a template or an instruction: one style for the whole run, one drawn for each group, or a population."""
+"""Prompt templates and instructions: one style for the whole run, one per group, or an evolving population."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def prior_instruction(
     *,
     style: Literal["reasoning", "planning", "code", "knowledge", "perception", "null_example"] = "reasoning",
 ) -> list[Variant]:
-    """Prior prompts: one instruction for the whole run, whose behaviour RL instils.
+    """Prior prompts: one instruction for the whole run, whose behavior RL instils.
 
-    It asks for a tagged section of its style and then the answer. perception (ours) is for pictures: they are described
-    before the question is answered. Reward `templates.prior` with the same style pays for the form.
+    It asks for a tagged section in the given style, then the answer. perception (ours) is for images: they are
+    described before the question is answered. Reward `templates.prior` with the same style scores the format.
     """
     if asked.rounds:
         return []
@@ -61,7 +61,7 @@ TemplateName = Literal[
 
 
 class Template(NamedTuple):
-    """What is written round a question. rule: the form that reward `templates.augmented` looks for."""
+    """Template around a question. rule: the format that reward `templates.augmented` checks."""
 
     rule: str = "free"
     system: str | None = None
@@ -103,11 +103,11 @@ TEMPLATES: dict[TemplateName, Template] = {
 def templates(
     asked: Asked, *, names: tuple[TemplateName, ...] = tuple(TEMPLATES), own: dict[str, str] | None = None
 ) -> list[Variant]:
-    """Prompt augmentation: at every visit a template is drawn for the prompt, which all of its rollouts share.
+    """Prompt augmentation: each time a prompt is visited, a template is drawn for it, shared by all of its rollouts.
 
-    names: of the shipped ones, drawn alike often together with `own`, name -> user message with `{prompt}`, which have
-    no rule of form. The column `template` holds the rule for reward `templates.augmented`. A tag that a `-teacher`
-    template begins the answer with is a part of the prompt.
+    names: shipped templates to draw from, uniformly together with `own`: name -> user message with `{prompt}`, without
+    a format rule. The column `template` holds the rule for reward `templates.augmented`. A tag with which a `-teacher`
+    template begins the answer is part of the prompt.
     """
     if asked.rounds:
         return []
@@ -132,10 +132,10 @@ def templates(
 class Instructions:
     """INSPO: a population of system messages that evolves with the policy.
 
-    Each prompt draws one with probability softmax(w / temperature); all of its rollouts share it. w moves towards the
-    mean reward of the groups that used it (ema), and stays where none did. Every `evolve_every` steps the ceil(size *
-    keep_ratio) best stay, the first `protected` of the pool in any case, and the next candidates fill the places, with
-    the mean weight of those that stay.
+    Each prompt draws one with probability softmax(w / temperature), shared by all of its rollouts. w moves towards the
+    mean reward of the groups that used the message (ema), and does not change if none did. Every `evolve_every` steps
+    the ceil(size * keep_ratio) best stay, including always the first `protected` of the pool, and the next candidates
+    fill the free slots, with the mean weight of those that stay.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class Instructions:
         return [Variant(f"instruction {number}", system=text, note={"instruction": number})]
 
     def _members(self, memory: Mapping[str, Any] | None) -> list[tuple[int, str, float]]:
-        """(number, text, weight) of each member; numbers go on with candidates."""
+        """Return (number, text, weight) of each member; candidates continue the numbering of the pool."""
         if memory:
             return [(int(number), str(text), float(weight)) for number, text, weight in memory["members"]]
         return [(number, text, 0.0) for number, text in enumerate(self.pool)]
 
     def learn(self, memory: Mapping[str, Any] | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """See `Planner.learn`: the members, the steps, and how many candidates were taken."""
+        """See `Planner.learn`: returns the members, the step count, and the number of candidates used."""
         members, steps = self._members(memory), int((memory or {}).get("steps", 0)) + 1
         used = int((memory or {}).get("candidates", 0))
         places = {number: place for place, (number, _, _) in enumerate(members)}
@@ -189,7 +189,7 @@ class Instructions:
 
 
 def softmax(weights: Sequence[float], temperature: float = 0.1) -> list[float]:
-    """Probabilities exp(w / temperature), divided by their sum."""
+    """Compute softmax(weights / temperature)."""
     most = max(weights)
     raised = [math.exp((weight - most) / temperature) for weight in weights]
     return [value / sum(raised) for value in raised]
@@ -198,8 +198,10 @@ def softmax(weights: Sequence[float], temperature: float = 0.1) -> list[float]:
 def moved_weights(
     weights: Sequence[float], instruction: Sequence[int], rewards: Sequence[Sequence[float]], ema: float = 0.1
 ) -> list[float]:
-    """(1 - ema) * w + ema * the mean over a step's groups that used the instruction of their mean reward; w where none
-    did. instruction: of each group; rewards: of each group's rollouts."""
+    """Return (1 - ema) * w + ema * the mean reward of the step's groups that used the instruction; w if none did.
+
+    instruction: index of each group's instruction; rewards: the rewards of each group's rollouts.
+    """
     own: dict[int, list[float]] = {}
     for number, group in zip(instruction, rewards, strict=True):
         own.setdefault(int(number), []).append(sum(group) / len(group))
@@ -210,9 +212,9 @@ def moved_weights(
 def prune_population(
     weights: Sequence[float], keep_ratio: float = 0.5, *, protected: Sequence[int] = (), num_new: int = 0
 ) -> tuple[list[int], list[float]]:
-    """(places that stay, rising; their weights and those of so many new members, the mean of these).
+    """Return (ascending indices of the members that stay; their weights, then num_new times the mean of these).
 
-    The ceil(size * keep_ratio) best stay, ties by lower place; protected ones first, and always.
+    The ceil(size * keep_ratio) best stay, ties by lower index; protected members come first and always stay.
     """
     order = sorted(range(len(weights)), key=lambda n: (n not in protected, -weights[n], n))
     count = max(math.ceil(len(weights) * keep_ratio), len(set(protected)))
