@@ -1,1 +1,1 @@
-"""Workflows: rollouts of several calls, each by a role of its own prompt, and each call a row of the trained batch."""
+"""Workflows: rollouts of several calls, each by a role with its own prompt; every call is a row of the batch."""

@@ -1,4 +1,4 @@
-"""Answers that another role criticises, verifies or sends back."""
+"""Workflows in which another role critiques, verifies or rejects an answer."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ async def critique_refine(
     """Critique-RL: an actor answers the prompt, critics criticise the answer, and a refiner answers again with each
     critique.
 
-    critic, refiner: prompts, with {question}, {answer} and {critique}. critiques: of each answer; they are a group, so
-    they are compared as critiques of the same answer. The refined answers of a prompt are a group too.
+    critic, refiner: prompts, with {question}, {answer} and {critique}. critiques: number per answer; they form a group,
+    so critiques of the same answer are compared. The refined answers of a prompt form a group too.
     """
     del row
     first = await call("actor")
@@ -107,11 +107,12 @@ async def critique_refine(
 async def solver_verifier(
     row: Mapping[str, Any], call: Caller, *, verifier: str = VERIFIER, again: str = AGAIN, rounds: int = 2
 ) -> None:
-    """Dr. MAS: a solver answers, a verifier approves or rejects, and a rejected solver tries again, at most `rounds`
-    times in all.
+    """Dr. MAS: a solver answers, a verifier approves or rejects, and a rejected solver tries again, for at most
+    `rounds` answers in total.
 
     verifier, again: prompts, with {question}, {answer} and {feedback}. A verdict is the last line `Verdict: approve` or
-    `Verdict: reject`; without one the answer stands. Each call is a row, and a role's calls for one prompt are a group.
+    `Verdict: reject`; without a verdict the answer is accepted. Each call is a row, and a role's calls for one prompt
+    form a group.
     """
     del row
     asked, parent = None, None
@@ -144,12 +145,12 @@ async def cut_and_regenerate(
     passages: int = 3,
     max_searches: int = 4,
 ) -> None:
-    """Search-R2: an actor answers with searches, a discriminator scores the trace, and below `threshold` a trimmer
-    names the first bad step; what stands before it is kept and the rest is written again, at most max_cuts times.
+    """Search-R2: an actor answers with searches, and a discriminator scores the trace; below `threshold` a trimmer
+    names the first bad step, and the trace is regenerated from that step on, at most max_cuts times.
 
-    actor, discriminator, trimmer: prompts, with {question} and {steps}. A step is a turn of the actor with what it was
-    shown. A score that cannot be read accepts the trace; a step that cannot be read is the first. The kept steps are
-    not trained on a second time. documents: the column with the row's texts.
+    actor, discriminator, trimmer: prompts, with {question} and {steps}. A step is a turn of the actor with the reply to
+    it. An unreadable score accepts the trace; an unreadable step counts as the first. The steps before the cut are not
+    trained on a second time. documents: the column with the row's texts.
     """
     texts = [str(text) for text in row.get(documents) or ()]
     trace = await call("actor", fill(actor, question=call.question))
@@ -167,18 +168,18 @@ async def cut_and_regenerate(
 
 
 def number_steps(trace: Call) -> str:
-    """The turns of a call under their numbers, from 1, each with what it was shown."""
+    """Return the turns of a call, numbered from 1, each with the reply to it."""
     shown = [f"\n[shown]\n{text}" for text in trace.shown]
     return "\n\n".join(f"Step {n}:\n{part}{''.join(shown[n - 1 : n])}" for n, part in enumerate(trace.parts, 1))
 
 
 def read_number(text: str, tag: str) -> float | None:
-    """The number in the last pair of a tag; None without one."""
+    """Return the number in the last pair of a tag; None if there is none."""
     found = last_between(text, tag)
     return float(found) if found is not None and _NUMBER.fullmatch(found) else None
 
 
 def is_rejected(text: str) -> bool:
-    """Whether the last verdict in the text is `reject`; False without one."""
+    """Return whether the last verdict in the text is `reject`; False without a verdict."""
     found = _VERDICT.findall(text)
     return bool(found) and found[-1].lower() == "reject"

@@ -1,4 +1,4 @@
-"""Searches in the texts that a row brings."""
+"""Keyword search in the documents of a data row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WORD = re.compile(r"\w+")
 async def search_documents(
     call: Caller, asking: Call, texts: Sequence[str], most: int, count: int, *, until: str = "answer"
 ) -> list[str]:
-    """Reply to a call's <search> with the passages that fit, until it writes none, or <`until`>, or has written `most`
-    of them. Returns the queries."""
+    """Reply to each <search> of a call with the matching passages, until the call writes no <search>, writes <`until`>,
+    or has made `most` searches. Returns the queries."""
     queries: list[str] = []
     while len(queries) < most:
         query = last_between(asking.parts[-1], "search")
@@ -30,13 +30,13 @@ async def search_documents(
 
 
 def find_passages(query: str, texts: Sequence[str], count: int) -> list[str]:
-    """The texts that share words with a query, at most `count`, the most similar first."""
+    """Return at most `count` texts that share words with a query, the most similar first."""
     return [texts[n] for n in rank_passages(query, texts)[:count]]
 
 
 def rank_passages(query: str, texts: Sequence[str]) -> list[int]:
-    """Places of the texts that share words with a query: by the sum of the shared words' log(1 + N / texts that have
-    the word), ties in their order."""
+    """Return the indices of the texts that share words with a query, by the sum of log(1 + N / document frequency) over
+    the shared words; ties in their order."""
     words = [words_of(text) for text in texts]
     asked = words_of(query)
     frequency = Counter(word for own in words for word in asked & own)
@@ -46,5 +46,5 @@ def rank_passages(query: str, texts: Sequence[str]) -> list[int]:
 
 @functools.lru_cache(maxsize=65_536)
 def words_of(text: str) -> frozenset[str]:
-    """The words of a text, in small letters."""
+    """Return the set of lowercase words of a text."""
     return frozenset(_WORD.findall(text.lower()))

@@ -1,4 +1,4 @@
-"""An extractor that writes experience for an actor, and is paid when it helps (Complementary RL, arXiv 2603.17621)."""
+"""Complementary RL (arXiv 2603.17621): an extractor writes experience for an actor and is rewarded if it helps."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ Memory = dict[str, Any]  # id, text, question, row, retrieved, shown_at, trained
     ),
 )
 class ActorExtractor:
-    """Complementary RL: an actor solves a problem without and with retrieved experience, which an extractor writes from
-    its attempts and is trained on by whether it helped.
+    """Complementary RL: an actor solves a problem without and with retrieved experience; an extractor writes experience
+    from the attempts and is rewarded by whether it helped.
 
-    Of each rollout `plain` attempts see the data's prompt (role `actor`), and `guided` ones also a memory of the store
-    (role `guided`; without one they are plain too). The two are groups of their own. Then the extractor sees a right
-    and a wrong attempt, and adds a memory or rewrites the one that was shown. What it wrote is trained on in the steps
-    that show it: its reward is the sign of the mean of reward - mean reward of the plain attempts, times (1 + times
-    trained)^-power, and 0 within `cooldown` steps; at most `batch` a step, by the ratio to the policy that wrote it.
+    In each rollout `plain` attempts see the data's prompt (role `actor`), and `guided` attempts also see a memory from
+    the store (role `guided`; if the store is empty they are plain too). The two form separate groups. Then the
+    extractor sees a right and a wrong attempt, and adds a memory or rewrites the one that was shown. Its output is
+    trained on in later steps that show it: the reward is the sign of the mean of reward - mean reward of the plain
+    attempts, times (1 + times trained)^-power, and 0 within `cooldown` steps; at most `batch` memories per step, with
+    the ratio to the policy that wrote them.
 
-    Retrieval takes the `candidates` most similar memories and orders them by -place - (diversity_lambda ln(1 + times
-    shown) + 1 if shown in the last recent_steps); each attempt drops the first with probability first_dropout. The
-    store holds `capacity` memories, the oldest go; every merge_every steps the older of two whose words overlap by
-    merge_above goes too. guide, extractor: prompts, with {question}, {experience} and {attempts}; the latter has the
-    last attempt_chars characters of each."""
+    Retrieval takes the `candidates` most similar memories and orders them by -index - (diversity_lambda ln(1 + times
+    shown) + 1 if shown in the last recent_steps); each attempt skips the first with probability first_dropout. The
+    store holds `capacity` memories, the oldest leave first; every merge_every steps, of two memories whose words
+    overlap by merge_above the older is removed. guide, extractor: prompts, with {question}, {experience} and
+    {attempts}; the extractor sees the last attempt_chars characters of each attempt."""
 
     late = ("extractor",)
 
@@ -115,7 +116,7 @@ class ActorExtractor:
             written.note["text"] = added or updated
 
     def retrieve(self, question: str, memory: Mapping[str, Any], draw: random.Random) -> list[Memory]:
-        """The memory that each guided attempt is shown; [] while the store has none."""
+        """Return the memory to show to each guided attempt; [] if the store is empty."""
         known: list[Memory] = memory.get("memories", [])
         near = rank_passages(question, [f"{one['question']} {one['text']}" for one in known])[: self.candidates]
         found = [known[n] for n in near] or known[-self.candidates :]
@@ -129,7 +130,7 @@ class ActorExtractor:
         return [found[order[later if draw.random() < self.first_dropout else 0]] for _ in range(self.guided)]
 
     def list_attempts(self, attempts: Sequence[Call], right: Sequence[bool]) -> str:
-        """The first right attempt and the first wrong one, as the extractor sees them."""
+        """Format the first right and the first wrong attempt for the extractor's prompt."""
         firsts = [right.index(kind) for kind in (True, False) if kind in right]
         texts = [
             f"{'Right' if right[n] else 'Wrong'} attempt:\n{attempts[n].text[-self.attempt_chars :]}" for n in firsts
@@ -161,7 +162,8 @@ class ActorExtractor:
     def count_use(
         self, memories: Sequence[Memory], outcomes: Sequence[Outcome], step: int
     ) -> tuple[dict[str, float], int]:
-        """What each memory that was shown has earned, and how many guided attempts there were. Counts its use."""
+        """Count the uses of memories in a step; returns (reward of each memory that was shown, number of guided
+        attempts)."""
         attempts = [[one for one in outcome.by("actor", "guided") if one.reward is not None] for outcome in outcomes]
         rewards = [[one.reward or 0.0 for one in own] for own in attempts]
         flags = [[float(one.role == "guided") for one in own] for own in attempts]
@@ -175,7 +177,7 @@ class ActorExtractor:
     def train_again(
         self, memories: Sequence[Memory], earned: Mapping[str, float], step: int
     ) -> list[tuple[Mapping[str, Any], float]]:
-        """The extractor's calls that this step trains on, each with its advantage. Counts them as trained on."""
+        """Return the extractor calls to train on in this step, with their advantages, and count them as trained."""
         due = [one for one in memories if one["row"] is not None and earned.get(one["id"])]
         last = [step - self.cooldown if one["trained_at"] is None else one["trained_at"] for one in due]
         counts = [one["trained"] for one in due]
@@ -187,8 +189,7 @@ class ActorExtractor:
 
 
 def _write(memories: list[Memory], made: Made, number: int) -> int:
-    """Put what an extractor wrote into the store, in the place of what it replaces, if that is still there; returns the
-    number of the next."""
+    """Add what an extractor wrote to the store, remove the memory that it replaces, and return the next id number."""
     replaced = made.note.get("replaces")
     new: Memory = {"id": f"m{number}", "text": made.note["text"], "question": made.note["question"], "row": made.row}
     new |= {"retrieved": 0, "shown_at": None, "trained": 0, "trained_at": None}
@@ -197,8 +198,8 @@ def _write(memories: list[Memory], made: Made, number: int) -> int:
 
 
 def merge_memories(memories: Sequence[Memory], above: float) -> list[Memory]:
-    """The memories without those whose words overlap (shared words / all words of both) by `above` or more with a newer
-    one, which takes over how often the older was shown."""
+    """Merge each memory into a newer one if their words overlap (shared words / all words of both) by `above` or more;
+    the newer one takes over the older one's count of uses."""
     kept: list[Memory] = []
     for one in reversed(memories):
         words = words_of(one["text"])
@@ -215,8 +216,8 @@ def _overlap(first: frozenset[str], second: frozenset[str]) -> float:
 
 
 def memory_rewards(rewards: Table, guided: Table, memory: Sequence[Sequence[str | None]]) -> dict[str, float]:
-    """1, 0 or -1 for each memory that was shown: the sign of the mean of reward - mean of the unguided rewards of the
-    same prompt (0 where there are none)."""
+    """Return 1, 0 or -1 for each memory that was shown: the sign of the mean of reward - mean unguided reward of the
+    same prompt (0 if there is none)."""
     gains: dict[str, list[float]] = {}
     for row, shown, names in zip(rewards, guided, memory, strict=True):
         plain = [r for r, g in zip(row, shown, strict=True) if not g]
@@ -234,7 +235,8 @@ def _sign(value: float) -> float:
 def extractor_weights(
     train_count: Sequence[int], last_step: Sequence[int], step: int, *, cooldown: int = 1, power: float = 0.5
 ) -> list[float]:
-    """Weight of each sample of the extractor: (1 + times trained)^-power, 0 within `cooldown` steps of its last use."""
+    """Compute the weight of each extractor sample: (1 + times trained)^-power, 0 within `cooldown` steps of its last
+    use."""
     return [
         0.0 if step - last < cooldown else (1 + count) ** -power
         for count, last in zip(train_count, last_step, strict=True)
@@ -242,15 +244,15 @@ def extractor_weights(
 
 
 class Ranked(NamedTuple):
-    """order: places of the candidates, the first to show first; scores: of the candidates, in their given order."""
+    """order: indices of the candidates, the first to show first; scores: of the candidates, in their given order."""
 
     order: list[int]
     scores: list[float]
 
 
 def rerank(retrieve_count: Sequence[int], recent: Sequence[float], *, diversity_lambda: float = 0.4) -> Ranked:
-    """Candidates in order of similarity, those that were shown often or recently further back: score = -place -
-    (lambda ln(1 + times shown) + 1 if recent); ties in their order."""
+    """Rank candidates, given in order of similarity: score = -index - (lambda ln(1 + times shown) + 1 if recently
+    shown); ties in their order."""
     scores = [
         -place - (diversity_lambda * math.log(1 + count) + float(bool(now)))
         for place, (count, now) in enumerate(zip(retrieve_count, recent, strict=True))

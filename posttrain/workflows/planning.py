@@ -1,4 +1,4 @@
-"""Work that one role divides and others do: a planner with executors, a thought that is cut and marked."""
+"""Workflows that divide work over roles: a planner with executors (CoDA), a thought cut and scored (SCMA)."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ async def planner_executors(
     documents: str = "documents",
     passages: int = 3,
 ) -> None:
-    """CoDA: a planner writes a task a turn, and executors do them, each in a context of its own; what the planner sees
-    of an executor is its answer.
+    """CoDA: a planner writes one task per turn, and an executor with its own context does each; the planner sees only
+    the executor's answer.
 
-    planner, executor: prompts, with {question} and {task}. The planner is one row, with the answers between its turns,
-    and so is each executor, with the passages between its searches. documents: the data column with the row's texts,
-    of which a search shows the `passages` that have most words in common with it; without the column nothing is found.
-    The paper's limits: 6 turns of the planner, 5 steps of an executor.
+    planner, executor: prompts, with {question} and {task}. The planner is one row, with the answers between its turns;
+    so is each executor, with the passages between its searches. documents: the data column with the row's texts; a
+    search shows the `passages` texts that share the most words with it, and finds nothing without the column. The
+    paper's limits: 6 turns of the planner, 5 steps of an executor.
     """
     plan = await call("planner", fill(planner, question=call.question))
     texts = [str(text) for text in row.get(documents) or ()]
@@ -77,12 +77,12 @@ async def planner_executors(
 async def segment_scores(
     row: Mapping[str, Any], call: Caller, *, segmenter: str = SEGMENTER, scorer: str = SCORER
 ) -> None:
-    """SCMA: a reasoner answers the prompt, a segmenter cuts its text by <seg>, and a scorer says from 1 to 5 how
-    important each segment is.
+    """SCMA: a reasoner answers the prompt, a segmenter cuts its text with <seg>, and a scorer rates the importance of
+    each segment from 1 to 5.
 
-    segmenter, scorer: prompts, with {thought}, {question} and {segments}. The scorer's call has the note `segments`,
-    (text, score) each, which `roles.segment_importance` reads. A text that the segmenter has not cut, or has changed,
-    is one segment of score 5, and a segment without a score has 5.
+    segmenter, scorer: prompts, with {thought}, {question} and {segments}. The scorer's call has the note `segments`, a
+    list of (text, score), which `roles.segment_importance` reads. A text that the segmenter did not cut, or changed, is
+    one segment of score 5; a segment without a score has 5.
     """
     del row
     thought = await call("reasoner")
@@ -96,8 +96,8 @@ async def segment_scores(
 
 
 def cut_segments(text: str, marked: str) -> list[str]:
-    """The segments of a text, from its copy with <seg> between them; the whole text where the copy differs from it in
-    more than blanks."""
+    """Return the segments of a text from its copy with <seg> between them; the whole text as one segment if the copy
+    differs in more than whitespace."""
     pieces = [piece for piece in marked.split("<seg>") if piece.strip()]
     same = "".join("".join(pieces).split()) == "".join(text.split())
     return pieces if same and pieces else [text]

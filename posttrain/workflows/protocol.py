@@ -1,14 +1,14 @@
-"""What a workflow is given and what it makes. `evaluate/workflow.py` runs it on the rollout's engine.
+"""Interface of workflows. `evaluate/workflow.py` runs a workflow on the rollout's engine.
 
-A workflow is a coroutine function `async (row, call, **its keys)`, called once a rollout. `await call(role, messages)`
-samples what a role answers, and every call becomes a row of the batch: tokens exactly as sampled, under the prompt that
-the role had. All roles are the policy, or each an adapter of it. Everything random comes from `call.random()` and the
-engine, so a rollout does not depend on ranks.
+A workflow is a coroutine function `async (row, call, **its keys)`, called once per rollout. `await call(role,
+messages)` samples a role's answer, and every call becomes a row of the batch: the tokens exactly as sampled, under the
+prompt that the role was given. All roles are the policy, or each role is an adapter of it. All randomness comes from
+`call.random()` and the engine, so a rollout does not depend on ranks.
 
-One that learns from step to step is a class instead: its keys are those of `__init__`, `run(row, call)` is the
-coroutine, and `learn(memory, outcomes, step)` gives what comes back as `call.memory` in later steps, values of JSON
-that checkpoints keep. Calls of the roles that its attribute `late` names are not trained on in the step that makes
-them: `learn` gets them, keeps what it wants, and may have them trained on later."""
+A workflow that learns from step to step is a class instead: its keys are the arguments of `__init__`, `run(row, call)`
+is the coroutine, and `learn(memory, outcomes, step)` returns JSON values that are passed back as `call.memory` in later
+steps and saved in checkpoints. Calls of the roles in its attribute `late` are not trained on in the step that makes
+them: `learn` receives these calls, may store them, and may return them for training in a later step."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ THOUGHT = "</think>"
 
 
 class OutOfRoom(Exception):
-    """A call's prompt has no room. The rollout ends with the calls that were made; a workflow may catch it."""
+    """A call's prompt does not fit. The rollout ends with the calls made so far, unless the workflow catches this."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One call that was made.
+    """One finished call.
 
-    role: who was asked. number: its place among the calls of the rollout. parent: the call that it goes on from, None =
-    the data's prompt. compared: which calls are its group: `role`, those of its role for the same prompt of the data;
-    `parent`, of these only the ones with the same parent. prompt: tokens that it was asked with. segments: tokens that
-    it wrote, and replies between them. parts: what it wrote, a text a turn, without special tokens. shown: the replies.
-    note: what rewards are to know of the call; values of JSON.
+    role: the role that was called. number: index among the rollout's calls. parent: the call that it follows, None =
+    the data's prompt. compared: the calls in its group: `role` = calls of its role for the same data prompt; `parent` =
+    of these, only calls with the same parent. prompt: tokens of its prompt. segments: its sampled tokens, and the
+    replies between them. parts: its text, one entry per turn, without special tokens. shown: the replies. note: JSON
+    values about the call for rewards.
     """
 
     role: str
@@ -58,28 +58,28 @@ class Call:
 
     @property
     def text(self) -> str:
-        """All that it wrote."""
+        """All sampled text of the call."""
         return "\n".join(self.parts)
 
     @property
     def answer(self) -> str:
-        """What it wrote behind its thought."""
+        """Sampled text after the thought."""
         return self.text.rpartition(THOUGHT)[2].strip()
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Tokens from its prompt to its end."""
+        """All tokens of the call: prompt, sampled tokens and replies."""
         return (*self.prompt, *(i for segment in self.segments for i in segment.ids))
 
 
 @dataclass(eq=False)
 class Caller:
-    """Asks roles for one rollout of a prompt, and keeps what they said.
+    """Calls roles for one rollout of a prompt, and records the calls.
 
-    question: the prompt's own text (its last user message). prompt: its tokens. limit: most tokens of a call's prompt,
-    what it wrote and its replies. max_new_tokens: that of the recipe. draw: (prompts, most new tokens of each) -> what
-    was sampled. render: messages to tokens. between: (last token, text) -> tokens of a user's reply. text: tokens to
-    text without special ones. memory: what `learn` returned behind an earlier step, None = nothing yet. adapter_of: a
+    question: text of the data's prompt (its last user message). prompt: its tokens. limit: maximum tokens of a call:
+    prompt, sampled tokens and replies. max_new_tokens: the recipe's. draw: (prompts, maximum new tokens of each) ->
+    completions. render: messages to tokens. between: (last token, text) -> tokens of a user reply. text: tokens to text
+    without special tokens. memory: what `learn` returned after an earlier step, None = nothing yet. adapter_of: a
     role's adapter, None = the only one. made: all calls so far.
     """
 
@@ -96,11 +96,11 @@ class Caller:
     memory: Any = None
     adapter_of: Callable[[str], str | None] = lambda _: None
     made: list[Call] = field(default_factory=list)
-    out_of_room: int = 0  # tokens of a prompt that had no room; 0 = there was none
+    out_of_room: int = 0  # tokens of a prompt that did not fit; 0 = all prompts fit
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def random(self) -> random.Random:
-        """The same numbers whenever this rollout is made."""
+        """Return a generator with the same numbers whenever this rollout is generated."""
         return random.Random(self.seed)
 
     async def __call__(
@@ -112,8 +112,8 @@ class Caller:
         compared: Compared = "role",
         max_tokens: int | None = None,
     ) -> Call:
-        """What a role answers to messages (default: the data's own prompt), at most max_tokens long (default and most:
-        rollout.max_new_tokens). Raises OutOfRoom."""
+        """Sample a role's answer to messages (default: the data's prompt), at most max_tokens long (default and
+        maximum: rollout.max_new_tokens). Raises OutOfRoom."""
         asked = self.prompt if messages is None else self.render(messages)
         return (await self._ask(role, [asked], parent, compared, max_tokens))[0]
 
@@ -127,7 +127,7 @@ class Caller:
         compared: Compared = "role",
         max_tokens: int | None = None,
     ) -> list[Call]:
-        """`count` answers of a role to the same messages, sampled side by side."""
+        """Sample `count` answers of a role to the same messages, in parallel."""
         asked = self.prompt if messages is None else self.render(messages)
         return await self._ask(role, [asked] * count, parent, compared, max_tokens)
 
@@ -140,15 +140,15 @@ class Caller:
         compared: Compared = "role",
         max_tokens: int | None = None,
     ) -> list[Call]:
-        """One answer of a role to each of several conversations, sampled side by side. parents: one of each."""
+        """Sample one answer of a role to each conversation, in parallel. parents: the parent of each answer."""
         found = await self._ask(role, [self.render(m) for m in conversations], None, compared, max_tokens)
         for call, parent in zip(found, parents or [], strict=bool(parents)):
             call.parent = parent
         return found
 
     async def reply(self, call: Call, text: str, *, max_tokens: int | None = None) -> Call:
-        """The same call goes on behind a message that it is shown, such as what a search has found. The message is not
-        trained on; the call stays one row. Raises OutOfRoom, which leaves the call as it was."""
+        """Continue a call after a reply, such as search results. The reply is not trained on; the call stays one row.
+        Raises OutOfRoom, and then leaves the call unchanged."""
         from posttrain.batch import Segment
 
         shown = self.between(call.ids[-1], text)
@@ -162,8 +162,8 @@ class Caller:
     async def rewind(
         self, call: Call, turns: int, *, parent: Call | None = None, max_tokens: int | None = None
     ) -> Call:
-        """Another call of the same role that begins with the first `turns` turns of an earlier one and the replies
-        behind them, and goes on differently. What it begins with is not trained on again. Raises OutOfRoom."""
+        """Make a new call of the same role that repeats the first `turns` turns of an earlier call, with the replies
+        after them, and continues differently. The repeated part is not trained on again. Raises OutOfRoom."""
         from posttrain.batch import Segment
 
         begun = tuple(Segment("injected", segment.ids) for segment in call.segments[: 2 * turns])
@@ -178,9 +178,9 @@ class Caller:
     async def replace_reply(
         self, call: Call, number: int, text: str, *, then: str, max_tokens: int | None = None
     ) -> Call:
-        """Another call of the same role that begins as an earlier one, with `text` where its reply `number` (from 0)
-        was, and goes on behind the message `then`. What it begins with is not trained on again; `shown`, which rewards
-        read, still has what stood there. Raises OutOfRoom."""
+        """Make a new call of the same role that repeats an earlier call with `text` in place of its reply `number`
+        (from 0), and continues after the message `then`. The repeated part is not trained on again; `shown`, which
+        rewards read, still has the original reply. Raises OutOfRoom."""
         from posttrain.batch import Segment
 
         ids, begun = call.prompt, list[Segment]()
@@ -197,8 +197,8 @@ class Caller:
         return self.made[-1]
 
     async def grade(self, calls: Sequence[Call]) -> list[Grade]:
-        """What the recipe's rewards say of calls so far: their sum, and whether they are right. Calls are scored again
-        once the rollout is over, when rewards may read what came behind."""
+        """Score calls so far with the recipe's rewards. Calls are scored again at the end of the rollout, when rewards
+        can read later calls."""
         return await self.scores(calls) if calls else []
 
     async def _ask(
@@ -225,16 +225,15 @@ class Caller:
         if limits and min(limits) < 1:
             self.out_of_room = max(map(len, prompts))
             raise OutOfRoom
-        async with (
-            self._one_at_a_time
-        ):  # of calls that a workflow gathers; an engine is asked by a rollout once at a time
+        # A workflow may gather calls, but a rollout must send the engine one request at a time.
+        async with self._one_at_a_time:
             return await self.draw(prompts, limits, adapter=self.adapter_of(role)) if prompts else []
 
 
 @dataclass(frozen=True)
 class Made:
-    """A call of a rollout that is over. reward, correct: None = not scored, or nobody knows. row: of a role in `late`,
-    the call as values of JSON, which `Learned.again` may name in a later step."""
+    """A call of a finished rollout. reward, correct: None = not scored or unknown. row: for a role in `late`, the call
+    as JSON values, which `Learned.again` may contain in a later step."""
 
     role: str
     text: str
@@ -246,22 +245,22 @@ class Made:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rollout of the step, in the order in which its calls were made. columns: of the data's row."""
+    """A finished rollout of the step, with its calls in order. columns: of the data's row."""
 
     uid: str
     columns: Mapping[str, Any]
     calls: tuple[Made, ...]
 
     def by(self, *roles: str) -> list[Made]:
-        """The calls of some roles."""
+        """Return the calls of some roles."""
         return [call for call in self.calls if call.role in roles]
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What `learn` makes of a step. memory: comes back as `call.memory`; None = nothing. again: rows that earlier steps
-    have made and this one trains on, each with its advantage; their ratio is to the policy that sampled them. metrics:
-    numbers for metrics.jsonl."""
+    """Result of `learn`. memory: passed back as `call.memory`; None = nothing. again: rows of earlier steps that this
+    step trains on, each with its advantage; their ratio is to the policy that sampled them. metrics: numbers for
+    metrics.jsonl."""
 
     memory: Any
     again: Sequence[tuple[Mapping[str, Any], float]] = ()
@@ -269,25 +268,25 @@ class Learned:
 
 
 class Learner(Protocol):
-    """A workflow with a memory, with its keys bound."""
+    """A workflow with memory, with its keys bound."""
 
     async def run(self, row: Mapping[str, Any], call: Caller) -> None:
-        """The calls of one rollout."""
+        """Make the calls of one rollout."""
         ...
 
     def learn(self, memory: Any, outcomes: Sequence[Outcome], step: int) -> Learned:
-        """What is known behind a step (from 0): a function of what was known before it and of all its rollouts, which
-        are the same on all ranks."""
+        """Return the memory after a step (from 0), a function of the previous memory and of all rollouts of the step,
+        which are the same on all ranks."""
         ...
 
 
 def last_between(text: str, tag: str) -> str | None:
-    """What the last closed pair of a tag holds, without blanks around it; None where there is none."""
+    """Return the stripped content of the last closed <tag> pair; None if there is none."""
     found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
     return found[-1].strip() if found else None
 
 
 def fill(template: str, **values: str) -> str:
-    """The template with `{name}` replaced by each of the values; other braces stay, so LaTeX may stand in both."""
+    """Replace each `{name}` in a template by its value; other braces stay, so template and values may hold LaTeX."""
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), template) if values else template

@@ -1,4 +1,4 @@
-"""An agent that searches in the texts of a row and judges what it finds."""
+"""ReSeek: an agent that searches a row's documents and judges the results."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ async def judged_search(
     passages: int = 3,
     max_searches: int = 4,
 ) -> None:
-    """ReSeek: an agent searches, judges what it was shown, and goes on without what it refused.
+    """ReSeek: an agent searches, judges the passages that it is shown, and continues without those that it refused.
 
-    Behind <judge>No</judge> the passages leave the context, `dropped` stands in their place, and what follows is
-    written and trained on under that context, as a further call. What was written before is trained on once, under the
-    context that it was written in. Rewards with `reads: searcher` see the whole transcript, refused passages in it.
-    searcher: the prompt, with {question}. documents: the column with the row's texts. A message with neither a search
-    nor an answer ends the rollout."""
+    After <judge>No</judge> the passages leave the context and `dropped` replaces them; what follows is sampled and
+    trained on under that context, as a further call. The text before is trained on once, under its original context.
+    Rewards with `reads: searcher` see the whole transcript, including refused passages. searcher: the prompt, with
+    {question}. documents: the column with the row's texts. A message with neither a search nor an answer ends the
+    rollout."""
     texts = [str(text) for text in row.get(documents) or ()]
     trace = await call("searcher", fill(searcher, question=call.question))
     for _ in range(max_searches):

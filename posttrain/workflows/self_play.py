@@ -1,4 +1,4 @@
-"""Roles that work against or for each other: proposer and solvers, generator and critic, player and judge."""
+"""Workflows with adversarial or cooperating roles: proposer and solvers, generator and critic, player and judge."""
 
 from __future__ import annotations
 
@@ -57,15 +57,17 @@ _SCORE = re.compile(r"(\d+)\s*:\s*<score>\s*(\d+(?:\.\d+)?)\s*</score>")
     note="Searches are in the row's own documents; the paper searches the web.",
 )
 class ProposerSolver:
-    """Search self-play: a proposer writes a question for the row's `answer`, it is checked, and solvers answer it.
+    """Search self-play: a proposer writes a question for the row's `answer`, the question is checked, and solvers
+    answer it.
 
-    A question is refused (note `refused` of the proposer's call) by its length (10 to 1000 characters, min_words), with
-    its answer in it, with less than min_searches searches or a query twice, and where a checker cannot answer it from
-    what the proposer found beside `unrelated` other documents. Nobody is asked a refused question: in its place solvers
-    are asked an earlier one, which at most pool_success of its solvers had answered, with the documents and the answer
-    of its row (note `answer`); without one the proposer's call is alone. The pool has at most `pool` questions, 0 =
-    none, and is emptied every pool_steps steps. Solvers of one question are a group. proposer, checker, solver:
-    prompts, with {answer}, {passages} and {question}. documents: the column with the row's texts."""
+    A question is refused (note `refused` of the proposer's call) for its length (10 to 1000 characters, min_words), if
+    it contains its answer, after fewer than min_searches searches or a repeated query, or if a checker cannot answer it
+    from the proposer's passages mixed with `unrelated` other documents. Solvers are not asked a refused question.
+    Instead they are asked a question from the pool, one that at most a share pool_success of its solvers had answered,
+    with the documents and answer of its row (note `answer`); if the pool is empty, the rollout is the proposer's call
+    alone. The pool holds at most `pool` questions (0 = none), and is emptied every pool_steps steps. Solvers of one
+    question form a group. proposer, checker, solver: prompts, with {answer}, {passages} and {question}. documents: the
+    column with the row's texts."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class ProposerSolver:
                 solved.note |= {"answer": chosen["answer"], "pooled": True}
 
     async def check(self, proposed: Call, texts: Sequence[str], answer: str, call: Caller) -> tuple[str, str]:
-        """The question that was proposed, and why it is refused, "" if it is not."""
+        """Return the proposed question, and the reason for its refusal ("" = accepted)."""
         queries = await search_documents(call, proposed, texts, self.max_searches, self.passages, until="question")
         question = last_between(proposed.parts[-1], "question") or ""
         why = explain_rejection(question, answer, queries, min_words=self.min_words, min_searches=self.min_searches)
@@ -117,7 +119,7 @@ class ProposerSolver:
         return question, "" if exact_match(said, [answer]) else "cannot be answered"
 
     async def solve(self, question: str, texts: Sequence[str], call: Caller, parent: Call | None = None) -> list[Call]:
-        """The answers of the solvers, each with its searches."""
+        """Sample the solvers' answers to a question, each with its searches."""
         asked = fill(self.solver, question=question)
         answered = await call.several("solver", asked, count=self.solvers, parent=parent, compared="parent")
         for one in answered:
@@ -141,7 +143,7 @@ class ProposerSolver:
 
 
 def material(texts: Sequence[str], queries: Sequence[str], count: int, others: Sequence[int]) -> list[str]:
-    """What the queries find, each text once, and some other texts behind it."""
+    """Return the passages that the queries find, each once, followed by some other texts."""
     found = dict.fromkeys(text for query in queries for text in find_passages(query, texts, count))
     return list(found | dict.fromkeys(texts[n] for n in others))
 
@@ -157,11 +159,11 @@ def material(texts: Sequence[str], queries: Sequence[str], count: int, others: S
 async def generator_critic(
     row: Mapping[str, Any], call: Caller, *, critic: str = CRITIC, critics: int = 1, checks: str = "checks"
 ) -> None:
-    """RLAC: a generator answers the prompt, and a critic names the check that the output most likely fails. Only that
-    check is made, by the reward `roles.adversary`.
+    """RLAC: a generator answers the prompt, and a critic names the check that the output most likely fails. The reward
+    `roles.adversary` runs only that check.
 
-    critic: its prompt, with {question}, {output} and {checks}. critics: of each output; they are a group. checks: the
-    column with the row's checks, each with a `text`.
+    critic: its prompt, with {question}, {output} and {checks}. critics: number per output; they form a group. checks:
+    the column with the row's checks, each with a `text`.
     """
     output = await call("generator")
     listed = "\n".join(f"{n}: {check['text']}" for n, check in enumerate(row.get(checks) or (), 1))
@@ -185,13 +187,13 @@ async def self_judge(
     candidates: str = "candidates",
     answer: str = "answer",
 ) -> None:
-    """URPO: one model answers and judges. By what a row has: with `answer`, `samples` answers that a rule scores; with
-    `candidates`, as many judgements of these, which a gold order scores; with neither, `samples` answers that one
-    judgement of the same policy scores.
+    """URPO: one model answers and judges. A row with `answer` gets `samples` answers, scored by a rule; a row with
+    `candidates` gets `samples` judgements of these, scored by a gold order; a row with neither gets `samples` answers,
+    scored by one judgement of the same policy.
 
     judge: its prompt, with {question} and {answers}; it writes a score from 0 to 10 for each. The judgement's call has
-    the note `scores`, one an answer, None where it cannot be read. Answers are a group, and so are the judgements of a
-    row's candidates. The reward is `roles.self_judged`.
+    the note `scores`, one per answer, None if unreadable. Answers form a group, and so do the judgements of a row's
+    candidates. The reward is `roles.self_judged`.
     """
     if row.get(candidates):
         texts = [str(text) for text in row[candidates]]
@@ -208,12 +210,12 @@ async def self_judge(
 
 
 def number_texts(texts: Sequence[str]) -> str:
-    """The texts under their numbers, from 1."""
+    """Return the texts numbered from 1."""
     return "\n\n".join(f"Answer {n}:\n{text}" for n, text in enumerate(texts, 1))
 
 
 def read_scores(judged: Call, count: int) -> list[float | None]:
-    """The scores of a judgement for answers 1 to count; None where it has none from 0 to 10, or two."""
+    """Return a judgement's scores of answers 1 to count; None for an answer without exactly one score from 0 to 10."""
     found: dict[int, set[float]] = {}
     for number, score in _SCORE.findall(judged.answer):
         found.setdefault(int(number), set()).add(float(score))

@@ -1,4 +1,4 @@
-"""Werewolf: a game of hidden roles, nights and days, speeches and votes, where each player has a prompt of its own."""
+"""Werewolf: a game of hidden roles with nights and days, speeches and votes; each player has its own prompt."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _CHOICE = re.compile(r"<player>\s*(\d+)\s*</player>")
 
 @dataclass
 class Table:
-    """A game as it stands. Players are numbered from 1.
+    """State of a game. Players are numbered from 1.
 
-    roles: of each player. known: what each was told so far, in order. living: who is in the game. found: what the
-    seer's looks have shown so far: nothing, no werewolf, a werewolf.
+    roles: of each player. known: lines that each player has been told, in order. living: players in the game. found:
+    the result of the seer's looks so far: `nothing`, `no werewolf` or `a werewolf`.
     """
 
     roles: dict[int, str]
@@ -47,7 +47,7 @@ class Table:
 
     @classmethod
     def deal(cls, players: int, werewolves: int, rules: str, speak: str, rng: random.Random) -> Table:
-        """Shuffled roles, and werewolves who know each other. Raises UserError for too few players."""
+        """Start a game: shuffle roles, and let werewolves know each other. Raises UserError for too few players."""
         if werewolves < 1 or players < 2 * werewolves + 2:
             raise UserError(
                 f"workflow werewolf: {players} players with {werewolves} werewolves",
@@ -63,28 +63,28 @@ class Table:
         return table
 
     def by_role(self, role: str) -> list[int]:
-        """Living players of a role."""
+        """Return the living players of a role."""
         return [player for player in self.living if self.roles[player] == role]
 
     def tell(self, text: str, players: Sequence[int] | None = None) -> None:
-        """Add a line to what players know; None: all of them."""
+        """Add a line to what players know; None = all players."""
         for player in self.roles if players is None else players:
             self.known[player].append(text)
 
     def side(self, player: int) -> str:
-        """`werewolves` or `village`."""
+        """Return the player's side: `werewolves` or `village`."""
         return "werewolves" if self.roles[player] == "werewolf" else "village"
 
     @property
     def winner(self) -> str | None:
-        """The side that has won; None while the game goes on."""
+        """The side that has won; None while the game continues."""
         pack = len(self.by_role("werewolf"))
         if not pack:
             return "village"
         return "werewolves" if 2 * pack >= len(self.living) else None
 
     def ask(self, player: int, task: str) -> str:
-        """The prompt of a player."""
+        """Return the prompt of a player for a task."""
         return fill(
             self.rules,
             players=str(len(self.roles)),
@@ -96,7 +96,7 @@ class Table:
         )
 
     async def choose(self, call: Caller, player: int, task: str, among: Sequence[int]) -> int:
-        """Whom a player picks. An answer that names nobody of `among` is replaced by a random one (note `random`)."""
+        """Ask a player to pick another one; an answer without a valid pick is replaced at random (note `random`)."""
         rest = [one for one in among if one != player]
         asked = self.ask(player, f"{task} {fill(CHOOSE, among=list_players(rest))}")
         made = await call(self.roles[player], asked)
@@ -108,7 +108,7 @@ class Table:
         return self.rng.choice(rest)
 
     async def play_night(self, call: Caller, number: int) -> None:
-        """The werewolves kill, and the seer sees, at the same time."""
+        """Play a night: the werewolves kill a player, and the seer looks at one, simultaneously."""
         pack, seers = self.by_role("werewolf"), self.by_role("seer")
         victim = await self.choose(call, pack[0], KILL, [one for one in self.living if one not in pack])
         for seer in seers:
@@ -120,7 +120,7 @@ class Table:
         self.tell(f"Night {number}: player {victim} was killed. It was a {self.roles[victim]}.")
 
     async def hold_day(self, call: Caller, number: int, candidates: int, speech_tokens: int) -> None:
-        """All who live speak in turn, then vote; of a tie nobody is voted out."""
+        """Play a day: all living players speak in turn, then vote one out; in a tie nobody is voted out."""
         heard: list[Call] = []
         for player in self.living:
             said = await self.speak_once(call, player, number, heard, candidates, speech_tokens)
@@ -138,7 +138,7 @@ class Table:
     async def speak_once(
         self, call: Caller, player: int, day: int, heard: Sequence[Call], candidates: int, speech_tokens: int
     ) -> Call:
-        """One of several speeches of a player, drawn at random; their notes have what the player knew."""
+        """Sample several speeches of a player and pick one at random; their notes record what the player knew."""
         role, asked = self.roles[player], self.ask(player, self.speak)
         made = await call.several(role, asked, count=candidates, max_tokens=speech_tokens)
         said = self.rng.choice(made)
@@ -168,16 +168,16 @@ async def werewolf(
     rules: str = RULES,
     speak: str = SPEAK,
 ) -> None:
-    """A game of Werewolf between players who are all the policy, each with what its role knows.
+    """A game of Werewolf between players that are all the policy, each with the knowledge of its role.
 
-    players, werewolves: how many, one of the others is the seer. candidates: speeches that are drawn at each turn; one
-    of them is said. speech_tokens: longest speech. rules, speak: prompts, the first with {players}, {werewolves},
-    {player}, {role}, {known} and {task}. The row is not read: it is a game's name.
+    players, werewolves: numbers; one of the other players is the seer. candidates: speeches sampled at each turn, of
+    which one is used. speech_tokens: maximum length of a speech. rules, speak: prompts, the first with {players},
+    {werewolves}, {player}, {role}, {known} and {task}. The row's content is not used; it only identifies a game.
 
-    Notes of a call: `player`, `side` (werewolves or village), `won` (whether that side won; absent where the game had
-    no room to end), `random` (its choice could not be read, and was drawn). Of a speech also `asked` (its prompt),
-    `state` (role, day, what a seer has found), `heard` (the calls whose speeches of this day it knows), `turn` (the
-    first of the candidates) and `said`. The reward is `roles.won`.
+    Notes of a call: `player`, `side` (werewolves or village), `won` (whether that side won; absent if the game ran out
+    of room), `random` (its choice was unreadable and replaced at random). Of a speech also `asked` (its prompt),
+    `state` (role, day, the seer's findings), `heard` (the calls whose speeches of this day the player knows), `turn`
+    (the first of the candidates) and `said` (whether it was used). The reward is `roles.won`.
     """
     del row
     table = Table.deal(players, werewolves, rules, speak, call.random())
@@ -192,5 +192,5 @@ async def werewolf(
 
 
 def list_players(players: Sequence[int]) -> str:
-    """Numbers with commas between them."""
+    """Join player numbers with commas."""
     return ", ".join(map(str, players))
