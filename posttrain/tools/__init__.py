@@ -1,1 +1,1 @@
-"""Tools and environments: what a model can call or act in while it answers, and how calls are read from its text."""
+"""Tools and environments that a model calls or acts in while it answers, and parsers of tool calls in its text."""

@@ -1,4 +1,4 @@
-"""A tool call as a model wrote it, and the JSON in it."""
+"""A tool call as the model wrote it, and its JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One call as it was written. problem: why it cannot be read, "" if it can."""
+    """A tool call as written. problem: why it cannot be read, "" if it can."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -18,11 +18,11 @@ class Call:
 
 
 class Unreadable(ValueError):
-    """What a model wrote in place of a value; the message is for the model."""
+    """Raised when the model's text is not a valid value; the message is shown to the model."""
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at` or behind blanks there, and where it ends. Raises Unreadable."""
+    """Parse the JSON value at `at`, after whitespace; returns (value, end position). Raises Unreadable."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -37,8 +37,8 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def check_json_value(value: Any) -> Any:
-    """The value, if it is one that JSON can hold: no half of a character (no file and no tokenizer takes it), no
-    infinite number. Raises Unreadable."""
+    """Return the value if JSON and a tokenizer can hold it: no lone surrogate (which no file or tokenizer accepts), no
+    infinite number. Raises Unreadable otherwise."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -51,7 +51,7 @@ def check_json_value(value: Any) -> Any:
 
 
 def json_alone(text: str) -> Any:
-    """The JSON value that a text is, blanks aside. Raises Unreadable."""
+    """Parse a text that is one JSON value, apart from whitespace. Raises Unreadable."""
     value, end = json_at(text, 0)
     if text[end:].strip():
         raise Unreadable("text behind it")
@@ -59,7 +59,7 @@ def json_alone(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """The call that a JSON object is: `name`, and `arguments` or `parameters`; also within `function`."""
+    """Convert a JSON object with `name` and `arguments` or `parameters`, possibly within `function`, to a call."""
     if not isinstance(value, dict):
         return Call(problem="expected a JSON object with `name` and `arguments`")
     function = value.get("function")
@@ -71,7 +71,7 @@ def call_of(value: Any) -> Call:
 
 
 def make_call(name: str, arguments: Any) -> Call:
-    """The call of a tool with arguments as an object, or as the JSON text of one."""
+    """Build the call of a tool from arguments given as an object, or as JSON text of an object."""
     if isinstance(arguments, str):
         try:
             arguments = json_alone(arguments)

@@ -1,7 +1,8 @@
-"""Running calls: in worker processes with limits on time and output; whatever goes wrong becomes a text for the model.
+"""Execution of tool calls in worker processes, with limits on time and output; every failure becomes a text for the
+model.
 
-The workers are those of rewards (`verify.pool`): fresh interpreters, killed and replaced when a call is over its time.
-Each runs one call at a time and has a thread that waits for it, so no call waits for another while a worker is free.
+The workers are those of rewards (`verify.pool`): fresh interpreters, killed and replaced when a call exceeds its time
+limit. Each worker runs one call at a time and has a thread that waits for it, so no call waits while a worker is free.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ MEMORY_MB = 4096  # the default of `tool_memory_mb`
 
 
 class Caller:
-    """A context manager that holds the workers. Calls are answered by whichever is free, first come, first served; none
-    ever raises for a tool.
+    """Context manager that holds the workers. Any free worker answers a call, first come, first served. A failing tool
+    never raises here.
 
-    memory_mb: of each worker; a call that needs more fails.
+    memory_mb: memory limit of each worker; a call that needs more fails.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Caller:
             )
             for tool in tools
         ]
-        self.pools = [pool.Pool(targets, 1, memory_mb, output_log) for _ in range(workers)]  # of one worker each
+        self.pools = [pool.Pool(targets, 1, memory_mb, output_log) for _ in range(workers)]  # one worker each
         self._free = deque(self.pools)
         self._taking = threading.Lock()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tools")  # as many: a free one has a free pool
+        # One thread per pool, so a free thread always finds a free pool.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tools")
 
     def __enter__(self) -> Self:
         for one in self.pools:
@@ -74,7 +76,7 @@ class Caller:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes, and the calls that they run. Calling it twice is fine."""
+        """Stop the worker processes, aborting their calls. Can be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for one in self.pools:
             one.abandon()
@@ -83,12 +85,12 @@ class Caller:
             one.close()
 
     def run(self, calls: Sequence[Call], images: Sequence[Image] = ()) -> list[ToolCall]:
-        """What each call gave, in their order. Blocks. images: see `answer`."""
+        """Run calls in parallel and return their results in order. Blocks. images: see `answer`."""
         return [future.result() for future in [self._submit(call, images, []) for call in calls]]
 
     async def answer(self, call: Call, images: Sequence[Image] = ()) -> ToolCall:
-        """What the call gave. Cancelling it ends the worker that runs it. images: that the conversation has shown so
-        far, for tools that look at them."""
+        """Run a call and return its result. Cancelling this coroutine kills the worker that runs the call. images: all
+        images of the conversation so far, for tools that take images."""
         taken: list[pool.Pool] = []
         try:
             return await asyncio.wrap_future(self._submit(call, images, taken))
@@ -99,7 +101,7 @@ class Caller:
             raise
 
     def _submit(self, call: Call, images: Sequence[Image], taken: list[pool.Pool]) -> Future[ToolCall]:
-        """taken: holds the worker's pool while it runs the call."""
+        """Queue a call. taken: holds the worker's pool while the pool runs the call, so that it can be killed."""
         problem = self._problem(call)
         if problem is None:
             return self._threads.submit(self._run_call, call, images, taken)
@@ -146,5 +148,5 @@ class Caller:
         if result.kind != "value":
             last = str(result.value).strip().splitlines()
             return f"error: {last[-1][:ERROR_CHARS] if last else 'the tool failed'}", "error"
-        text = str(result.value).encode(errors="replace").decode()  # half of a character is no text for a tokenizer
+        text = str(result.value).encode(errors="replace").decode()  # a tokenizer does not accept lone surrogates
         return (f"error: {text.removeprefix(MARK)}", "error") if text.startswith(MARK) else (text, "ok")

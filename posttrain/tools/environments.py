@@ -1,7 +1,6 @@
-"""What a model acts in: tools that answer its calls, or an environment that answers its turns.
+"""Worlds that a model acts in: tools that answer its calls, or an environment that answers its turns.
 
-There is one world for a run and one episode for a rollout. Episodes are independent: none waits for what another does,
-except for a free worker.
+A run has one world, and each rollout has one episode in it. Episodes are independent: they only wait for free workers.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from posttrain.tools.formats import Format, parse
 from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 T = TypeVar("T")
-MOST_STATES = 4096  # whose actions' returns are kept, more than a step has prompts
+MOST_STATES = 4096  # cache size of action returns, in states; larger than the number of prompts of a step
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes back for a turn. messages: what the model is shown, none = the rollout is over; ended: then why.
-    seconds: that the slowest call took, or the environment's step. action: which legal action the turn was, where the
-    returns of all are measured; None = none of them."""
+    """Response to a turn. messages: shown to the model, () = the rollout has ended; ended: the reason. seconds: time of
+    the slowest call or of the environment's step. action: the legal action that the turn was, if action returns are
+    computed; None = not a legal action."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
     calls: tuple[ToolCall, ...] = ()
@@ -47,26 +46,26 @@ class Reply:
 
 
 class Episode(Protocol):
-    """One rollout in a world. `close` comes last, whatever happened before; the others never run side by side."""
+    """One rollout in a world. Methods are never called concurrently, except `close`, which comes last in any case."""
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """Start with this data row. What that raises ends the run."""
+        """Start with this data row. An exception here ends the run."""
         ...
 
     async def value(self) -> float | None:
-        """What the state is worth before the next turn; None where nobody asks."""
+        """Return the value of the state before the next turn; None if the recipe does not use it."""
         ...
 
     async def returns(self) -> Mapping[str, float]:
-        """What each legal action of the state returns; {} where nobody asks."""
+        """Return the return of each legal action of the state; {} if the recipe does not use them."""
         ...
 
     async def reply(self, turn: str) -> Reply:
-        """The answer to a turn of the model."""
+        """Return the response to a turn of the model."""
         ...
 
     async def score(self) -> float | None:
-        """What the world says of the whole."""
+        """Return the world's score of the whole rollout; None = no score."""
         ...
 
     async def close(self) -> None: ...
@@ -76,14 +75,14 @@ class World(Protocol):
     """What all rollouts of a run act in, each in an episode of its own. Coroutines run in one event loop."""
 
     def episode(self, number: int) -> Episode:
-        """A new one, for the rollout of this number in its step."""
+        """Create the episode of the rollout with this number in its step."""
         ...
 
     def close(self) -> None: ...
 
 
 class Tools:
-    """Tools remember nothing between calls; a rollout's episode knows the images that it has shown.
+    """World of stateless tools; a rollout's episode only tracks the images that it has shown.
 
     limits: of the rows' images.
     """
@@ -98,42 +97,42 @@ class Tools:
         return Calls(self.caller, self.form, self.limits)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.caller.close()
 
 
 class Calls:
-    """Answers the calls of a turn; a turn without a call is the model's answer and ends the rollout."""
+    """Episode with tools: answers the calls of a turn. A turn without a call is the final answer and ends it."""
 
     def __init__(self, caller: Caller, form: Format, limits: ImageLimits) -> None:
         self.caller, self.form, self.limits = caller, form, limits
         self.schemas = {name: tool.schema for name, tool in caller.tools.items()}
-        self.images: tuple[Image, ...] = ()  # that the model has been shown
+        self.images: tuple[Image, ...] = ()  # shown to the model so far
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """With the row's images."""
+        """Start with the row's images."""
         limits = self.limits
         self.images = tuple(Image(source, limits.min_pixels, limits.max_pixels) for source in row.get("images") or ())
 
     async def value(self) -> None:
-        """Tools have no states."""
+        """Return None: tools have no state to value."""
 
     async def returns(self) -> Mapping[str, float]:
-        """See `value`."""
+        """Return {}: tools have no state with actions."""
         return {}
 
     async def reply(self, turn: str) -> Reply:
-        """The turn's calls run side by side in worker processes."""
+        """Run the turn's calls in parallel in worker processes and return their results."""
         calls = parse(turn, self.form, self.schemas)
         answers = await asyncio.gather(*(self.caller.answer(call, self.images) for call in calls))
         self.images += tuple(image for call in answers for image in call.images)
         return _reply_without_calls(answers)
 
     async def score(self) -> None:
-        """No scores."""
+        """Return None: tools do not score a rollout."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the workers belong to the world."""
 
 
 def _reply_without_calls(calls: Sequence[ToolCall]) -> Reply:
@@ -149,8 +148,8 @@ def _reply_without_calls(calls: Sequence[ToolCall]) -> Reply:
 
 @dataclass(frozen=True)
 class Simulations:
-    """How a state's value is measured (`simulate.mean_return`), or, with `of_actions`, what each of its legal actions
-    returns (`simulate.action_returns`)."""
+    """Settings of simulations from a state: its value (`simulate.mean_return`), or, with `of_actions`, the return of
+    each legal action (`simulate.action_returns`)."""
 
     plays: int
     horizon: int
@@ -159,14 +158,14 @@ class Simulations:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The keywords of both."""
+        """Keyword arguments of both functions."""
         return {"plays": self.plays, "horizon": self.horizon, "gamma": self.gamma}
 
 
 class Environments:
-    """One object of a user's class a rollout. They live in this process, on `workers` threads at a time.
+    """World in which each rollout has an instance of a user's class, in this process, on at most `workers` threads.
 
-    A step over its time ends its rollout and gives up its place, but Python cannot stop it.
+    A step that exceeds its time limit ends its rollout and frees its slot, but Python cannot stop its thread.
     """
 
     def __init__(
@@ -178,11 +177,11 @@ class Environments:
         max_pixels: int = MAX_PIXELS,
         shows: bool = True,
     ) -> None:
-        """max_pixels: of an image that a step shows. shows: a step may show some."""
+        """max_pixels: limit of an image that a step shows. shows: whether a step may show images."""
         self.make, self.timeout_s, self.simulations, self.max_pixels = make, timeout_s, simulations, max_pixels
         self.shows = shows
         self.places = asyncio.Semaphore(workers)
-        self.returns: dict[str, Mapping[str, float]] = {}  # of the states that the newest rows begin with
+        self.returns: dict[str, Mapping[str, float]] = {}  # action returns by uid of the row, newest last
         self.measuring: dict[str, asyncio.Lock] = {}
 
     def episode(self, number: int) -> Episode:
@@ -190,27 +189,27 @@ class Environments:
         return Play(self, number)
 
     async def run(self, call: Callable[[], T], seconds: float | None) -> T:
-        """What the call returns, on a thread, once there is a place; TimeoutError after so many seconds from there."""
+        """Run a call on a thread once a slot is free; TimeoutError if it then takes longer than `seconds`."""
         async with self.places:
             return await time_limits.run(call, seconds)
 
     def close(self) -> None:
-        """Nothing is held: each rollout has closed its own."""
+        """Do nothing: each rollout closes its own environment."""
 
 
 class Play:
-    """A rollout's environment: made, reset, always closed."""
+    """Episode in a user's environment: created, reset, and always closed."""
 
     def __init__(self, world: Environments, number: int) -> None:
         self.world, self.number = world, number
         self.environment: Any = None
         self.uid = ""
-        self.asked = 0  # how often its state was simulated
+        self.asked = 0  # how often the state value was simulated
         self.broken = self.closed = False
         self.lock = threading.Lock()
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """Make and reset it; without a limit of time, since it may have much to start."""
+        """Create and reset the environment, without a time limit, because it may have much to start."""
         self.uid = str(row.get("uid", ""))
         try:
             returned = await self.world.run(lambda: self._reset(row), None)
@@ -223,13 +222,13 @@ class Play:
         made = self.world.make()
         with self.lock:
             self.environment, closed = made, self.closed
-        if closed:  # while it was made
+        if closed:  # `close` was called while the environment was being created
             made.close()
             return None
         return made.reset(row)
 
     async def value(self) -> float | None:
-        """Mean return of random plays from the state. Plays that raise or are late end the run."""
+        """Compute the mean return of random plays from the state. A simulation that raises or is late ends the run."""
         asked = self.world.simulations
         if asked is None or asked.of_actions:
             return None
@@ -238,7 +237,7 @@ class Play:
         return await self._play(lambda: mean_return(self.environment, rng, **asked.how))
 
     async def returns(self) -> Mapping[str, float]:
-        """What each legal action of the state that the row begins with returns; measured once for all its rollouts."""
+        """Compute the return of each legal action in the row's initial state; once for all rollouts of the row."""
         asked, known = self.world.simulations, self.world.returns
         if asked is None or not asked.of_actions:
             return {}
@@ -260,7 +259,7 @@ class Play:
             ) from late
 
     async def reply(self, turn: str) -> Reply:
-        """One step; what it raises, or its time, ends the rollout."""
+        """Run one step of the environment. An exception or a timeout ends the rollout."""
         begun = time.monotonic()
 
         asked = self.world.simulations
@@ -288,7 +287,7 @@ class Play:
         return dataclasses.replace(found, seconds=time.monotonic() - begun, action=action)
 
     async def score(self) -> float | None:
-        """None if a step broke it, or if its score raises, is late or does not apply."""
+        """Return the environment's score; None if a step failed, or if the score raises, is late or does not apply."""
         if self.broken:
             return None
         try:
@@ -298,7 +297,7 @@ class Play:
         return _number(value, "score")
 
     async def close(self) -> None:
-        """Close it, once, also while a late step goes on. What that raises is of no interest any more."""
+        """Close the environment, once, even while a late step still runs. Exceptions are ignored."""
         with self.lock:
             environment = None if self.closed else self.environment
             self.closed = True
@@ -308,7 +307,7 @@ class Play:
 
 
 def _number(value: Any, what: str) -> float | None:
-    """A finite number, or None. Raises ToolError for anything else: it would end in the advantages."""
+    """Return a finite number, or None. Raises ToolError for anything else, which would corrupt the advantages."""
     try:
         number = None if value is None else float(value)
     except (TypeError, ValueError):
@@ -330,8 +329,8 @@ def _reset_error(row: Mapping[str, Any], error: Exception) -> ToolError:
 
 
 def _parse_step(value: Any, max_pixels: int) -> Reply:
-    """(observation, done) or (observation, done, reward) of a step. An observation is a text, a Pillow image, or a list
-    of both."""
+    """Convert a step's result, (observation, done) or (observation, done, reward), to a Reply. An observation is a
+    text, a Pillow image, or a list of both. Raises ToolError for anything else."""
     if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[1], bool):
         raise ToolError(f"an environment's step returned {value!r:.80}", allowed="(observation, done[, reward])")
     observation, done, *rest = value

@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: the formats of chat templates, told apart by what the template writes.
+"""Tool calls in a model's text: the formats of chat templates, detected from what the template writes.
 
-FORMATS names them. A call that cannot be read is a call too: it is answered with what is wrong. Text within `<think>`
-is none, but a `<think>` within a call is part of the call.
+FORMATS lists them. A call that cannot be read still counts as a call, and is answered with the problem. Text within
+`<think>` is not parsed, but a `<think>` within a call is part of the call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Format = Literal[
 
 @dataclass(frozen=True)
 class _Form:
-    """opener: the pattern of what begins a call; read: what reads from there; how: for a system message; texts:
-    arguments are texts, whose types the tool's schema says."""
+    """A call format. opener: regex of the start of a call; read: parser from there on; how: instruction for a system
+    message; texts: arguments are written as text, and the tool's schema gives their types."""
 
     opener: str
     read: Callable[[re.Match[str]], Found]
@@ -34,7 +34,7 @@ class _Form:
     texts: bool = False
 
 
-_WHOLE = r"(?:\A|(?<=</think>))\s*"  # the turn itself, behind its thought
+_WHOLE = r"(?:\A|(?<=</think>))\s*"  # start of the turn, after its thought
 FORMATS: dict[Format, _Form] = {
     "json": _Form(
         "<tool_call>",
@@ -96,10 +96,10 @@ FORMATS: dict[Format, _Form] = {
 
 
 def parse(text: str, form: Format, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> list[Call]:
-    """The calls of a model's turn, in order.
+    """Parse the calls of a model's turn, in order.
 
-    schemas: name of a tool -> its JSON schema (`{"type": "function", ...}`), which says what the arguments are in the
-    formats that write them as texts; without it they stay texts.
+    schemas: tool name -> its JSON schema (`{"type": "function", ...}`), which gives the types of arguments in formats
+    that write them as text; without a schema they stay text.
     """
     one, calls, at = FORMATS[form], list[Call](), 0
     marks = re.compile(rf"(?P<thinks><think>)|(?P<thought></think>)|(?:{one.opener})", re.DOTALL)
@@ -109,7 +109,7 @@ def parse(text: str, form: Format, schemas: Mapping[str, Mapping[str, Any]] | No
             if closed < 0:
                 break
             at = closed + len("</think>")
-        elif found["thought"]:  # of a thought that the prompt has opened
+        elif found["thought"]:  # end of a thought that the prompt opened
             calls, at = [], found.end()
         else:
             new, at = one.read(found)
@@ -130,14 +130,14 @@ _ARGUMENTS = {"x8key": "x8value", "x8count": 3}
 _PROPERTIES = {"x8key": {"type": "string"}, "x8count": {"type": "integer"}}
 _SCHEMA = {"x8name": {"function": {"parameters": {"properties": _PROPERTIES}}}}
 _LAST_MARK = re.compile(r"(?:<\|[^<>]*\|>|<[^<>\s]*>|\[/?[A-Z_]+\])\s*\Z")
-_MARKS = 4  # special tokens at most behind a call: the end of its turn, and what some templates open next
+_MARKS = 4  # maximum special tokens after a call: the end of its turn, and what some templates open next
 
 
 def detect(tokenizer: Any) -> Format:
-    """The format that the template writes a call in; json where it writes none, which the prompt then explains.
+    """Detect the format in which the template writes a call; json if it writes none, which the prompt then explains.
 
-    Found by rendering a call and reading it back. Raises ToolError for a template that writes calls in a form that
-    cannot be read: its calls would pass as plain text.
+    Renders a call and parses it back. Raises ToolError for a template whose format cannot be parsed, because its calls
+    would pass as plain text.
     """
     text = written_call(tokenizer)
     if text is None:
@@ -145,7 +145,7 @@ def detect(tokenizer: Any) -> Format:
     cuts = [text]
     for _ in range(_MARKS):
         cuts.append(_LAST_MARK.sub("", cuts[-1]).rstrip())
-    for right in (_is_right, _is_named):  # the second for templates that leave arguments out
+    for right in (_is_right, _is_named):  # the second is for templates that leave arguments out
         for cut in cuts:
             for form in FORMATS:
                 if right(parse(cut, form, _SCHEMA)):
@@ -166,7 +166,7 @@ def _is_named(calls: list[Call]) -> bool:
 
 
 def written_call(tokenizer: Any) -> str | None:
-    """An assistant turn that is one call, as the template writes it; None if the call is not in it."""
+    """Return an assistant turn with one call, as the template renders it; None if the render lacks the call."""
     if not tokenizer.chat_template:
         return None
     question = {"role": "user", "content": "x"}
@@ -176,7 +176,7 @@ def written_call(tokenizer: Any) -> str | None:
         try:
             text = chat.render(tokenizer, [question, turn])
             begun = chat.render(tokenizer, [question], generation_prompt=True)
-        except Exception:  # this template wants arguments of the other kind, or takes no calls
+        except Exception:  # this template wants arguments as the other type, or does not support calls
             continue
         if "x8name" in text:
             return behind(begun, text)
@@ -184,8 +184,9 @@ def written_call(tokenizer: Any) -> str | None:
 
 
 def behind(begun: str, text: str) -> str:
-    """A rendered turn without its beginning, `begun`. Where that goes on otherwise (it opens a thought, and this turn
-    has none), it ends behind the last mark or line that both have: `<think>` and `<tool_call>` share their `<t`."""
+    """Return a rendered turn without its common beginning with `begun`. If `begun` continues differently (it opens a
+    thought, and this turn has none), cut after the last tag or line break that both share, because `<think>` and
+    `<tool_call>` share `<t`."""
     same = next((n for n, (a, b) in enumerate(zip(text, begun, strict=False)) if a != b), min(len(text), len(begun)))
     if same < len(begun):
         same = max(text.rfind(">", 0, same), text.rfind("\n", 0, same)) + 1
@@ -193,12 +194,12 @@ def behind(begun: str, text: str) -> str:
 
 
 def template_knows_tools(tokenizer: Any, tools: list[dict[str, Any]]) -> bool:
-    """Whether the template tells the model about its tools."""
+    """Return whether the template includes tool descriptions in the prompt."""
     messages = [{"role": "user", "content": "x"}]
     return chat.render(tokenizer, messages, tools=tools) != chat.render(tokenizer, messages)
 
 
 def explain_tools(tools: list[dict[str, Any]], form: Format) -> str:
-    """What a system message says about tools where the template says nothing."""
+    """Return a system message that describes the tools, for templates that do not."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return f"You can call tools:\n{listed}\nTo call one, write {FORMATS[form].how}"

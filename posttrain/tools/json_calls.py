@@ -1,7 +1,7 @@
-"""Readers of the formats whose arguments are JSON: json, llama3, mistral, deepseek, kimi and harmony.
+"""Parsers of the formats whose arguments are JSON: json, llama3, mistral, deepseek, kimi and harmony.
 
-A reader gets the match of its format's opener and returns the calls there, and where it has read to. JSON is read
-first and marks are looked for behind it, so that an argument may hold any of them.
+A parser takes the match of its format's opener and returns the calls there, and the position after them. JSON is parsed
+first and closing marks are searched after it, so that an argument may contain any of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FENCE = re.compile(r"\s*```\s*")
 
 
 def read_tagged_json(match: re.Match[str]) -> Found:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     text = match.string
     try:
         value, end = json_at(text, match.end())
@@ -31,7 +31,7 @@ def read_tagged_json(match: re.Match[str]) -> Found:
 
 
 def read_objects(match: re.Match[str]) -> Found:
-    """JSON objects, or a list of them, up to the end of the text, divided by `;`, `,` or blanks."""
+    """Parse JSON objects, or a list of them, up to the end of the text, separated by `;`, `,` or whitespace."""
     text = match.string
     calls: list[Call] = []
     at = _after_blanks(text, match.end())
@@ -46,7 +46,7 @@ def read_objects(match: re.Match[str]) -> Found:
 
 
 def read_mistral(match: re.Match[str]) -> Found:
-    """Behind `[TOOL_CALLS]`: a list of objects, or `NAME[ARGS]{...}`, with `[CALL_ID]ID` before it or not."""
+    """Parse, after `[TOOL_CALLS]`, a list of objects, or `NAME[ARGS]{...}` with an optional `[CALL_ID]ID` before."""
     text, at = match.string, _after_blanks(match.string, match.end())
     head = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\s\[{]*\s*)?(?:\[ARGS\])?").match(text, at)
     try:
@@ -59,7 +59,7 @@ def read_mistral(match: re.Match[str]) -> Found:
 
 
 def read_deepseek(match: re.Match[str]) -> Found:
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and JSON in a fence; V3.1: `NAME<｜tool▁sep｜>{...}`."""
+    """Parse `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and fenced JSON; V3.1: `NAME<｜tool▁sep｜>{...}`."""
     text, close = match.string, "<｜tool▁call▁end｜>"
     head = re.compile(
         r"\s*(?:function\s*<｜tool▁sep｜>\s*(?P<old>[^\s`{]+)|(?P<new>[^\s<]+)\s*<｜tool▁sep｜>)\s*(?:```(?:json)?)?"
@@ -77,7 +77,7 @@ def read_deepseek(match: re.Match[str]) -> Found:
 
 
 def read_kimi(match: re.Match[str]) -> Found:
-    """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
+    """Parse `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
     text, close = match.string, "<|tool_call_end|>"
     head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>").match(
         text, match.end()
@@ -95,7 +95,7 @@ def read_kimi(match: re.Match[str]) -> Found:
 
 
 def read_harmony(match: re.Match[str]) -> Found:
-    """A message to a tool: `to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>`."""
+    """Parse a message to a tool: `to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>`."""
     text = match.string
     name = match["name"].removeprefix("functions.")
     value: Any
@@ -115,7 +115,7 @@ def _after_blanks(text: str, at: int) -> int:
 
 
 def _unreadable_call(text: str, at: int, problem: str, close: str | None, others: tuple[str, ...]) -> Found:
-    """A call that cannot be read, and where the next one can begin: behind its close, or before another mark."""
+    """Return an unreadable call, and where parsing resumes: after its closing mark, or before another mark."""
     ends = [found for mark in others if (found := text.find(mark, at)) >= 0]
     stop = min(ends, default=len(text))
     closed = text.find(close, at, stop) if close else -1

@@ -1,4 +1,4 @@
-"""Readers of formats that write calls like code: pythonic, `[NAME(key=value)]`, and gemma, `call:NAME{key:value}`."""
+"""Parsers of formats that write calls like code: pythonic, `[NAME(key=value)]`, and gemma, `call:NAME{key:value}`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from posttrain.tools.json_calls import Found
 
 _CLOSES = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 _NAMES = {"true": True, "false": False, "null": None, "none": None}
-_TRIES = 20  # end marks within arguments that are looked behind
+_TRIES = 20  # maximum end marks tried as the end of a call, because arguments may contain them
 
 
 def read_pythonic(match: re.Match[str]) -> Found:
-    """`[NAME(key=value), ...]`: between marks, or the whole turn. A text without escapes is read to its last quote."""
+    """Parse `[NAME(key=value), ...]`, between marks or as the whole turn. Unescaped strings end at their last quote."""
     text, close = match.string, _CLOSES.get(match[0].strip())
     if close is None:
         end = text.rfind("]") + 1
@@ -81,7 +81,7 @@ _TEXT = re.compile(
 
 
 def _read_unescaped(text: str) -> list[Call]:
-    """The calls where some template wrote texts with quotes or line ends as they are: each text is escaped first."""
+    """Escape strings with bare quotes or line breaks, as some templates write them, then parse; [] if that fails."""
     fixed = _TEXT.sub(lambda found: f"{found['key']}={found['text']!r}", text)
     try:
         body = ast.parse(fixed, mode="eval").body
@@ -98,7 +98,7 @@ DEPTH = 50
 
 
 def read_gemma(match: re.Match[str]) -> Found:
-    """`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
+    """Parse `<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
     text, close = match.string, "<tool_call|>"
     try:
         arguments, end = _gemma_object(text, match.end(), 0)
@@ -142,7 +142,7 @@ def _number(word: str) -> float | int:
 
 
 def _gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    """The object behind its `{`, and where it ends."""
+    """Parse an object after its `{`; returns the object and the position after it."""
     found: dict[str, Any] = {}
     while not text.startswith("}", at):
         if text.startswith(_QUOTE, at):  # keys of nested objects may be quoted

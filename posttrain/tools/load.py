@@ -1,4 +1,4 @@
-"""Tools and environments, found, loaded and described before any model loads. No tensors, and nothing that has them."""
+"""Loading and description of tools and environments, before any model is loaded. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from posttrain.recipe.tool_sections import MAX_PIXELS, Environment, Tool
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.tools.schema import schema_of
 
-IMAGES = "images"  # the keyword-only argument that gets what the conversation has shown, where the recipe fixes none
+IMAGES = "images"  # keyword-only argument that receives the conversation's images, unless the recipe sets it
 
 
 @dataclass(frozen=True)
 class LoadedTool:
-    """target: `absolute/file.py:name` or `module:name`; params: what the recipe fixes, with paths made absolute; sees:
-    it is given the images that the conversation has shown, as `images`; shows: it may return images."""
+    """A tool, ready to run. target: `absolute/file.py:name` or `module:name`; params: the recipe's arguments, with
+    absolute paths; sees: whether the tool receives the conversation's images as `images`; shows: whether the tool may
+    return images."""
 
     name: str
     target: str
@@ -46,7 +47,7 @@ class LoadedTool:
 
 
 def load_tools(sections: Sequence[Tool], base_dir: Path | None) -> list[LoadedTool]:
-    """All tools of a recipe. Raises ToolError, naming the tool; two tools of one name are refused."""
+    """Load all tools of a recipe. Raises ToolError, naming the tool, also for two tools of the same name."""
     tools = [load_tool(section, base_dir) for section in sections]
     for tool in tools:
         if sum(other.name == tool.name for other in tools) > 1:
@@ -55,12 +56,12 @@ def load_tools(sections: Sequence[Tool], base_dir: Path | None) -> list[LoadedTo
 
 
 def same_name(name: str) -> ToolError:
-    """The error for a second tool of a name."""
+    """Return the error for a second tool of the same name."""
     return ToolError(f"two tools are called `{name}`", hint="give one of them another `name`")
 
 
 def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
-    """The tool that a section names."""
+    """Load the tool of a recipe section."""
     if section.command:
         return _command(section)
     target = locate(str(section.use), base_dir)
@@ -76,7 +77,7 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
 
 
 def locate(use: str, base_dir: Path | None) -> str:
-    """`calculator` (shipped), `file.py:name` or `module:name` -> what `registry.load_function` takes."""
+    """Resolve `calculator` (shipped), `file.py:name` or `module:name` to a target for `registry.load_function`."""
     split = split_function(use)
     if split is None:
         files = {
@@ -95,7 +96,7 @@ def locate(use: str, base_dir: Path | None) -> str:
 
 
 def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
-    """The recipe's arguments: keyword-only ones of the function. A Path is looked for beside the recipe."""
+    """Check the recipe's arguments, which must be keyword-only, and resolve Path arguments relative to the recipe."""
     own = _keyword_only(function)
     for key in given:
         if key not in own:
@@ -118,12 +119,12 @@ def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def may_return_images(function: Callable[..., Any]) -> bool:
-    """Whether the annotation of a user's function leaves room for images in what it returns, as a missing one does."""
+    """Return whether a function's return annotation allows images; a missing annotation does."""
     return not _is_text(types_of(function).get("return"))
 
 
 def _is_text(annotation: Any) -> bool:
-    """Whether a type is text, a number, a mapping or nothing, or made of such."""
+    """Return whether a type is text, a number, a mapping or None, or consists of such types."""
     kind = typing.get_origin(annotation) or annotation
     if isinstance(kind, type) and issubclass(kind, (str, int, float, type(None), Mapping)):
         return True
@@ -132,7 +133,7 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _check_kind(function: Any, target: str) -> None:
-    """Refuse what is not a plain or async function: its types cannot be read, or its result is no answer."""
+    """Raise ToolError unless the target is a plain or async function, with readable types and a usable result."""
     inner = inspect.unwrap(function)
     if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
         raise ToolError(
@@ -143,7 +144,7 @@ def _check_kind(function: Any, target: str) -> None:
 
 
 def _own_check(target: str, params: Mapping[str, Any]) -> None:
-    """What the script itself finds wrong with its parameters, or the machine: `CHECK(name, params) -> sentences`."""
+    """Run the script's own check, `CHECK(name, params) -> sentences`; raises ToolError if it reports problems."""
     file, _, name = target.rpartition(":")
     check = getattr(load_module(Path(file)), "CHECK", None) if file.endswith(".py") else None
     if callable(check) and (found := check(name, params)):
@@ -151,7 +152,7 @@ def _own_check(target: str, params: Mapping[str, Any]) -> None:
 
 
 def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments of the recipe that do not fit their annotations."""
+    """Raise ToolError for a recipe argument that does not match its annotation."""
     types = types_of(made)
     for key, value in given.items():
         if why := wrong_type(types.get(key), value):
@@ -159,7 +160,7 @@ def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) 
 
 
 def _command(section: Tool) -> LoadedTool:
-    """A command: the model gives one text, `input`, which it reads from its standard input."""
+    """Make a tool from a shell command, which reads its single text argument `input` from standard input."""
     words = shlex.split(str(section.command))
     if not words or shutil.which(words[0]) is None:
         raise ToolError(f"no command `{section.command}`", hint="its first word must be on the PATH")
@@ -182,8 +183,8 @@ def _command(section: Tool) -> LoadedTool:
 
 
 def environment_class(section: Environment, base_dir: Path | None) -> functools.partial[Any]:
-    """What makes an environment of the user's class. Raises ToolError for a class without the methods, or params that
-    it does not take."""
+    """Return a factory of environments of the user's class. Raises ToolError for a class that lacks a method or does
+    not accept the params."""
     split = split_function(section.use)
     if split is None:
         known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}

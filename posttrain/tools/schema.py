@@ -14,11 +14,11 @@ _ENTRY = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 
 def schema_of(function: Callable[..., Any], name: str, fixed: typing.Collection[str] = ()) -> dict[str, Any]:
-    """{"type": "function", "function": {name, description, parameters}}.
+    """Build the schema {"type": "function", "function": {name, description, parameters}}.
 
-    The description is the docstring up to its `Args:`, whose lines `argument: what it is` describe the arguments.
-    Arguments in `fixed` and keyword-only ones are the recipe's, not the model's. Raises ToolError for an argument
-    without a type, or a type that JSON does not know.
+    The description is the docstring up to `Args:`, whose lines `argument: description` describe the arguments.
+    Arguments in `fixed` and keyword-only ones belong to the recipe, not the model. Raises ToolError for an argument
+    without a type, or a type that JSON cannot represent.
     """
     try:
         arguments = inspect.signature(function).parameters
@@ -60,7 +60,7 @@ def _type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
 
 
 def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """(text before `Args:`, argument -> its description)."""
+    """Split a docstring into (text before `Args:`, argument -> its description)."""
     text, _, rest = doc.partition("\nArgs:")
     found: dict[str, str] = {}
     for line in rest.split("\nReturns:")[0].splitlines():

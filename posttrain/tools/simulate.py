@@ -1,7 +1,7 @@
-"""What a state of an environment is worth: the mean return of random plays from it (ProAct's Monte-Carlo critic).
+"""Monte-Carlo value of an environment's state: the mean return of random plays from it (ProAct's Monte-Carlo critic).
 
-An environment that can be played so has a method `actions()`, the legal moves in its state as texts that `step` takes,
-and can be copied (`copy.deepcopy`; a class that holds more than Python objects says how in `__deepcopy__`).
+The environment must have a method `actions()` that returns the legal moves in its state, as texts that `step` takes,
+and must support `copy.deepcopy` (a class that holds more than Python objects defines `__deepcopy__`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from posttrain.errors import ToolError
 
 
 def mean_return(environment: Any, rng: random.Random, *, plays: int, horizon: int, gamma: float) -> float:
-    """Mean over `plays` of the discounted rewards of steps, each with an action drawn evenly from the legal ones, until
-    the play is over, has no action left, or has `horizon` steps. The environment itself stays as it is."""
+    """Compute the mean over `plays` of the discounted reward of uniformly random legal actions, until the play is over,
+    has no legal action, or has `horizon` steps. The environment itself is not changed."""
     total = 0.0
     for _ in range(plays):
         world, discount = copy.deepcopy(environment), 1.0
@@ -32,8 +32,9 @@ def mean_return(environment: Any, rng: random.Random, *, plays: int, horizon: in
 
 
 def action_returns(environment: Any, seed: str, *, plays: int, horizon: int, gamma: float) -> dict[str, float]:
-    """What each legal action of the state returns: its reward + gamma * the mean return of random plays behind it, 0
-    where it ends the episode. The same for every rollout that begins in this state. The environment stays as it is."""
+    """Compute the return of each legal action: its reward + gamma * the mean return of random plays after it, or the
+    reward alone if it ends the episode. Deterministic in `seed`, so all rollouts from this state get equal values. The
+    environment is not changed."""
     found: dict[str, float] = {}
     for action in map(str, environment.actions()):
         after = copy.deepcopy(environment)
@@ -46,7 +47,7 @@ def action_returns(environment: Any, seed: str, *, plays: int, horizon: int, gam
 
 
 def take(environment: Any, action: str) -> tuple[bool, float]:
-    """Whether the episode is over behind an action, and its reward. Raises ToolError for a step without one."""
+    """Take one step; returns (whether the episode is over, reward). Raises ToolError for a step without a reward."""
     stepped = environment.step(action)
     if len(stepped) != 3:
         raise ToolError("simulations need the rewards of steps", hint="return (observation, done, reward)")
@@ -55,8 +56,8 @@ def take(environment: Any, action: str) -> tuple[bool, float]:
 
 
 def read_action(environment: Any, text: str) -> str | None:
-    """Which legal action a turn is: what the environment's `action(text)` says, without one the text itself without
-    blanks around it; None if that is no legal action."""
+    """Return the legal action that a turn is: the environment's `action(text)` if it has that method, else the stripped
+    text; None if that is not a legal action."""
     own = getattr(environment, "action", None)
     said = own(text) if callable(own) else text.strip()
     return said if said in set(map(str, environment.actions())) else None

@@ -1,7 +1,7 @@
-"""Readers of the formats whose arguments are texts between tags: xml (Qwen3-Coder), glm, and invoke (`<invoke name=`).
+"""Parsers of the formats whose arguments are text between tags: xml (Qwen3-Coder), glm, and invoke (`<invoke name=`).
 
-An argument may hold the tags of its own format: its end is a closing tag behind which the next argument or the end of
-the call follows, and tags that are opened within it are counted. One that is not closed ends where the next begins.
+An argument may contain the tags of its own format: it ends at a closing tag that is followed by the next argument or
+the end of the call, and tags opened within it are counted. An unclosed argument ends where the next one begins.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from posttrain.tools.call import Call, Unreadable, json_alone
 from posttrain.tools.json_calls import Found
 
 _Span = tuple[int, int]
-DEPTH = 50  # of tags within an argument
+DEPTH = 50  # maximum nesting of tags within an argument
 
 
 @dataclass(frozen=True)
 class Tags:
-    """Patterns of a format. call: with the group `name`; parameter: with the group `key`; lines: a value stands on
-    lines of its own; wrapped: the tag that must follow the end of a call; form: how a call is written."""
+    """Patterns of a format. call: with the group `name`; parameter: with the group `key`; lines: whether values are on
+    lines of their own; wrapped: tag that must follow the end of a call; form: how a call is written."""
 
     call: str
     parameter: str
@@ -32,8 +32,8 @@ class Tags:
     wrapped: str = ""
 
     def value_end(self, text: str, start: int) -> tuple[int, int]:
-        """(where the value that begins at `start` ends, where to read on); (-1, -1) if it has no end."""
-        if self.lines and text.startswith("\n", start):  # then its end is a line too, and tags within lines are text
+        """Return (end of the value that starts at `start`, where parsing continues); (-1, -1) if it has no end."""
+        if self.lines and text.startswith("\n", start):  # then the closing tag starts a line, and inline tags are text
             closed, _, _ = self._ends(text, start, "(?<=\n)")
             if closed:
                 return closed
@@ -41,8 +41,8 @@ class Tags:
         return closed or first or (end, end)
 
     def _ends(self, text: str, start: int, before: str) -> tuple[_Span | None, _Span | None, int]:
-        """The closing tag that belongs to the value; what ends it without that: the next argument, or the first closing
-        tag that could be meant; and the end of the call. before: what must be in front of a tag."""
+        """Find the end of a value: returns (its matching closing tag, or None; a fallback: the next argument or the
+        first plausible closing tag; the end of the call). before: lookbehind that a tag must satisfy."""
         follows = re.compile(rf"\s*(?:{self.parameter}|{self.end_call})", re.DOTALL)
         last = rf"{self.end_call}\s*{self.wrapped}\s*(?=\Z|<\||{self.call})"
         marks = re.compile(
@@ -75,7 +75,7 @@ class Tags:
         return None, next_one or first, -1
 
     def read(self, match: re.Match[str]) -> Found:
-        """The call whose opener was found."""
+        """Parse the call whose opener was matched."""
         text, at, arguments = match.string, match.end(), {}
         if not match["name"]:
             return self._unreadable_call(text, at, f"expected {self.form}")
@@ -105,7 +105,7 @@ class Tags:
         return [Call(match["name"], arguments)], at
 
     def _unreadable_call(self, text: str, at: int, problem: str) -> Found:
-        """A call that cannot be read, up to its end or the next one."""
+        """Return an unreadable call, and the position after its end or before the next call."""
         close = self.wrapped or self.end_call
         found = re.compile(rf"(?P<close>{close})|(?={_bare(self.call)}|</think>)").search(text, at)
         if found and found["close"]:
@@ -115,7 +115,7 @@ class Tags:
 
 
 def _bare(pattern: str) -> str:
-    """The pattern without names of groups, to be used beside another."""
+    """Return the pattern without group names, so that patterns can be combined."""
     return re.sub(r"\?P<\w+>", "?:", pattern)
 
 
@@ -145,7 +145,7 @@ INVOKE = Tags(
 
 
 def apply_schema_types(call: Call, properties: Mapping[str, Any]) -> Call:
-    """The call with its texts as what the tool's JSON schema says that they are; texts that are not are left."""
+    """Convert text arguments to the types of the tool's JSON schema; texts that do not convert stay text."""
     arguments = {key: _value(value, properties.get(key)) for key, value in call.arguments.items()}
     return Call(call.name, arguments, call.problem)
 
@@ -166,7 +166,7 @@ def _value(value: Any, schema: Mapping[str, Any] | None) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; without one among them it allows all."""
+    """Return the JSON types that a schema allows; an empty set allows all."""
     kinds = schema.get("type")
     found = {kinds} if isinstance(kinds, str) else set(kinds or ())
     for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):

@@ -1,5 +1,4 @@
-"""Blocking calls of a user's code on threads, each with a limit of time. Python cannot stop a thread: a late one is
-left."""
+"""Blocking user code on threads with a time limit. Python cannot stop a thread, so a late one keeps running."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ T = TypeVar("T")
 
 
 async def run(call: Callable[[], T], seconds: float | None = None) -> T:
-    """What the call returns or raises, on a thread of its own. Raises TimeoutError if it takes longer than `seconds`.
+    """Run a call on its own thread and return its result. Raises TimeoutError if it takes longer than `seconds`.
 
-    The thread of a late call, or of one whose coroutine is cancelled, goes on.
+    The thread of a late call, or of a cancelled coroutine, keeps running.
     """
     async with asyncio.timeout(seconds):
         return await asyncio.wrap_future(in_thread(call, "environment"))
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Run a blocking call on a thread of that name, a daemon, which does not keep the process. Returns its result to
-    come, which cannot be cancelled."""
+    """Run a blocking call on a daemon thread of this name, which does not keep the process alive. Returns a future that
+    cannot be cancelled."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 

@@ -1,4 +1,4 @@
-"""What a recipe offers the model: its tools in the prompts, and the world that answers."""
+"""The tools or environment of a recipe: their descriptions in prompts, and the world that answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.verify.captured_output import OutputLog
 
 @dataclass(frozen=True)
 class ToolSet:
-    """Loaded and checked, nothing started. make: what makes an environment; None = tools."""
+    """Tools or an environment, loaded and checked but not started. make: factory of environments; None = tools."""
 
     tools: tuple[LoadedTool, ...]
     form: Format
@@ -27,28 +27,28 @@ class ToolSet:
     workers: int
     timeout_s: float
     earlier_turns: str
-    system: str | None  # what a system message says about the tools, where the template says nothing
-    memory_mb: int | None  # of each worker of tools
-    shown: bool  # prompts tell of the tools
-    given_system: str | None = None  # the recipe's system message, which that text stands behind
-    simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
-    output_log: OutputLog | None = None  # where what tools print goes, else to stderr
+    system: str | None  # description of the tools for the system message, if the template does not describe them
+    memory_mb: int | None  # memory limit of each tool worker
+    shown: bool  # whether prompts describe the tools
+    given_system: str | None = None  # the recipe's system message, which `system` is appended to
+    simulations: Simulations | None = None  # of states before each turn, if an advantage reads their values
+    output_log: OutputLog | None = None  # where output of tools goes; None = stderr
     limits: ImageLimits | None = None  # of the rows' images
     max_pixels: int = MAX_PIXELS  # of an image that an environment shows
-    shows: bool = True  # a tool or a step of the environment may return images
+    shows: bool = True  # whether a tool or a step of the environment may return images
 
     @property
     def reply_role(self) -> Literal["tool", "user"]:
         return "tool" if self.make is None else "user"
 
     def world(self) -> World:
-        """Started: workers run until it is closed."""
+        """Start the world; its workers run until it is closed."""
         if self.make is not None:
             return Environments(self.make, self.workers, self.timeout_s, self.simulations, self.max_pixels, self.shows)
         return Tools(Caller(self.tools, self.workers, self.output_log, self.memory_mb), self.form, self.limits)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The data row as it is rendered: with the tools."""
+        """Return the data row to render, with the tools added."""
         system = self.given_system
         if not self.shown or not self.tools:
             return dict(row)
@@ -64,7 +64,7 @@ class ToolSet:
 
 
 def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> ToolSet | None:
-    """What the recipe offers, None for nothing. Raises ToolError for what cannot be loaded."""
+    """Load the recipe's tools or environment; None if it has neither. Raises ToolError if loading fails."""
     if not recipe.acts:
         return None
     tools = load_tools(recipe.tools, base_dir)
@@ -97,7 +97,7 @@ def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> Too
 
 
 def _simulations(recipe: ToolUseStage) -> Simulations | None:
-    """With the discount of the advantage that reads them; evaluations need none."""
+    """Return the simulation settings, with the discount of the advantage that reads them; evaluations have none."""
     section, advantage = recipe.environment, getattr(recipe, "advantage", None)
     if section is None or not section.simulations or advantage is None:
         return None

@@ -1,10 +1,10 @@
-"""A tool tried without a model: its EXAMPLES, and what comes back for right and wrong calls.
+"""Tests of a tool without a model: its EXAMPLES, and its answers to correct and wrong calls.
 
     EXAMPLES = [({"celsius": 20}, "68.0"), ({"celsius": "warm"}, ValueError), (arguments, expected, params), ...]
 
-in a file with one tool; with several, a dict `{"tool": [...], ...}`. An exception as `expected`: the call must end in
-an error. `sample(folder)` in the script may make what the examples need there and return it as parameters. Calls go the
-way that they go in training: JSON in, worker processes, limits, a text out.
+in a file with one tool; with several tools, a dict `{"tool": [...], ...}`. If `expected` is an exception, the call must
+fail. A function `sample(folder)` in the script may create what the examples need there and return it as parameters.
+Calls run as in training: JSON in, worker processes, limits, text out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.verify.worker import Call as Work
 
 @dataclass(frozen=True)
 class ToolTrial:
-    """One call. what: why it was made; ok: it did what was expected, None where nothing was; seconds: all of it."""
+    """One tested call. what: its purpose; ok: whether it met the expectation, None = none; seconds: total time."""
 
     what: str
     call: ToolCall
@@ -38,7 +38,7 @@ class ToolTrial:
 
 
 def names_in(path: Path) -> list[str]:
-    """The tools of a file: those that EXAMPLES names, else its public functions with a docstring, in order."""
+    """Return the tools of a file: those in EXAMPLES, else its public functions with a docstring, in order."""
     module = load_module(path)
     written = getattr(module, "EXAMPLES", None)
     if isinstance(written, Mapping):
@@ -57,7 +57,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def examples_of(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:
-    """(arguments, expected, params) of a tool's EXAMPLES; [] without. alone: a list in the file is this tool's."""
+    """Return (arguments, expected, params) of a tool's EXAMPLES; [] if none. alone: whether a list is for this tool."""
     file, _, name = tool.target.rpartition(":")
     written = getattr(load_module(Path(file)), "EXAMPLES", []) if file.endswith(".py") else []
     lines = written.get(name, []) if isinstance(written, Mapping) else written if alone else []
@@ -70,14 +70,14 @@ def examples_of(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any
 
 
 def sample_of(use: str, folder: Path) -> dict[str, Any]:
-    """Parameters that the script's `sample` makes for its examples, with their files in `folder`; {} without one."""
+    """Return the parameters that the script's `sample` makes for its examples, with files in `folder`; {} without."""
     file = locate(use, Path.cwd()).rpartition(":")[0]
     make = getattr(load_module(Path(file)), "sample", None) if file.endswith(".py") else None
     return dict(make(folder)) if callable(make) else {}
 
 
 def try_examples(tool: LoadedTool, alone: bool) -> list[ToolTrial]:
-    """The tool's EXAMPLES, each with the tool's own parameters under its own."""
+    """Run the tool's EXAMPLES; an example's params override those of the tool."""
     found = []
     for arguments, expected, params in examples_of(tool, alone):
         one = run_calls(replace(tool, params={**tool.params, **params}), [("example", arguments)])[0]
@@ -89,9 +89,9 @@ def try_examples(tool: LoadedTool, alone: bool) -> list[ToolTrial]:
 
 
 def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]:
-    """What a model gets for calls that are wrong: an argument missing, one too many, one of another type.
+    """Run wrong calls, to show what a model gets back: an argument missing, one too many, one of the wrong type.
 
-    arguments: of a right call; where there are none, the schema makes some.
+    arguments: those of a correct call; missing ones are generated from the schema.
     """
     properties = tool.schema["function"]["parameters"]["properties"]
     arguments = {**{name: _some(properties[name]) for name in tool.required}, **arguments}
@@ -108,15 +108,15 @@ def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]
 
 
 def _some(about: Mapping[str, Any]) -> Any:
-    """A value of the type."""
+    """Return a value of the schema's type."""
     return {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}.get(str(about.get("type")), "text")
 
 
 def run_calls(tool: LoadedTool, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[ToolTrial]:
-    """The calls, one after the other, by a worker that is up."""
+    """Run the calls one after the other in a warmed-up worker."""
     found = []
     with Caller([tool], workers=1) as caller:
-        caller.pools[0].run([Work(0, 0, "{}" if tool.required else "", {})])  # fails, and everything is loaded
+        caller.pools[0].run([Work(0, 0, "{}" if tool.required else "", {})])  # fails, but loads everything
         for what, arguments in calls:
             started = time.monotonic()
             (done,) = caller.run([Call(tool.name, arguments)])

@@ -1,4 +1,4 @@
-"""The side of a tool call that runs in a worker process. Imports nothing heavy but what the tools import."""
+"""Worker-process side of a tool call. Imports nothing heavy except what the tools import."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from posttrain.images import Image, join_parts, split_pictures
 from posttrain.registry import load_function
 
-MARK = "\x00error:"  # before the text of what a tool raised
-SHOWN = "\x00images:"  # before a JSON list of a result's text and its images
+MARK = "\x00error:"  # prefix of the text of a tool's exception
+SHOWN = "\x00images:"  # prefix of a JSON list: a result's text and its images
 ERROR_CHARS = 300
 
 
 def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int, max_pixels: int, **seen: Any) -> str:
-    """In the worker: call the tool with arguments as JSON text. What it raises comes back as text.
+    """Call the tool, in the worker, with arguments given as JSON text. An exception is returned as text.
 
-    seen: the images that the conversation has shown, as `images`, for a tool that asks for them.
+    seen: the images of the conversation, as `images`, for a tool that takes them.
     """
     function = load_function(target, None, what="tool")
     try:
@@ -42,7 +42,7 @@ def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int, 
 
 
 def _shorten(parts: Sequence[str | Image], max_chars: int) -> list[str | Image]:
-    """The parts with at most so many characters in all; a text that is cut says how many are left out."""
+    """Truncate parts to max_chars characters in total; a truncated text states how many characters are left out."""
     kept: list[str | Image] = []
     for part in parts:
         if isinstance(part, str):
@@ -55,7 +55,7 @@ def _shorten(parts: Sequence[str | Image], max_chars: int) -> list[str | Image]:
 
 
 def read_images(text: str) -> tuple[str, tuple[Image, ...]]:
-    """What the model is shown of a tool's result, with PLACE for each of its images, and these."""
+    """Split a tool's result into the text for the model, with PLACE for each image, and the images."""
     if not text.startswith(SHOWN):
         return text, ()
     shown, sources = json.loads(text.removeprefix(SHOWN))
@@ -63,13 +63,13 @@ def read_images(text: str) -> tuple[str, tuple[Image, ...]]:
 
 
 async def await_result(value: Awaitable[Any]) -> Any:
-    """What an async tool returns."""
+    """Await the result of an async tool."""
     return await value
 
 
 def to_json_text(value: Any) -> Any:
-    """What stands in JSON for a value that JSON does not know. Raises TypeError for one that has no text of its own:
-    coroutines, generators, functions, and objects of which Python would show the address."""
+    """Convert a value that JSON cannot represent, for `json.dumps(default=)`. Raises TypeError for a value without a
+    meaningful text: coroutines, generators, functions, and objects whose repr would show an address."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, set | frozenset):
@@ -83,7 +83,7 @@ def to_json_text(value: Any) -> Any:
 
 
 def convert_arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the types of the function: models write "3" for 3. Raises ValueError naming the argument."""
+    """Convert arguments to the types of the function: models write "3" for 3. Raises ValueError naming the argument."""
     from pydantic import TypeAdapter, ValidationError
 
     hints = typing.get_type_hints(function)
@@ -97,7 +97,7 @@ def convert_arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _as_type(adapter: Any, value: Any) -> Any:
-    """The value as the type; a text that is none may be the JSON of one."""
+    """Validate a value against a type; a string that does not fit is tried as JSON."""
     from pydantic import ValidationError
 
     try:
@@ -113,7 +113,7 @@ def _as_type(adapter: Any, value: Any) -> Any:
 
 
 def command(input: str, *, words: Sequence[str], seconds: float, max_chars: int) -> str:
-    """A command as a tool: its standard output; ValueError with its last line of errors where it fails."""
+    """Run a command as a tool: returns its standard output; ValueError with its last line of stderr if it fails."""
     try:
         done = subprocess.run(list(words), input=input, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
