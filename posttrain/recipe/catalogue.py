@@ -178,7 +178,7 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
     facts = {"kind": kind, "name": name, "needs": {*needs}, "givers": givers_of(needs), "role": "role" in known}
     shaped: dict[str, Any] = {place: inner}
     for row in _TABLE["beside_component"]:
-        if Scope((((), facts), ((), shaped))).holds(row["when"]):
+        if Scope.of(facts, shaped).holds(row["when"]):
             shaped = {**row.get("before", {}), **shaped, **row.get("behind", {})}
     for need in needs:
         if need in MAKERS:

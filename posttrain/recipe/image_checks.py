@@ -36,7 +36,7 @@ _REPLIES = (
 
 def problems_with_images(recipe: BaseModel, *, rows: bool, replies: bool = False) -> list[Problem]:
     """Return the problems of a recipe whose rows have images, or whose tools or environment may reply with images."""
-    scope = Scope((((), recipe),))
+    scope = Scope.of(recipe)
     what, hint = _ROWS if rows else _REPLIES
     return [
         Problem("", f"{key}: {what}, and it {why}", hint=hint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import types
 import typing
@@ -35,16 +34,14 @@ class Key(NamedTuple):
 def list_keys(stage: type[Stage]) -> Iterator[Key]:
     """Yield the keys of a stage in the order of its schema; the keys of a section follow the section."""
     for key, model, field in keys.walk(stage):
-        sections = keys.models(field.annotation)
-        doc = (inspect.getdoc(sections[0]) or "") if sections else ""
-        about = field.description or doc.partition(". ")[0].partition("\n\n")[0].rstrip(".")
+        about = keys.describe_key(field)
         if key.split(".")[-1] == "use" and issubclass(model, ComponentSection):
             about = (
                 f"component name; its arguments are keys beside it: `posttrain methods list --kind {model.kinds[0]}`"
             )
         if key == "stage":
             about = "the command that the recipe is for"
-        yield Key(key, _type(field), _default(field, section=bool(sections)), " ".join(about.split()))
+        yield Key(key, _type(field), _default(field), about)
 
 
 def _type(field: FieldInfo) -> str:
@@ -79,11 +76,11 @@ def _format_type(annotation: Any) -> str:
     )
 
 
-def _default(field: FieldInfo, *, section: bool) -> str:
+def _default(field: FieldInfo) -> str:
     if field.is_required():
         return REQUIRED
     value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
-    if section and value is not None and value != []:
+    if keys.models(field.annotation) and value is not None and value != []:
         return "{}"
     in_one_line = isinstance(value, str) and value and "\n" not in value
     return str(value) if in_one_line else json.dumps(value, ensure_ascii=False)

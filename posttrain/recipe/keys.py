@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import types
 import typing
@@ -42,6 +43,12 @@ def models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models(part)]
+
+
+def describe_key(field: FieldInfo) -> str:
+    """Return the description of a key: its `description`, or the first sentence of its section's docstring."""
+    doc = next((inspect.getdoc(model) or "" for model in models(field.annotation)), "")
+    return " ".join((field.description or doc.partition("\n\n")[0].partition(". ")[0].rstrip(".")).split())
 
 
 def own_keys(model: type[BaseModel]) -> dict[str, Any]:

@@ -232,9 +232,7 @@ def _takes_only_text(tree: Node, parts: Sequence[str]) -> bool:
     entry."""
     path = list(parts)
     if path[0] == "stages" and len(path) > 2 and (entry := child(tree, "stages")) and isinstance(entry.value, list):
-        named = [str(one.mapping["name"].value) if "name" in one.mapping else "" for one in entry.value]
-        number = named.index(path[1]) if path[1] in named else int(path[1]) if path[1].isdigit() else len(named)
-        if number >= len(named):
+        if (number := _find_entry(entry.value, path[1])) is None:
             return False
         tree, path = entry.value[number], path[2:]
     stage = tree.mapping.get("stage")
@@ -269,15 +267,25 @@ def _nest_value(node: Node | None, parts: Sequence[str], value: Node, above: tup
     return Node({parts[0]: _nest_value(below, parts[1:], value, (*above, parts[0]))}, value.origin, value.origin)
 
 
-def _entry_index(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
-    """Return the index of the list entry that `part` denotes: an index, or the `name` of an entry."""
-    assert isinstance(node.value, list)
-    names = [str(entry.mapping["name"].value) if "name" in entry.mapping else None for entry in node.value]
+def _entry_names(entries: Sequence[Node]) -> list[str]:
+    """Return the `name` of each list entry; "" for an entry without one."""
+    return [str(entry.mapping["name"].value) if "name" in entry.mapping else "" for entry in entries]
+
+
+def _find_entry(entries: Sequence[Node], part: str) -> int | None:
+    """Return the index of the list entry that `part` denotes (an index, or the `name` of an entry), or None."""
+    names = _entry_names(entries)
     if part in names:
         return names.index(part)
-    if part.isdigit() and int(part) < len(node.value):
-        return int(part)
-    given = [name for name in names if name]
+    return int(part) if part.isdigit() and int(part) < len(entries) else None
+
+
+def _entry_index(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
+    """Return the index of the list entry that `part` denotes. Raises RecipeError if there is none."""
+    assert isinstance(node.value, list)
+    if (found := _find_entry(node.value, part)) is not None:
+        return found
+    given = list(filter(None, _entry_names(node.value)))
     last = len(node.value) - 1
     entries = f"entries: 0 to {last}" if last >= 0 else "it is an empty list"
     allowed = entries + (f", or by name: {', '.join(given)}" if given else "")

@@ -12,6 +12,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.errors import nearest
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, SliceSource
+from posttrain.recipe.requirements import Found
 
 PER_MODEL = ("weight", "density", "gamma", "epsilon", "scale")  # keys that may be set per model
 ARGUMENTS = {"lambda_": "lam"}  # recipe key -> argument of the merge rule, if different
@@ -47,7 +48,6 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "tol": (lambda x: x > 0, "above 0"),
 }
 _COUNT_NAMES = {"one_model": "one model", "two_models": "two models", "several_models": "at least two models"}
-Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
 
 
 @dataclass(frozen=True)

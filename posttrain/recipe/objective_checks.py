@@ -37,7 +37,7 @@ def check_components(recipe: RlRecipe) -> Found:
                 yield f"{key}.use", f"`{section.use}` and `{owner.use}` both {action}", "keep one of them"
         facts |= {"kind": key.partition(".")[0], "filters": section in recipe.keeps}
         facts |= {name: section.needs & set(words) for name, words in needs.TOGETHER.items()}
-        scope = Scope((((), recipe), ((), section), ((), facts)))
+        scope = Scope.of(recipe, section, facts)
         for place, rows in needs.REFUSED.items():
             yield from refuse(scope, rows, place if place != "use" else f"{key}.use")
 
@@ -45,7 +45,7 @@ def check_components(recipe: RlRecipe) -> Found:
 def provided_fields(recipe: RlRecipe) -> set[str]:
     """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
     everything that its kind can."""
-    scope, advantage = Scope((((), recipe),)), recipe.advantage
+    scope, advantage = Scope.of(recipe), recipe.advantage
     found = {field for when, fields in needs.GIVERS.values() if scope.holds(when) for field in fields}
     found |= {field for field, makers in needs.MAKERS.items() if advantage.is_function or advantage.use in makers}
     return found | fields_from_sampler(recipe)
@@ -101,7 +101,7 @@ def check_controllers(recipe: RlRecipe) -> Found:
     for key, section in recipe.controllers.items():
         largest = max(section.params.get("values", ()), default=0)
         facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
-        scope = Scope((((), recipe), ((), section), ((), {**facts, "of_rollout": key.startswith("rollout.")})))
+        scope = Scope.of(recipe, section, facts | {"of_rollout": key.startswith("rollout.")})
         yield from refuse(scope, needs.REFUSED_CONTROLLERS, f"controllers.{key}")
 
 
@@ -109,7 +109,7 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     """Return the notes to print at the start of a run with stale rollouts."""
     if not recipe.rollout.staleness:
         return []
-    scope, key = Scope((((), recipe),)), f"rollout.staleness {recipe.rollout.staleness}"
+    scope, key = Scope.of(recipe), f"rollout.staleness {recipe.rollout.staleness}"
     return [key + scope.fill(text) for when, text in needs.OF_STALE_ROLLOUTS if scope.holds(when)]
 
 

@@ -211,13 +211,11 @@ def _missing_key_problem(
     key = str(item["loc"][-1])
     model = keys.section_at(stage, path)
     field = keys.own_keys(model).get(key) if model else None
-    about = field.description if field else None
-    if not about and field and (inner := keys.models(field.annotation)):
-        about = (inner[0].__doc__ or "").split("\n")[0]
+    about = keys.describe_key(field) if field else ""
     if key == "use" and model and issubclass(model, ComponentSection):
         about = f"known: {', '.join(sorted(model.registered_components()))}; or path/file.py:function"
     full = f"{shown_path}.{key}" if shown_path else key
-    return Problem(node.at_key.mark, f"{full}: is missing", about or "", _addition((*path, key)))
+    return Problem(node.at_key.mark, f"{full}: is missing", about, _addition((*path, key)))
 
 
 # What to write if a section is missing or empty: the shortest valid lines.

@@ -48,6 +48,11 @@ class Scope:
     sections: tuple[tuple[Path_, Any], ...]
     above: tuple[Idle, ...] = ()
 
+    @classmethod
+    def of(cls, *sections: Any) -> Scope:
+        """Build a scope of sections whose paths do not matter, from the recipe to the innermost one."""
+        return cls(tuple(((), section) for section in sections))
+
     def find(self, key: str) -> tuple[Path_, Any]:
         """Return the path and the value of a key, or ((), None) if no section has it."""
         parts = key.removeprefix(".").split(".")

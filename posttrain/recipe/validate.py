@@ -51,7 +51,7 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
             stage = model.model_fields["stage"].default
             what = f"{format_path([*prefix, key])}: not used by stage {stage}: {why}"
             problems.append(Problem(node.at_key.mark, what, hint="remove it"))
-            _remove(values, key.split("."))
+    _drop_unused(values, model)
     try:
         recipe = model.model_validate(values)
     except ValidationError as error:
@@ -69,10 +69,7 @@ def resolve_valid_values(
     Returns None if one of the `decisive` sections has such a value, or if the stage is meaningless without the values.
     """
     remaining = copy.deepcopy(dict(values))
-    for key in model.unused:
-        parts = key.split(".")
-        if isinstance(section := remaining.get(parts[0]), dict):
-            section.pop(parts[-1], None)
+    _drop_unused(remaining, model)
     for _ in range(_MAX_PASSES):
         try:
             return resolve_values(model.model_validate(remaining))
@@ -109,10 +106,12 @@ def _check_magnitudes(tree: Node, prefix: Sequence[str | int]) -> Iterator[Probl
                 yield Problem(node.origin.mark, what)
 
 
-def _remove(values: dict[str, Any], parts: list[str]) -> None:
-    for part in parts[:-1]:
-        values = values[part]
-    values.pop(parts[-1])
+def _drop_unused(values: dict[str, Any], model: type[Stage]) -> None:
+    """Remove the keys that a stage does not use (`SECTION.KEY`) from its values."""
+    for path in model.unused:
+        section, _, key = path.partition(".")
+        if isinstance(below := values.get(section), dict):
+            below.pop(key, None)
 
 
 def resolve_values(recipe: Stage) -> dict[str, Any]:
@@ -120,10 +119,7 @@ def resolve_values(recipe: Stage) -> dict[str, Any]:
     dumped = recipe.model_dump(mode="json", by_alias=True, exclude={"extends", "defaults"})
     run = dumped.pop("run")
     values = {"stage": dumped.pop("stage"), **dumped, "run": run}
-    for key in type(recipe).unused:
-        parts = key.split(".")
-        if isinstance(values.get(parts[0]), dict):
-            values[parts[0]].pop(parts[1], None)
+    _drop_unused(values, type(recipe))
     return values
 
 

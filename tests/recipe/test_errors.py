@@ -114,7 +114,7 @@ def test_wrong_values(override: str, told: str, errors: Errors) -> None:
 def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
     text = "stage: sft\nmodel:\n  dtype: auto\nrun: {steps: 1}\n"
     assert errors(text) == (
-        "r.yaml:1:1  data: is missing\n  Rows, how they become tokens, and which tokens are trained on.\n"
+        "r.yaml:1:1  data: is missing\n  Rows, how they become tokens, and which tokens are trained on\n"
         "  hint: write\n    data:\n      source: rows.jsonl  # or a hub id, gym:TASK, task:NAME, file.py:function\n"
         "r.yaml:2:1  model.path: is missing\n"
         "  a directory, a hub id, a .gguf file, `tiny`, `tiny-vision`, or `stage:NAME` in a pipeline"
