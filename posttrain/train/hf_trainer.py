@@ -65,8 +65,8 @@ class Job:
     order: StepOrder | None = None  # order of the rows within a step; None: as drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
     saving: bool = False  # True during a save, and after a failed save
-    asked: int = 0  # signal number by which any rank was asked to stop; 0: none
-    given_up: RunError | None = None  # error that ends the run after the step, if it trains nothing
+    stop_signal: int = 0  # signal number by which any rank was asked to stop; 0: none
+    idle_error: RunError | None = None  # error that ends the run after the step, if it trains nothing
     evaluation: Evaluation | None = None  # evaluation during training
 
     @classmethod
@@ -108,10 +108,10 @@ class RunLoop(abc.ABC):
     stop: GracefulStop
     watchdog: Watchdog
     sums: dict[str, Any]
-    failed: Exception | None  # error of this rank in the passes of this step
-    mine: list[int]  # indices of this rank's micro-batches in this step
+    error: Exception | None  # error of this rank in the passes of this step
+    own_batches: list[int]  # indices of this rank's micro-batches in this step
     remaining_passes = 0  # of this rank in this step, idle passes included
-    before: int | None  # fingerprint of the weights before the first update; None afterwards
+    initial_weights: int | None  # fingerprint of the weights before the first update; None afterwards
 
     def attach(
         self, metrics: MetricsLog, samples: SamplesLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog
@@ -155,14 +155,14 @@ class RunLoop(abc.ABC):
         """Return an optimizer step's micro-batches and its denominator; set its learning rate and random seed."""
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
-        self.mine = data_parallel.my_even_shard([batch["input_ids"].numel() for batch in batches])
-        self.idle = sharding.idle_passes(len(self.mine), self.job.loaded)
-        self.remaining_passes = len(self.mine) + self.idle
+        self.micro_batches, self.batches_seen, self.sums, self.error = batches, 0, {}, None
+        self.own_batches = data_parallel.my_even_shard([batch["input_ids"].numel() for batch in batches])
+        self.idle_passes = sharding.idle_passes(len(self.own_batches), self.job.loaded)
+        self.remaining_passes = len(self.own_batches) + self.idle_passes
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
-        self.before = None if self.job.state.updates else update_check.fingerprint(self.job.optimizer)
+        self.initial_weights = None if self.job.state.updates else update_check.fingerprint(self.job.optimizer)
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(data_parallel.rank_seed(derive(self.job.recipe.run.seed, "step", step)))
         denominator = self.denominator(batches) or 1  # if it is 0, the summed loss is 0 as well
@@ -172,8 +172,8 @@ class RunLoop(abc.ABC):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         with self.job.loaded.autocast():
-            given = image_inputs(model, inputs) if IMAGES in inputs else inputs
-            return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            model_inputs = image_inputs(model, inputs) if IMAGES in inputs else inputs
+            return super().compute_loss(model, model_inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward of one micro-batch of this rank; after the last, sum gradients over ranks.
@@ -182,16 +182,16 @@ class RunLoop(abc.ABC):
         ranks, errors are exchanged after the last micro-batch, where other ranks would otherwise wait for the gradient.
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
-        if self.failed is None and self.done in self.mine:
-            tried = sharding.capture_passes(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
-            loss, self.failed = (loss, tried.error) if tried.error else (tried.value, None)
-        self.done += 1
-        last = self.done == len(self.micro_batches)
-        if last and self.failed is None:
-            for _ in range(self.idle):
+        if self.error is None and self.batches_seen in self.own_batches:
+            result = sharding.capture_passes(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
+            loss, self.error = (loss, result.error) if result.error else (result.value, None)
+        self.batches_seen += 1
+        last = self.batches_seen == len(self.micro_batches)
+        if last and self.error is None:
+            for _ in range(self.idle_passes):
                 self._idle_pass(model, inputs, num_items_in_batch)
         if last or distributed.world() == 1:
-            distributed.gather_or_raise(distributed.Captured(None, self.failed))
+            distributed.gather_or_raise(distributed.Captured(None, self.error))
         if last:
             data_parallel.sum_gradients(model)
             sharding.drop_unseen_gradients(model)
@@ -247,9 +247,9 @@ class RunLoop(abc.ABC):
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
         values |= self.evaluate_due()
-        job.given_up = update_check.check_patience(state, run.max_idle_steps)
-        job.asked = max(distributed.gather(self.stop.asked))
-        over = bool(job.asked) or job.finished or job.given_up is not None
+        job.idle_error = update_check.check_patience(state, run.max_idle_steps)
+        job.stop_signal = max(distributed.gather(self.stop.asked))
+        over = bool(job.stop_signal) or job.finished or job.idle_error is not None
         self.progress.update(state.step, values, spent=state.spent)
         if warning := update_check.update_note(values, job.recipe.optim, job.loaded.model):
             self.progress.note(warning)
@@ -275,7 +275,8 @@ class RunLoop(abc.ABC):
         loss = sums.pop("loss")
         seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
         ranks = ranks_of_run(divided=self.job.loaded.is_sharded)
-        moved = self.before is None or update_check.weights_moved(self.before, self.job.optimizer, ranks)
+        initial = self.initial_weights
+        moved = initial is None or update_check.weights_moved(initial, self.job.optimizer, ranks)
         updates = int(moved and sums["trained"] > 0 and grad_norm > 0 and self.lr > 0)
         state.count_tokens(sums["trained"], sums["tokens"], updates)
         state.count_step(seconds, updates)
@@ -391,11 +392,11 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
                     metrics.write(job.state.step, values)
                 peak_memory()  # resets the peak of loading and of earlier stages in this process
                 trainer.train()
-    if job.given_up is not None:
-        raise job.given_up
+    if job.idle_error is not None:
+        raise job.idle_error
     if not job.finished:
         message = f"stopped after step {job.state.step} of {job.plan.steps}"
-        raise Interrupted(message, where=str(directory.path), number=job.asked or 2)
+        raise Interrupted(message, where=str(directory.path), number=job.stop_signal or 2)
     update_check.check_end(job.state)
     started = time.perf_counter()
     report = save_model(job.loaded, directory.final, saver)

@@ -334,7 +334,7 @@ class Preference(RunLoop, DPOTrainer):
             seed = derive(self.job.recipe.run.seed, "online_kl", self.job.state.step)
             parts = [pairs_of(batch) for batch in batches]
             self.watchdog.enter("rollout")
-            self.answers = self.online.sample_answers(parts, self.mine, seed)
+            self.answers = self.online.sample_answers(parts, self.own_batches, seed)
             self.watchdog.leave()
             self.watchdog.enter("update")
         return batches, pairs
@@ -373,7 +373,7 @@ class Preference(RunLoop, DPOTrainer):
         loss = result.losses.sum()
         if self.online is not None:
             with self.job.loaded.autocast():
-                term, kl = self.online.loss_term(model, self.answers[self.done])
+                term, kl = self.online.loss_term(model, self.answers[self.batches_seen])
             loss = loss + term
             self.add("online_kl/kl", kl)
         return loss / num_items_in_batch
