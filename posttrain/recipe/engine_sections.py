@@ -59,6 +59,7 @@ class Server(Section):
 
     @model_validator(mode="after")
     def _one_place(self) -> Server:
+        """Check that the addresses are given in exactly one form, are valid, and are distinct."""
         if sum(map(bool, (self.urls, self.devices, self.file))) != 1:
             raise ValueError("give one of `urls`, `file` and `devices`")
         for url in self.urls:
@@ -152,6 +153,7 @@ class Vllm(Section):
 
     @model_validator(mode="after")
     def _room(self) -> Self:
+        """Check that each engine has distinct GPUs, and that the engines of a GPU fit into its memory."""
         twice = next((place for place in self.places if len(set(place)) < len(place)), None)
         if twice is not None:
             raise ValueError(f"server.devices names a GPU twice for one engine: {', '.join(map(str, twice))}")
@@ -188,6 +190,7 @@ class EngineSection(Section):
 
     @model_validator(mode="after")
     def _whole_engines(self) -> Self:
+        """Check that the engines and GPUs match `tensor_parallel`."""
         size, server = self.vllm.tensor_parallel, self.vllm.server
         if size > 1 and server is None and self.vllm.engines > 1:
             raise ValueError(

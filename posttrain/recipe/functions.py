@@ -132,6 +132,7 @@ def find_data_argument_errors(
 
 
 def _check_given(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping[str, Any]) -> dict[str, UserError]:
+    """Return key -> error for given arguments that the function does not take, or whose value has the wrong type."""
     annotations = {argument.arg: argument.annotation for argument in takes}
     found = {}
     for key, value in given.items():

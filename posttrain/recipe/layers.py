@@ -104,6 +104,8 @@ def expand_use(node: Node) -> Node:
 
 
 def _drop_former_params(lower: Node, upper: Node, section: type[ComponentSection]) -> Node:
+    """Return `lower` without component arguments if `upper` names another component."""
+
     def use(node: Node) -> object:
         named = node.mapping.get("use")
         return named.value if named else None
@@ -164,6 +166,7 @@ PATH_CHARS = 200  # maximum length of a value that is tested as a path
 
 
 def _find_base_recipe(base: Node, here: Path) -> Path:
+    """Return the path of an extended recipe: a file relative to the recipe, or a shipped recipe. Raises RecipeError."""
     name = base.value
     if not isinstance(name, str):
         raise RecipeError("extends: must be the path or the name of a recipe", where=base.origin.mark)

@@ -257,6 +257,8 @@ def _foreign_key_problems(tree: Node) -> Iterator[Problem]:
 
 
 def _finish(tree: Node, model: type[Stage], document: Document, problems: list[Problem], path: Path) -> Loaded:
+    """Merge the preset, resolve a pipeline's stages, validate, and build the result. Raises WrongRecipe with all
+    problems."""
     tree = merge_preset(tree, model, problems)
     stages = pipeline.resolve(tree, problems) if model is PipelineRecipe else pipeline.Resolved(tree, [], tree)
     recipe, found = check(stages.tree, model)

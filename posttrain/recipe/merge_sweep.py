@@ -96,6 +96,7 @@ def _overrides(key: str, value: str, recipe: MergeRecipe) -> list[str]:
 
 
 def _check(key: str, recipe: MergeRecipe) -> None:
+    """Raise RecipeError if a key cannot be swept: unknown, not read by the method, or ambiguous."""
     if "." in key:
         return  # a regular override, which loading checks
     known = {field.alias or name: name for name, field in MergeParameters.model_fields.items()}

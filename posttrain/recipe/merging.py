@@ -249,6 +249,7 @@ def _check_range(path: str, key: str, setting: Any) -> Found:
 
 
 def _check_counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
+    """Check the number of models that a method takes."""
     count = len(part.models)
     right = {"one_model": count == 1, "two_models": count == 2, "several_models": count >= 2}
     besides = " besides the base" if part.base else ""
@@ -297,6 +298,7 @@ def _allowed_names(name: str, known: Sequence[str]) -> str:
 
 
 def _check_adapters(recipe: Any) -> Found:
+    """Check a merge of adapters: no base, tokenizer or template of its own; `rank` belongs to svd."""
     for key in ("base_model", "tokenizer_source", "tokenizer", "chat_template"):
         if getattr(recipe, key) is not None:
             yield key, f"{recipe.merge_method} takes its base from the adapters, and their tokenizer", "remove it"

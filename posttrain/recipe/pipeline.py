@@ -205,6 +205,7 @@ def _is_other_section(key: str, section: Node, model: type[Stage]) -> bool:
 
 
 def _check_name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:
+    """Return the name of a stage; a missing, invalid or repeated name is a problem."""
     node = entry.mapping.get("name")
     if node is None:
         problems.append(Problem(entry.origin.mark, f"{head}.name: is missing", "later stages refer to the stage by it"))
@@ -219,6 +220,7 @@ def _check_name(entry: Node, head: str, earlier: dict[str, str], problems: list[
 
 
 def _find_stage(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | None:
+    """Return the recipe class of a stage, or None with a problem."""
     known = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
     node = entry.mapping.get("stage")
     allowed = f"allowed: {', '.join(known)}"
@@ -242,6 +244,7 @@ def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
 
 
 def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:
+    """Check that every `stage:NAME` refers to an earlier stage that produces a model (or the named file)."""
     values = plain(full)
     for path, name, file in references(values):
         scores = "rewards" in path or values.get("stage") == "reward_model"  # these may name a reward model
@@ -270,6 +273,7 @@ def _without_minutes(full: Node) -> Node:
 
 
 def _check_defaults(defaults: Node, stages: set[str], problems: list[Problem]) -> None:
+    """Check that each section of `defaults` is taken by at least one stage."""
     taken = {key for stage in stages if stage for key in keys.BY_NAME[stage].model_fields} - {"stage", "extends"}
     if "" in stages:
         return  # a stage of unknown type might take the key

@@ -72,6 +72,7 @@ def _type_problem(
 def _problem(
     item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str
 ) -> Problem:
+    """Build the problem of a single error, by the type that pydantic reports."""
     kind = item["type"]
     if kind == "missing":
         return _missing_key_problem(item, node, path, stage, shown_path)
@@ -160,6 +161,7 @@ def format_value(value: Any) -> str:
 
 
 def _type_hint(item: Item, node: Node) -> str:
+    """Suggest a spelling for a value of the wrong type, such as a quoted number or `yes`."""
     value, expected = item["input"], _TYPES.get(item["type"], "")
     if expected == "a whole number" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
@@ -208,6 +210,7 @@ def _section_hint(item: Item, node: Node, path: Sequence[str | int], stage: type
 def _missing_key_problem(
     item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], shown_path: str
 ) -> Problem:
+    """Build the problem of a missing key, with its description and lines to add."""
     key = str(item["loc"][-1])
     model = keys.section_at(stage, path)
     field = keys.own_keys(model).get(key) if model else None
@@ -238,6 +241,7 @@ def _addition(path: Sequence[str | int]) -> str:
 
 
 def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
+    """Build the problem of an unknown component, with the known names."""
     known = sorted(registry.index().get(item["ctx"]["kind"], {}))
     what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
     or_function = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
@@ -268,6 +272,8 @@ def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) 
 
 
 def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
+    """Suggest what to write for an unknown key: another tool's key, a typing error, a key of another section or
+    stage."""
     name = stage.model_fields["stage"].default
     section = ".".join(str(part) for part in above if not isinstance(part, int))
     elsewhere = keys.keys_by_last_part(stage).get(key) if not section or key not in keys.GENERIC_KEYS else None

@@ -80,6 +80,7 @@ class Scope:
         return any(all(self._is_met(clause) for clause in every) for every in parse(condition))
 
     def _is_met(self, clause: Clause) -> bool:
+        """Return whether a single clause holds."""
         value = self.find(clause.key)[1]
         entries = value if isinstance(value, list | set) else [value]
         if clause.word:

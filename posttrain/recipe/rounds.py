@@ -133,6 +133,7 @@ def _check_rounds(entry: Node, settings: Rounds, path: Path_) -> Iterator[Proble
 
 
 def _check_stage(node: Node, head: str) -> Iterator[Problem]:
+    """Check one stage of the rounds: no nested rounds, no `.` in its name, known `round:` policies."""
     if is_rounds(node):
         yield Problem(node.origin.mark, f"{head}: rounds within rounds")
     name = node.mapping.get("name")
@@ -172,6 +173,7 @@ def _check_idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
 
 
 def _check_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+    """Check that `by_round` names keys of the stages, with one value per round."""
     stages = [str(stage.get("name")) for stage in settings.stages]
     for key, values in settings.by_round.items():
         node = entry.mapping["by_round"].mapping[key]
@@ -208,6 +210,7 @@ class _Expander:
         return self.out
 
     def _round(self, number: int) -> None:
+        """Expand one round: rename its stages, resolve their references, and add them to the result."""
         policy, sampler = self.policies[-1], self.policies[-1]
         reference = self._reference(number)
         history = tuple(reversed(self.policies))[: self.settings.history]

@@ -143,6 +143,7 @@ class ComponentSection(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _check_component(cls, value: Any, handler: Any) -> Any:
+        """Validate the section's own keys and the component's arguments together, so that all errors are reported."""
         value = expand_use(value)
         if not isinstance(value, Mapping):
             return handler(value)

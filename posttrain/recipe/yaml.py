@@ -151,6 +151,7 @@ class _Builder:
         return Origin("file", f"{self.name}:{mark.line + 1}:{mark.column + 1}")
 
     def node(self, node: yaml.Node) -> Node:
+        """Convert a node and everything below it; limits depth and number of values."""
         if id(node) in self.built:
             return self.built[id(node)]
         if id(node) in self.open:
@@ -181,6 +182,7 @@ class _Builder:
         return self.node(node)
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        """Convert a mapping: merge keys are expanded, repeated and empty keys are problems."""
         entries: dict[str, Node] = {}
         inherited: dict[str, Node] = {}
         for key, value in node.value:
@@ -213,6 +215,7 @@ class _Builder:
         return [source.mapping for source in sources]
 
     def scalar(self, node: yaml.Node) -> Node:
+        """Convert a scalar, with environment variables substituted."""
         assert isinstance(node, yaml.ScalarNode)
         quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.is_untagged(node))
         text = self.substitute_variables(node)
@@ -233,6 +236,8 @@ class _Builder:
         return not self.text[node.start_mark.index :].startswith("!")
 
     def substitute_variables(self, node: yaml.Node) -> str:
+        """Replace `${NAME}` and `${NAME:-default}` by environment variables."""
+
         def value_of(found: re.Match[str]) -> str:
             escaped, name, default = found.groups()
             if escaped:
@@ -277,6 +282,7 @@ _PLAIN_WORDS = (
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = None) -> RecipeError:
+    """Convert a PyYAML error to a RecipeError in plain words."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     if mark is None:  # a character that YAML does not allow

@@ -154,6 +154,8 @@ def _convert_key(draft: Draft, given: Given, found: tuple[str, Entry] | None) ->
 
 
 def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
+    """Write a value unchanged or translated by the table's `values`; leave the key out if the stage or the value is not
+    supported."""
     value = given.value
     if why := _reason_unavailable(draft.stage, target):
         draft.leave(given, why)

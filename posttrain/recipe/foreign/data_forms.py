@@ -59,6 +59,7 @@ def _mixture(draft: Draft, given: Given, _: str) -> None:
 
 
 def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
+    """open-r1: convert entries with id, config, split, columns."""
     if not given.key.endswith(".datasets"):
         draft.leave(given, "rows are shuffled by `run.seed`; a part of them for evaluation is made before")
         return
@@ -74,6 +75,7 @@ def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
 
 
 def _add_sources(draft: Draft, given: Given, entries: Sequence[Mapping[str, Any]], *, name: str, config: str) -> None:
+    """Convert a list of sections to sources. name, config: their keys for the data set and its configuration."""
     sources = []
     for entry in entries:
         source: dict[str, Any] = {"source": str(entry.get("data_files") or entry.get(name))}
@@ -90,6 +92,7 @@ def _add_sources(draft: Draft, given: Given, entries: Sequence[Mapping[str, Any]
 
 
 def _axolotl(draft: Draft, given: Given, _: str) -> None:
+    """axolotl: convert a list of sections with path, type, split, and the names of columns."""
     entries = [entry for entry in given.value if isinstance(entry, Mapping)] if isinstance(given.value, list) else []
     chats = [str(entry.get("type") or "").startswith(_CHATS) for entry in entries]
     sources = []
@@ -108,6 +111,7 @@ _AXOLOTL_READ = {"path", "name", "split", "type", "ds_type", "data_files", "trai
 
 
 def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return one source of axolotl's list, recording the keys that are left out."""
     files = entry.get("data_files")
     named = files[0] if isinstance(files, list) and len(files) == 1 else files
     source: dict[str, Any] = {"source": str(named or entry.get("path"))}
@@ -220,6 +224,7 @@ _SWIFT_COLUMNS = {"query": "prompt", "response": "completion", "rejected_respons
 
 
 def _swift_columns(draft: Draft, given: Given, _: str) -> None:
+    """ms-swift: convert a mapping from the file's column names to ms-swift's."""
     value = given.value
     if isinstance(value, str):
         try:
@@ -263,6 +268,7 @@ def _shares(draft: Draft) -> list[float]:
 
 
 def _registry(draft: Draft) -> tuple[Path, dict[str, Any]]:
+    """Return (folder, entries) of LLaMA-Factory's dataset_info.json, or no entries if the file is not found."""
     named = str(draft.get("dataset_dir", default="data"))
     for base in (Path.cwd(), *draft.foreign.path.resolve().parents):
         file = base / named / "dataset_info.json"
@@ -289,6 +295,7 @@ _FACTORY_COLUMNS = {
 
 
 def _registered_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the source of one entry in dataset_info.json."""
     file, elsewhere = entry.get("file_name"), entry.get("hf_hub_url") or entry.get("ms_hub_url")
     source: dict[str, Any] = {"source": str(folder / file) if file else str(elsewhere)}
     if entry.get("subset"):
@@ -318,6 +325,7 @@ def _verl_files(draft: Draft, given: Given, _: str) -> None:
 
 
 def _openrlhf(draft: Draft, given: Given, _: str) -> None:
+    """OpenRLHF: convert comma-separated names (`NAME@TYPE`) with comma-separated shares."""
     names = str(given.value).split(",")
     shares = str(draft.get("data.dataset_probs", "data.prompt_probs", default="")).split(",")
     sources: list[dict[str, Any]] = []

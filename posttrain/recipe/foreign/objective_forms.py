@@ -31,6 +31,7 @@ _PAIR_LOSSES: dict[str, dict[str, Any]] = {
 
 
 def _loss_type(draft: Draft, given: Given, _: str) -> None:
+    """Convert the name of a loss. A DPO loss together with `sft` becomes a negative log-likelihood term."""
     names = given.value if isinstance(given.value, list) else [given.value]
     known = {"rl": _RL_LOSSES, "dpo": _PAIR_LOSSES, "sft": _SFT_LOSSES}.get(draft.stage, {})
     of_dpo = draft.stage == "dpo" and "loss.use" not in known.get(names[0], {"loss.use": ""})
@@ -69,6 +70,7 @@ _DIVERGENCES = {"forward_kl": "forward_kl", "js_divergence": "js", "alpha_diverg
 
 
 def _divergence(draft: Draft, given: Given, _: str) -> None:
+    """TRL: convert the f-divergence of f-DPO."""
     origin = draft.origin(given.key)
     if given.value not in _DIVERGENCES:
         _require_choice(draft, given, "loss.divergence", "pair_loss")
@@ -130,6 +132,7 @@ _LEVELS = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") f
 
 
 def _engine_correction(draft: Draft, given: Given, _: str) -> None:
+    """Convert vLLM's importance-sampling correction to a `tis` correction."""
     section = given.key.removesuffix("vllm_importance_sampling_correction")  # prefix `trl.` in axolotl's files
     if given.value is not True or draft.get(f"{section}use_vllm") is not True:
         return

@@ -26,6 +26,8 @@ def _rewards(draft: Draft, given: Given, _: str) -> None:
 
 
 def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
+    """Return the entry of a named reward: a function of the script, a name in the tool's table, or `module.function`.
+    None if the reward is left out."""
     if name in draft.foreign.functions:
         return _own_function(draft, given, name)
     known = draft.foreign.table.rewards.get(name)
@@ -87,6 +89,7 @@ _SWITCHES = {  # verl's switch of the reward model, off by default
 
 
 def _reward_model(draft: Draft, given: Given, _: str) -> None:
+    """Convert the path of a reward model, unless verl's switch disables it."""
     switch = _SWITCHES.get(given.key)
     if switch and draft.get(switch) is not True:
         draft.leave(given, f"{switch} is not true: verl does not ask it")
@@ -125,6 +128,7 @@ def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
 
 
 def _overlong_buffer(draft: Draft, given: Given, _: str) -> None:
+    """verl: convert the overlong penalty to `length.soft_overlong`."""
     section = given.key.removesuffix(".enable")
     above = section.rpartition(".")[0]
     buffer, factor = draft.get(f"{section}.len"), draft.get(f"{section}.penalty_factor", default=1.0)

@@ -33,6 +33,7 @@ class Script:
             self._note(node)
 
     def _note(self, node: ast.AST) -> None:
+        """Record what one node of the syntax tree assigns, imports or declares."""
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self._assign(target, node.value)
@@ -55,6 +56,7 @@ class Script:
             self._note_option(node)
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
+        """Record an assignment; a tuple is assigned element by element if its values are written out."""
         if isinstance(target, ast.Tuple | ast.List):
             values = target.elts if not isinstance(value, ast.Tuple | ast.List) else value.elts
             paired = isinstance(value, ast.Tuple | ast.List) and len(values) == len(target.elts)

@@ -76,6 +76,7 @@ def commands(text: str) -> list[list[Word]]:
 
 
 def _assign(word: _Raw, match: re.Match[str], scope: dict[str, list[Word]], *, keep: bool) -> None:
+    """Assign a variable. keep: do not replace an existing value."""
     name, adds = match[1], match[2] == "+="
     if keep and name in scope and not adds:
         return
@@ -174,6 +175,7 @@ def _evaluate_arithmetic(text: str, scope: Mapping[str, Sequence[Word]], written
 
 
 def _compute(node: ast.AST) -> int:
+    """Evaluate whole-number arithmetic. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < 2**63:
         return node.value
     if isinstance(node, ast.BinOp):
@@ -229,6 +231,7 @@ class _Reader:
             self.word = None
 
     def step(self) -> None:
+        """Read the next token or character."""
         char = self.text[self.at]
         if char == "\\":
             self.read_escape()
@@ -275,6 +278,7 @@ class _Reader:
             self.add(pair[1:], quoted=True)
 
     def read_double_quoted(self) -> None:
+        """Read a double-quoted string, in which variables are expanded."""
         self.take()
         self.add("", quoted=True)
         while self.at < len(self.text) and self.text[self.at] != '"':
@@ -288,6 +292,7 @@ class _Reader:
         self.take()
 
     def read_variable(self, *, quoted: bool) -> None:
+        """Read `$NAME`, `${...}`, `$(...)` or `$((...))`."""
         text = self.text[self.at :]
         if text.startswith("$((") and (end := text.find("))")) > 0:
             self.add(self.take(end + 2), expand=True, quoted=quoted)
@@ -301,6 +306,7 @@ class _Reader:
             self.add(self.take(2), quoted=True)
 
     def read_heredoc(self) -> None:
+        """Read the start of `<<EOF`; the text follows after the line."""
         self.end_word()
         found = re.match(r"<<-?\s*(['\"]?)(\w+)\1", self.text[self.at :])
         if not found:

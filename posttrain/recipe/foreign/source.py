@@ -215,6 +215,7 @@ def _is_mark(mark: str, word: str) -> bool:
 
 
 def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign:
+    """Read the options of a training command, over the YAML files that it names."""
     first = next((i for i, word in enumerate(command) if any(_is_mark(mark, word.text) for mark in table.commands)), 0)
     gpus = _processes(command)
     given: dict[str, Given] = {}

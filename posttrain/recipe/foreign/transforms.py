@@ -268,6 +268,7 @@ def _global_batch(draft: Draft, given: Given, _: str) -> None:
 
 
 def _verl_batch(draft: Draft, given: Given, _: str) -> None:
+    """verl: convert prompts (rl) or rows per step, and the mini-batch size to updates per step."""
     size = int(given.value)
     if draft.stage != "rl":
         draft.put("batch.size", size, draft.origin(given.key))
