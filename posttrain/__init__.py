@@ -1,4 +1,4 @@
-"""posttrain: post-train reasoning LLMs from YAML recipes. Heavy libraries are imported only where they are used.
+"""posttrain: post-train reasoning LLMs from YAML recipes. Heavy libraries are imported on first use.
 
 import posttrain as pt
 run = pt.rl("recipe.yaml", optim={"lr": 1e-6})
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _OF_API = ("Run", "dpo", "generate", "harness", "load_recipe", "reward_model", "rl", "sft")
-_PACKAGES = ("evaluate", "export", "merge")  # are called themselves
+_PACKAGES = ("evaluate", "export", "merge")  # callable packages
 __all__ = ["PosttrainError", *_OF_API, *_PACKAGES]
 
-_process = sys.modules.get("multiprocessing.process")  # there already in a process that it has started
+_process = sys.modules.get("multiprocessing.process")  # already imported in a process that multiprocessing started
 if _process is not None and _process.current_process().name.startswith("EngineCore"):
     from posttrain.rollout import engine_process
 
-    engine_process.begin()  # vLLM's, which imports us before itself
+    engine_process.begin()  # vLLM's engine process imports posttrain before vllm
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface, imported when it is first used."""
+    """Import a part of the Python interface at its first use."""
     if name in _OF_API:
         return getattr(importlib.import_module("posttrain.api"), name)
     if name in _PACKAGES:
         return importlib.import_module(f"posttrain.{name}")
     if name == "PosttrainError":
         return importlib.import_module("posttrain.errors").PosttrainError
-    if name == "train":  # the package of the training loops, which says so when it is called
+    if name == "train":  # the package of the training loops; calling it raises an error with the right function
         return importlib.import_module("posttrain.train")
     if name.startswith("_"):
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""The Python interface: `import posttrain as pt; run = pt.rl("recipe.yaml", optim={"lr": 1e-6}); run.metrics`.
+"""Python interface: `import posttrain as pt; run = pt.rl("recipe.yaml", optim={"lr": 1e-6}); run.metrics`.
 
-Each function runs one stage in this process, as its command does, and returns the `Run`. Libraries such as torch are
+Each function runs one stage in this process, like its command, and returns the `Run`. Libraries such as torch are
 imported when a stage begins. Mistakes raise the errors of `posttrain.errors`; nothing exits the process.
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows of a run: a list of dicts. `rows["reward"]` is a column, `frame` all of them.
+    """Rows of a run: a list of dicts. `rows["reward"]` is a column, `frame` a DataFrame of all columns.
 
-    A column has None where a row lacks it; one that no row has raises KeyError with the nearest name.
+    A column has None for rows that lack it; a column that no row has raises KeyError with the nearest name.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -37,7 +37,7 @@ class Rows(list[dict[str, Any]]):
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns, in the order in which they first occur."""
+        """Names of all columns, in the order of first occurrence."""
         return list(dict.fromkeys(name for row in self for name in row))
 
     @property
@@ -50,7 +50,7 @@ class Rows(list[dict[str, Any]]):
         return pandas.DataFrame(list(self), columns=self.columns)
 
     def _repr_html_(self) -> str:
-        """A table of the first and last rows in a notebook, of pandas where it is installed."""
+        """Return a table of the first and last rows for a notebook, formatted by pandas if it is installed."""
         try:
             return str(self.frame.to_html(max_rows=10))
         except MissingExtra:
@@ -58,7 +58,7 @@ class Rows(list[dict[str, Any]]):
 
 
 class Run:
-    """A run directory, of a run that goes on or is over. path: the directory."""
+    """A run directory of a running or finished run. path: the directory."""
 
     def __init__(self, path: str | Path) -> None:
         from posttrain.run.atomic_io import read_json
@@ -67,11 +67,11 @@ class Run:
         resolved = read_json(self.path / "resolved.json")
         if resolved is None:
             raise UserError(f"{self.path} is no run directory: it has no resolved.json")
-        self.recipe: dict[str, Any] = dict(resolved)  # every value in force
+        self.recipe: dict[str, Any] = dict(resolved)  # all resolved values
 
     @property
     def stage(self) -> str:
-        """What was run: `rl`, `sft`, ..."""
+        """The stage: `rl`, `sft`, ..."""
         return str(self.recipe.get("stage"))
 
     @property
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The result; None until the run is finished."""
+        """Result of the run; None until it is finished."""
         from posttrain.run.atomic_io import read_json
 
         found = read_json(self.path / "summary.json")
@@ -91,17 +91,17 @@ class Run:
 
     @property
     def metrics(self) -> Rows:
-        """A row a step: `run.metrics["reward"]`, `run.metrics.frame`."""
+        """Metrics with one row per step: `run.metrics["reward"]`, `run.metrics.frame`."""
         return self._rows("metrics.jsonl")
 
     @property
     def samples(self) -> Rows:
-        """What was written, and how it was scored: samples of training, or all completions of eval and generate."""
+        """Generated texts with their scores: samples of a training, or all completions of eval and generate."""
         return self._rows("samples.jsonl") or self._rows("completions.jsonl")
 
     @property
     def model(self) -> Path | None:
-        """The folder of the trained or merged model; None where there is none (yet)."""
+        """Folder of the trained or merged model; None if there is none (yet)."""
         said = (self.summary or {}).get("model")
         places = [Path(said)] if isinstance(said, str) and Path(said).is_dir() else []
         return next((p for p in [self.path / "final", *places] if p.is_dir() and self.stage not in _READERS), None)
@@ -116,7 +116,7 @@ class Run:
         return f"Run({str(self.path)!r}, {self.stage}, {self.status})"
 
     def _repr_html_(self) -> str:
-        """The report inside a notebook, in a frame of its own that runs nothing outside of it."""
+        """Return the report for a notebook, in a sandboxed frame."""
         page = self.path / "report.html"
         head = f"<code>{html.escape(repr(self))}</code>"
         if not page.is_file():
@@ -125,21 +125,22 @@ class Run:
         return f'{head}<iframe sandbox="allow-scripts" srcdoc="{text}" style="width: 100%; height: 40em"></iframe>'
 
 
-_READERS = ("eval", "harness", "generate", "pairs")  # stages that read a model and make none
+_READERS = ("eval", "harness", "generate", "pairs")  # stages that produce no model
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Loaded:
-    """A recipe, read, merged and checked, with everything that it names; nothing is run.
+    """Read, merge and check a recipe and everything it names, without running it.
 
     recipe: a file, the name of a shipped recipe, or values with their `stage`. overrides: values by key; sections as
     dicts (`optim={"lr": 1e-6}`) or with two underscores for the dot (`optim__lr=1e-6`). Returns the recipe (`.recipe`)
-    with all values (`.resolved`) and who gave each (`.origins`). Raises RecipeError, or UserError, with all mistakes.
+    with all values (`.resolved`) and the origin of each (`.origins`). Raises RecipeError or UserError that lists all
+    mistakes.
     """
     with _in_words_of_python():
         return _load(recipe, None, overrides)
 
 
-# What a message says of the command line -> what it is here.
+# Pattern of a command-line option in a message -> the argument of the Python function.
 _PYTHON = (
     (r"the same command (?:with|and) --resume", "the same call with resume=True"),
     (r"--output ([^\s;,)]+) --resume", r"output='\1', resume=True"),
@@ -154,7 +155,7 @@ _PYTHON = (
 
 @contextlib.contextmanager
 def _in_words_of_python() -> Iterator[None]:
-    """Errors speak of arguments where those of a command speak of options: `resume=True` for `--resume`."""
+    """Rewrite command-line options in errors as Python arguments: `resume=True` for `--resume`."""
     try:
         yield
     except PosttrainError as error:
@@ -164,7 +165,7 @@ def _in_words_of_python() -> Iterator[None]:
 
 
 def _for_python(problem: Problem) -> Problem:
-    """A problem in the words of a call."""
+    """Return a problem with command-line options rewritten as arguments."""
 
     def translate(text: str) -> str:
         for pattern, ours in _PYTHON:
@@ -180,7 +181,7 @@ def _for_python(problem: Problem) -> Problem:
 
 
 def train(*_: Any, **__: Any) -> Any:
-    """Say which function trains: `posttrain.train` is the package of the training loops. Raises UserError."""
+    """Raise UserError that names the training functions: `posttrain.train` is the package of the training loops."""
     raise UserError(
         "posttrain.train is a package; a function of its stage trains with a recipe",
         hint="write pt.sft(recipe), pt.dpo(recipe), pt.reward_model(recipe) or pt.rl(recipe)",
@@ -188,7 +189,7 @@ def train(*_: Any, **__: Any) -> Any:
 
 
 def _stage(verb: str, about: str) -> Callable[..., Run]:
-    """The function that runs recipes of one stage."""
+    """Return the function that runs recipes of one stage."""
 
     def run(
         recipe: str | Path | Mapping[str, Any] | Loaded,
@@ -205,22 +206,22 @@ def _stage(verb: str, about: str) -> Callable[..., Run]:
     run.__doc__ = f"""{about}
 
     recipe: a file, the name of a shipped recipe, values as a dict, or what `load_recipe` returned. output: the run
-    directory (default: `run.output` of the recipe, or runs/NAME/TIME-HASH). resume: go on with the run that is there;
-    allow_changed: also with rewards, tools or data that have changed since. overrides: values by key, as for
-    `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError for a run that failed, Interrupted
-    after Ctrl-C (with resume=True it goes on).
+    directory (default: `run.output` of the recipe, or runs/NAME/TIME-HASH). resume: continue the run in `output`;
+    allow_changed: even if rewards, tools or data have changed since its start. overrides: values by key, as for
+    `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError for a failed run, Interrupted after
+    Ctrl-C (resume=True continues the run).
     """
     return run
 
 
-_NAMES = {"reward-model": "reward_model", "eval": "evaluate"}  # a verb -> its function
+_NAMES = {"reward-model": "reward_model", "eval": "evaluate"}  # verb -> name of its function
 
-sft = _stage("sft", "Supervised fine-tuning.")
-dpo = _stage("dpo", "Preference optimisation on pairs: DPO and its relatives.")
+sft = _stage("sft", "Run supervised fine-tuning.")
+dpo = _stage("dpo", "Run preference optimisation on pairs: DPO and its relatives.")
 reward_model = _stage("reward-model", "Train a reward model on pairs or labels.")
-rl = _stage("rl", "Reinforcement learning with verifier rewards.")
-evaluate = _stage("eval", "Measure a model's accuracy on rows that reward scripts grade.")
-harness = _stage("harness", "Measure a model on benchmarks of lm-eval.")
+rl = _stage("rl", "Run reinforcement learning with verifier rewards.")
+evaluate = _stage("eval", "Evaluate a model's accuracy on rows graded by reward scripts.")
+harness = _stage("harness", "Evaluate a model on lm-eval benchmarks.")
 generate = _stage("generate", "Complete the prompts of a recipe.")
 merge = _stage("merge", "Merge models.")
 
@@ -238,10 +239,11 @@ def export(
     overwrite: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Make a trained model usable elsewhere: `posttrain export`, with its options.
+    """Export a trained model for use elsewhere, like `posttrain export` and with its options.
 
-    to: merged, gguf, ollama or hub:OWNER/NAME. overrides: keys of `model` (model={"revision": "v1"}). Returns what
-    export.json holds, `path` first. Raises UserError for what cannot be exported so, RunError where it failed.
+    to: merged, gguf, ollama or hub:OWNER/NAME. overrides: keys of `model` (model={"revision": "v1"}). Returns the
+    contents of export.json, `path` first. Raises UserError for a model that cannot be exported in this form, RunError
+    for a failure.
     """
     from posttrain.cli import export as command
 
@@ -299,7 +301,7 @@ def _run(
 
 
 def _load(recipe: Any, verb: str | None, overrides: Mapping[str, Any]) -> Loaded:
-    """The checked recipe; `verb`: the stage that it must be for, None for any."""
+    """Return the checked recipe; `verb`: the stage it must belong to, None for any."""
     from posttrain.cli import preflight
     from posttrain.recipe import load as loading
     from posttrain.recipe.stages import STAGES
@@ -326,7 +328,7 @@ def _load(recipe: Any, verb: str | None, overrides: Mapping[str, Any]) -> Loaded
 
 
 def _as_typed(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """`key.path=VALUE` for each value, as on a command line: `{"optim": {"lr": 1e-6}}` -> `optim.lr=1e-06`."""
+    """Yield `key.path=VALUE` for each value, as on a command line: `{"optim": {"lr": 1e-6}}` -> `optim.lr=1e-06`."""
     for name, value in values.items():
         key = f"{above}.{name}" if above else name.replace("__", ".")
         if isinstance(value, Mapping) and value:
@@ -339,7 +341,7 @@ def _as_typed(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A path as text, a number of numpy or torch as a number."""
+    """Return a path as text, and a numpy or torch number as a Python number."""
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "item") and not callable(value):

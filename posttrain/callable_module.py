@@ -1,4 +1,4 @@
-"""Packages that are also functions: `posttrain.merge` holds the code, and `posttrain.merge(recipe)` runs a recipe."""
+"""Callable packages: `posttrain.merge` is a package, and `posttrain.merge(recipe)` runs a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def make_callable(name: str, target: str) -> None:
-    """Make the imported module `name` callable: calls go to `module:function`, imported at the first one."""
+    """Make the imported module `name` callable: a call runs `module:function`, imported at the first call."""
     module, _, function = target.partition(":")
 
     class CallableModule(ModuleType):

@@ -1,6 +1,6 @@
-"""What a tokenizer's chat template writes: rendered text, the token that ends an assistant turn, tags it opens itself.
+"""Chat templates: rendered text, the token that ends an assistant turn, and tags that the template opens.
 
-Tokenizers are used as they come (transformers' interface); nothing heavy is imported here.
+Uses any tokenizer with transformers' interface; imports no heavy library.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Message = Mapping[str, Any]
 
 _PROBE = "x8PROBE8x"
 
-RENDER_SECONDS = 10.0  # of processor time; one conversation takes milliseconds
+RENDER_SECONDS = 10.0  # CPU time limit; one conversation takes milliseconds
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """How a template closes an assistant turn: `text` up to and including the token `id`; id None = no such token."""
+    """End of an assistant turn: `text` up to and including the token `id`; None if there is no such token."""
 
     text: str
     id: int | None
@@ -37,7 +37,7 @@ class TurnEnd:
 def render(
     tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, generation_prompt: bool = False
 ) -> str:
-    """The conversation as the template writes it. Raises DataError with the template's own complaint."""
+    """Render a conversation with the chat template. Raises DataError with the template's error message."""
     if not tokenizer.chat_template:
         raise DataError(
             "the tokenizer has no chat template",
@@ -62,13 +62,15 @@ def render(
 
 
 class _TooLong(BaseException):
-    """Not an Exception: what asks a template whether it takes a form of messages must not swallow it."""
+    """Time limit of a render. Not an Exception, so that code which probes templates for errors does not swallow it."""
 
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raises _TooLong in the code that runs inside after so many seconds of this thread's processor time: on a busy
-    machine milliseconds of work take seconds. Outside the main thread there is no limit."""
+    """Raise _TooLong in the enclosed code after this many seconds of the thread's CPU time.
+
+    CPU time, because on a busy machine milliseconds of work take seconds. Outside the main thread there is no limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,7 +97,7 @@ def _in_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """A content as a list of texts and of the images that MARK stands for."""
+    """Split a content into text parts and image parts, one for each MARK."""
     first, *others = content.split(MARK)
     parts = [{"type": "text", "text": first}] if first or not others else []
     for text in others:
@@ -105,15 +107,17 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 @functools.lru_cache(maxsize=4)
 def _reads_parts(tokenizer: Any, template: str) -> bool:
-    """Whether the template writes a content of parts and not one that is a text (those of models that see images)."""
+    """Return whether the template renders a list of parts but not a string, as templates of vision models do."""
     del template
     messages = [{"role": "user", "content": _PROBE}]
     return not _writes_probe(tokenizer, messages) and _writes_probe(tokenizer, _in_parts(messages))
 
 
 def _writes_probe(tokenizer: Any, messages: Sequence[Message]) -> bool:
-    """Whether the template writes the text of these messages. False where it refuses them, by an error of its own or of
-    what it does with their values; `render` says so when it is to write some."""
+    """Return whether the template renders the text of these messages; False if it raises.
+
+    Errors may be the template's own or caused by its operations on values; `render` reports them when it is called.
+    """
     from jinja2 import TemplateError  # here: importing posttrain does not need it
 
     try:
@@ -123,7 +127,7 @@ def _writes_probe(tokenizer: Any, messages: Sequence[Message]) -> bool:
 
 
 def cue(tokenizer: Any) -> str:
-    """What a generation prompt adds to a conversation that ends with a question: the header of the model's turn."""
+    """Return the header of the assistant turn, which a generation prompt adds after a question."""
     return _cue(tokenizer, str(tokenizer.chat_template))
 
 
@@ -136,14 +140,16 @@ def _cue(tokenizer: Any, template: str) -> str:
 
 
 def turn_end(tokenizer: Any) -> TurnEnd:
-    """The end of an assistant turn, found by rendering one: what follows its content, up to the first special token and
-    those that stand directly behind it (Cohere2 closes the answer and then the turn)."""
+    """Return the end of an assistant turn: the rendered text after its content, through the first special token.
+
+    Special tokens that follow directly belong to it as well (Cohere2 closes the answer and then the turn).
+    """
     return _turn_end(tokenizer, len(tokenizer), str(tokenizer.chat_template))
 
 
 @functools.lru_cache(maxsize=4)
 def _turn_end(tokenizer: Any, size: int, template: str) -> TurnEnd:
-    """size, template: what the answer depends on and may change."""
+    """Implement `turn_end`. size, template: cache keys, because the result depends on them and they may change."""
     del size, template
     text = render(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}])
     _, found, tail = text.rpartition(_PROBE)
@@ -156,7 +162,7 @@ def _turn_end(tokenizer: Any, size: int, template: str) -> TurnEnd:
 
 
 def first_special(tokenizer: Any, tail: str) -> TurnEnd:
-    """`tail` up to and including its first special token."""
+    """Return `tail` up to and including its first special token."""
     found = _any_of(special_texts(tokenizer)).search(tail)
     if found is None:
         return TurnEnd(tail, None)
@@ -164,9 +170,9 @@ def first_special(tokenizer: Any, tail: str) -> TurnEnd:
 
 
 def find_turn_end(tokenizer: Any, tail: str) -> TurnEnd:
-    """`tail`, which follows the last text of a turn that nothing follows, up to and including the turn's end.
+    """Return `tail`, the text after the last content of a final turn, up to and including the turn's end.
 
-    That is the last token that ends the template's answers, or the last special token where the template ends this turn
+    The end is the last token that ends the template's answers, or the last special token if the template ends this turn
     in another way (gpt-oss ends a call with `<|call|>`). id None: the template writes no such token.
     """
     end = turn_end(tokenizer)
@@ -180,14 +186,16 @@ def find_turn_end(tokenizer: Any, tail: str) -> TurnEnd:
 
 
 def special_texts(tokenizer: Any) -> frozenset[str]:
-    """The texts of all special tokens: the named ones and every added token that is marked special."""
+    """Return the texts of all special tokens: the named ones and every added token marked as special."""
     return _special_texts(tokenizer, len(tokenizer), tuple(tokenizer.all_special_tokens))
 
 
 @functools.lru_cache(maxsize=4)
 def _special_texts(tokenizer: Any, size: int, named: tuple[str, ...]) -> frozenset[str]:
-    """Asked for once a row, and some vocabularies have thousands of them. size: of the vocabulary, which tokens that
-    are added later change."""
+    """Implement `special_texts`, cached because it is called per row and some vocabularies have thousands of tokens.
+
+    size: of the vocabulary; it changes when tokens are added.
+    """
     del size
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return frozenset({*named, *(t.content for t in added if t.special)})
@@ -195,13 +203,18 @@ def _special_texts(tokenizer: Any, size: int, named: tuple[str, ...]) -> frozens
 
 @functools.lru_cache(maxsize=4)
 def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
-    """Finds the first of these texts; of two that begin at the same place (`<|im_end|>`, `<|im_end|>x`), the longer."""
+    """Return a pattern that finds the first of these texts.
+
+    Of two texts that start at the same position (`<|im_end|>`, `<|im_end|>x`) it matches the longer.
+    """
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True) if t) or "(?!)")
 
 
 def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
-    """Every id that ends a completion: the tokenizer's EOS first, then those of the configs (generation config, model
-    config), then the token that ends the chat template's turns. One set for generation, masks and metrics.
+    """Return all token ids that end a completion, for generation, masks and metrics alike.
+
+    The tokenizer's EOS comes first, then those of the configs (generation config, model config), then the token that
+    ends the chat template's turns.
     """
     found: list[int | None] = [tokenizer.eos_token_id]
     for config in configs:
@@ -213,13 +226,13 @@ def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
 
 
 def prefilled_think(prompt_text: str, tag: str = "think") -> bool:
-    """Whether the rendered prompt already opens `<think>`, so that completions can only close it."""
+    """Return whether the rendered prompt already opens `<think>`, so that completions can only close it."""
     opened, closed = prompt_text.rfind(f"<{tag}>"), prompt_text.rfind(f"</{tag}>")
     return opened > closed and not prompt_text[opened + len(tag) + 2 :].strip()
 
 
 def clean_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages for a template: null fields left out, tool arguments that are JSON text parsed."""
+    """Return messages for a template: without null fields, and with tool arguments parsed from JSON text."""
     return [_clean_message(m) for m in messages]
 
 
@@ -228,7 +241,7 @@ def _clean_message(message: Message) -> dict[str, Any]:
     clean.setdefault("content", "")
     if isinstance(clean.get("tool_calls"), str):
         clean["tool_calls"] = json.loads(clean["tool_calls"] or "[]")
-    if not clean.get("tool_calls", True):  # some templates ask only whether there is a list
+    if not clean.get("tool_calls", True):  # some templates only check that the list exists
         del clean["tool_calls"]
     if "tool_calls" in clean:
         clean["tool_calls"] = [_clean_call(c) for c in clean["tool_calls"]]

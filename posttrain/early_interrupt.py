@@ -1,6 +1,6 @@
-"""Ctrl-C while the command line is imported and read: the process ends at once, since nothing has begun.
+"""Ctrl-C handling during startup: exits immediately, because no run has begun.
 
-A `KeyboardInterrupt` there would be raised in the middle of an import, where nothing turns errors into messages.
+A `KeyboardInterrupt` would be raised in the middle of an import, where no code turns errors into messages.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ EXIT_CODE = 128 + signal.SIGINT
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process with exit code 130 until `raise_on_interrupt`; where it is ignored it stays so."""
+    """Make Ctrl-C exit with code 130 until `raise_on_interrupt` is called; an ignored SIGINT stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
 def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, if `exit_on_interrupt` has changed that."""
+    """Make Ctrl-C raise KeyboardInterrupt again, if `exit_on_interrupt` changed that."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

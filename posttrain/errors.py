@@ -1,7 +1,7 @@
-"""Errors for people: where, what, what is allowed, one hint.
+"""User-facing errors: where, what, what is allowed, one hint.
 
-Every error that a user can cause derives from `UserError` (exit code 2); a run that fails for another reason
-raises `RunError` (exit code 1). Each is also a standard exception, so library users can catch `ValueError`.
+Every error that a user can cause derives from `UserError` (exit code 2); a run that fails for another reason raises
+`RunError` (exit code 1). Each is also a standard exception, so library users can catch `ValueError`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `where` is `file:line:column`, a file, or a row; `hint` is one sentence."""
+    """One mistake. `where` is `file:line:column`, a file, or a row; `hint` is one sentence."""
 
     where: str
     what: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 def join_problems(problems: Sequence[Problem]) -> str:
-    """Several problems as one text; a hint that several have stands behind the last of them."""
+    """Join several problems into one text; a hint shared by several problems is printed after the last of them."""
     last = {problem.hint: number for number, problem in enumerate(problems)}
     return "\n".join(str(p if last[p.hint] == n else replace(p, hint="")) for n, p in enumerate(problems))
 
@@ -42,7 +42,7 @@ _KEY = re.compile(r"([A-Za-z_]\w*(?:\.[\w-]+)*): ")
 
 
 def as_data(problem: Problem) -> dict[str, str | int | None]:
-    """A problem for programs: file, line, column and key (None where it has none) beside its texts."""
+    """Return a problem as data: file, line, column and key (None if it has none), and its texts."""
     place, key = _PLACE.match(problem.where), _KEY.match(problem.what)
     numbers = {name: int(place[name]) if place and place[name] else None for name in ("line", "column")}
     return {
@@ -57,10 +57,10 @@ def as_data(problem: Problem) -> dict[str, str | int | None]:
 
 
 class PosttrainError(Exception):
-    """Base of all errors that posttrain raises on purpose."""
+    """Base class of all errors that posttrain raises deliberately."""
 
     exit_code = 1
-    can_restart = True  # whether the same run, started anew from its newest checkpoint, may go well
+    can_restart = True  # whether the run may succeed when restarted from its newest checkpoint
 
     def __init__(self, what: str, *, where: str = "", allowed: str = "", hint: str = "") -> None:
         self.problems: Sequence[Problem] = (Problem(where, what, allowed, hint),)
@@ -68,42 +68,42 @@ class PosttrainError(Exception):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> Self:
-        """One error that carries several problems, told together."""
+        """Return one error that carries several problems."""
         error = cls(problems[0].what)
         error.problems = tuple(problems)
         error.args = (join_problems(problems),)
         return error
 
     def at(self, where: str) -> Self:
-        """The same error, told to be `where` if it does not say itself."""
+        """Return the same error, with `where` for problems that have no location."""
         return self.of([replace(p, where=p.where or where) for p in self.problems])
 
     def copy(self) -> Self:
-        """The same error as a new object, to be raised once more: each object's traceback grows when it is raised."""
+        """Return the same error as a new object to raise again: the traceback of an object grows with every raise."""
         return self.of(self.problems)
 
 
 class UserError(PosttrainError, ValueError):
-    """Something the user wrote or gave is wrong. Nothing was started or lost."""
+    """Wrong user input. No run was started and no data was lost."""
 
     exit_code = 2
     can_restart = False
 
 
 class RecipeError(UserError):
-    """A recipe that cannot be read or does not make sense."""
+    """A recipe that cannot be read or is invalid."""
 
 
 class DataError(UserError):
-    """A data source, a row or a column that cannot be used."""
+    """A data source, row or column that cannot be used."""
 
 
 class ModelError(UserError):
-    """A model or tokenizer that cannot be loaded or saved as asked."""
+    """A model or tokenizer that cannot be loaded or saved as requested."""
 
 
 class RewardError(UserError):
-    """A reward script that cannot be loaded or breaks its contract."""
+    """A reward script that cannot be loaded or violates its contract."""
 
 
 class ToolError(UserError):
@@ -111,41 +111,43 @@ class ToolError(UserError):
 
 
 class MergeError(UserError):
-    """Models that cannot be merged as asked."""
+    """Models that cannot be merged as requested."""
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of posttrain, and what the machine must have for it."""
+    """Return the command that installs an extra of posttrain, with its system requirements."""
     needs = " (pip compiles a part of it: gcc and Python's headers must be there)" if extra == "gym" else ""
     return f"pip install 'posttrain[{extra}]'{needs}"
 
 
 class MissingExtra(UserError):
-    """A command needs a package that is not installed."""
+    """A package required by a command is not installed."""
 
     def __init__(self, package: str, why: str, extra: str) -> None:
         super().__init__(f"{why} needs {package}, which is not installed", hint=install_command(extra))
 
 
 class RunError(PosttrainError, RuntimeError):
-    """A run that was started could not go on. The last good checkpoint is kept."""
+    """A run that started but failed. The last good checkpoint is kept."""
 
 
 class NothingTrained(RunError):
-    """A run whose steps are all done, and none has changed a weight: resuming it finds the same."""
+    """A run that completed all steps without changing a weight; resuming it gives the same result."""
 
     can_restart = False
 
 
 class GivenUp(RunError):
-    """A run that ends because its newest steps made no update: as many as the recipe allows."""
+    """A run that ended because its newest steps made no update, up to the recipe's limit."""
 
     can_restart = False
 
 
 class Interrupted(PosttrainError, RuntimeError):
-    """A signal stopped a run (2 SIGINT, 15 SIGTERM, 1 SIGHUP, 10 SIGUSR1). What was reached is saved; the message says
-    how to go on. The exit code is a shell's for that signal: 130, 143, 129, 138."""
+    """A run stopped by a signal (2 SIGINT, 15 SIGTERM, 1 SIGHUP, 10 SIGUSR1); its progress is saved.
+
+    The message explains how to resume. The exit code is that of a shell for the signal: 130, 143, 129, 138.
+    """
 
     exit_code = 130
 
@@ -163,34 +165,34 @@ class Interrupted(PosttrainError, RuntimeError):
 
 
 class EngineError(RunError):
-    """The generation engine failed or holds other weights than the trainer."""
+    """The generation engine failed, or its weights differ from the trainer's."""
 
 
 class PeerLost(RunError):
-    """Another process of the same run has ended; its own error says why."""
+    """Another process of the same run has exited; its error has the cause."""
 
 
 class NonFiniteError(RunError):
-    """A loss, gradient or log-prob is NaN or infinite: a step made again from its checkpoint finds the same."""
+    """A NaN or infinite loss, gradient or log-prob; repeating the step from its checkpoint gives the same result."""
 
     can_restart = False
 
 
 def count_noun(number: int, one: str, many: str = "") -> str:
-    """`1 row`, `2 rows`; `many` where it is not the word with an s."""
+    """Return `1 row` or `2 rows`; `many` is the plural if it is not formed with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-SHORTEST = 3  # letters of a word that may begin many names
+SHORTEST = 3  # words up to this length are not completed to a name that begins with them
 
 
 def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The known name that `word` was most likely meant to be, or None: one that differs in case alone, then of close
-    ones one of the same letters first, then the only one that begins with the word.
+    """Return the known name most likely meant by `word`, or None.
 
-    alike: difflib's ratio that a name must reach; at 0.9 long words differ by one letter.
+    Prefers a name that differs in case only, then among close matches one with the same letters, then the only name
+    that begins with the word. alike: minimum difflib ratio; at 0.9 long words differ by one letter.
     """
-    import difflib  # here: every command imports this file, and few need it
+    import difflib  # imported here because every command imports this file and few need difflib
 
     names = list(dict.fromkeys(known))
     if same := [name for name in names if name.lower() == word.lower()]:
@@ -202,7 +204,6 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}", alike: float = 0.6) -> str:
-    """The hint that names the nearest known name, written as `form` says; "" where none is near. alike: as in
-    `nearest`."""
+    """Return a hint with the nearest known name, formatted by `form`; "" if none is close. alike: as in `nearest`."""
     near = nearest(word, known, alike)
     return f"did you mean `{form.format(near)}`?" if near else ""

@@ -1,4 +1,4 @@
-"""Is the model hub there, and does it know a name? So that what cannot be had is an error before a run, not retried."""
+"""Availability of the model hub and of its names, so that a missing model is an error before a run and not retried."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY"
 
 
 def host() -> str:
-    """The hub's host name (HF_ENDPOINT or huggingface.co)."""
+    """Return the hub's host name (HF_ENDPOINT or huggingface.co)."""
     return urlparse(os.environ.get("HF_ENDPOINT", "")).hostname or "huggingface.co"
 
 
 def offline() -> str:
-    """The variable that forbids asking the hub, as it is set (`HF_HUB_OFFLINE=1`); empty where none does."""
-    name = next((name for name in _OFFLINE if os.environ.get(name)), "")  # the first that is set decides
+    """Return the setting that forbids access to the hub (`HF_HUB_OFFLINE=1`); "" if there is none."""
+    name = next((name for name in _OFFLINE if os.environ.get(name)), "")  # the first variable that is set wins
     value = os.environ.get(name, "")
     return f"{name}={value}" if value.lower() in ("1", "true", "yes", "on") else ""
 
 
 def why_silent() -> str:
-    """Why the hub does not answer, as a clause; empty where it can be reached."""
+    """Return why the hub cannot be used, as a clause; "" if it can be reached."""
     if said := offline():
         return f"{said} is set, so the hub is not asked"
     return "" if reachable() else f"{host()} cannot be reached from here"
 
 
 def way_out() -> str:
-    """What to do where the hub is silent because somebody asked for it; else empty."""
+    """Return a hint if the hub is disabled by a variable; else ""."""
     return f"name a local path, or unset {said.partition('=')[0]} to ask the hub" if (said := offline()) else ""
 
 
 @functools.cache
 def reachable(timeout: float = 4.0) -> bool:
-    """Whether a connection to the hub can be opened, through a proxy taken on trust. False in offline mode."""
+    """Return whether the hub accepts connections; proxies are assumed to work. False in offline mode."""
     if offline():
         return False
     if any(os.environ.get(name) for name in _PROXIES):
@@ -53,7 +53,7 @@ def reachable(timeout: float = 4.0) -> bool:
 
 
 def looks_like_id(name: str) -> bool:
-    """`owner/name` or `name`, in the letters that the hub allows."""
+    """Return whether a name has the form `owner/name` or `name`, with the characters that the hub allows."""
     parts = name.split("/")
     return len(parts) in (1, 2) and all(
         p and p[0].isalnum() and all(c.isalnum() or c in "._-" for c in p) for p in parts
@@ -61,15 +61,15 @@ def looks_like_id(name: str) -> bool:
 
 
 def only_a_path(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether a name can be no hub id: it ends like a file, begins like a path, or has letters that no id has."""
+    """Return whether a name cannot be a hub id: it has a file suffix, a path prefix, or a forbidden character."""
     return name.endswith(suffixes) or name.startswith((".", "/", "~")) or not looks_like_id(name)
 
 
-QUICK_S = 0.8  # for a question before a run: a hub that is slower is asked again when the run loads
+QUICK_S = 0.8  # timeout of the check before a run; a slower hub is asked again when the run loads
 
 
 def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
-    """Why a hub id cannot be had, as a clause; "" if it is in the local cache or on the hub, or nobody can say."""
+    """Return why a hub id is unavailable, as a clause; "" if it is in the local cache or on the hub, or unknown."""
     if is_cached(name, kind):
         return ""
     if said := offline():
@@ -82,7 +82,7 @@ def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
 
 
 def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:
-    """Whether a local cache of the hub's libraries holds something of a model or data set."""
+    """Return whether a local cache of the hub's libraries has files of a model or data set."""
     if snapshot(name, kind) is not None:
         return True
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets").expanduser()
@@ -91,7 +91,7 @@ def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:
 
 
 def snapshot(name: str, kind: Literal["model", "dataset"] = "model") -> Path | None:
-    """The newest folder of a model or data set in the hub's local cache, or None."""
+    """Return the newest snapshot folder of a model or data set in the hub's local cache, or None."""
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or _home() / "hub"
     place = Path(cache).expanduser() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     found = [path for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
@@ -99,17 +99,17 @@ def snapshot(name: str, kind: Literal["model", "dataset"] = "model") -> Path | N
 
 
 def _home() -> Path:
-    """The folder of the hub's libraries."""
+    """Return the cache folder of the hub's libraries."""
     return Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
 
 
 def _token() -> bool:
-    """Whether this user has signed in at the hub."""
+    """Return whether the user is signed in at the hub."""
     return bool(os.environ.get("HF_TOKEN")) or (_home() / "token").expanduser().is_file()
 
 
 def _status(url: str) -> int | None:
-    """The hub's HTTP status; 0 where it answers late or strangely; None where no connection can be opened."""
+    """Return the hub's HTTP status; 0 for a timeout or an invalid answer; None if no connection can be opened."""
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
 

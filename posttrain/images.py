@@ -1,4 +1,4 @@
-"""Images as rows name them, and as pixels: RGB, upright, within the recipe's sizes."""
+"""Images of rows: references, decoding and pixels (RGB, upright, within the recipe's size limits)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from typing import Any, Literal
 
 from posttrain.errors import DataError
 
-PLACE = "<image>"  # where an image stands, in the texts of rows and in what a tool returned
-MARK = "<\ufffc>"  # where an image stands in the text of a message, on its way to the chat template
-LARGEST = 100_000_000  # pixels of an image that is decoded at all
-SHOWN = 160  # pixels of the longer side on a page
-NARROWEST = 100  # the longer side by the shorter one, at most
+PLACE = "<image>"  # position of an image in the texts of rows and in tool results
+MARK = "<\ufffc>"  # position of an image in the text of a message passed to the chat template
+LARGEST = 100_000_000  # maximum number of pixels of a decoded image
+SHOWN = 160  # pixels of a thumbnail's longer side
+NARROWEST = 100  # maximum ratio of the longer side to the shorter one
 
-Taken = Literal["mask", "blur", "blank"]  # how a part of an image is taken away
+Taken = Literal["mask", "blur", "blank"]  # how an image is degraded
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image of a row. source: an absolute path, or a data URL. It is shown with at least `min_pixels` and at most
-    `max_pixels`; None = as the model's processor has it."""
+    """An image of a row.
+
+    source: an absolute path or a data URL. The image is resized to at least `min_pixels` and at most `max_pixels`; None
+    leaves the limit to the model's processor.
+    """
 
     source: str
     min_pixels: int | None = None
@@ -36,15 +39,15 @@ class Image:
 
     @property
     def name(self) -> str:
-        """What an error calls it."""
+        """Name of the image in error messages."""
         return "an image within the row" if self.source.startswith("data:") else self.source
 
 
 def open_image(image: Image) -> Any:
-    """The image as Pillow has it, in RGB. It is turned as its EXIF says, and transparent parts become white.
+    """Return the image as an RGB Pillow image, rotated by its EXIF orientation, with transparency on white.
 
-    Raises DataError for a file that is missing, is no image, is truncated, has several frames, or is larger than
-    LARGEST or narrower than NARROWEST.
+    Raises DataError for a file that is missing, not an image, truncated, has several frames, or is larger than LARGEST
+    or narrower than NARROWEST.
     """
     from PIL import Image as Pillow
     from PIL import ImageOps
@@ -52,11 +55,11 @@ def open_image(image: Image) -> Any:
     stream = io.BytesIO(_read_bytes(image))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # LARGEST is told below
+            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # checked against LARGEST below
             opened = Pillow.open(stream)
             _check_size(image.name, *opened.size)
             frames = getattr(opened, "n_frames", 1)
-            if frames > 1 and opened.format != "MPO":  # a photo with a preview beside it
+            if frames > 1 and opened.format != "MPO":  # a photo with an embedded preview
                 raise DataError(f"{image.name} has {frames} frames", allowed="one", hint="save the one that is meant")
             opened.load()
             upright = ImageOps.exif_transpose(opened)
@@ -99,10 +102,10 @@ def _check_size(name: str, width: int, height: int) -> None:
 
 
 def _as_rgb(picture: Any) -> Any:
-    """Grey, CMYK, palettes and 16 bits as RGB, transparent parts on white."""
+    """Convert grey, CMYK, palette and 16-bit images to RGB, with transparency on white."""
     from PIL import Image as Pillow
 
-    if picture.mode in ("I;16", "I;16B", "I;16L", "I"):  # `convert` would cut these off at 255
+    if picture.mode in ("I;16", "I;16B", "I;16L", "I"):  # `convert` would clip these at 255
         return picture.point(lambda value: value / 256).convert("L").convert("RGB")
     if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
         over = picture.convert("RGBA")
@@ -111,7 +114,7 @@ def _as_rgb(picture: Any) -> Any:
 
 
 def _fit_limits(picture: Any, image: Image) -> Any:
-    """The picture within the image's limits, its shape kept as nearly as whole pixels allow."""
+    """Resize a picture to the image's limits, preserving the aspect ratio up to rounding to whole pixels."""
     from PIL import Image as Pillow
 
     width, height = picture.size
@@ -125,18 +128,16 @@ def _fit_limits(picture: Any, image: Image) -> Any:
     else:
         return picture
     size = max(1, size[0]), max(1, size[1])
-    size = (
-        min(size[0], NARROWEST * size[1]),
-        min(size[1], NARROWEST * size[0]),
-    )  # whole pixels may be further
+    # rounding to whole pixels may exceed the ratio
+    size = min(size[0], NARROWEST * size[1]), min(size[1], NARROWEST * size[0])
     return picture.resize(size, Pillow.Resampling.BICUBIC)
 
 
 def take_away(image: Image, how: Taken, *, ratio: float, patch: int, seed: int) -> Image:
-    """The image with a part of what it shows taken away, in the same size, so that it has as many tokens.
+    """Return a degraded image of the same size, so that it has the same number of tokens.
 
-    mask: a share `ratio` of its squares of `patch` pixels is black, drawn by the seed. blur: by `patch` pixels. blank:
-    all of it is grey.
+    mask: a share `ratio` of its squares of `patch` pixels, sampled with the seed, is black. blur: Gaussian blur with
+    radius `patch` pixels. blank: all pixels are grey.
     """
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFilter
@@ -156,8 +157,7 @@ def take_away(image: Image, how: Taken, *, ratio: float, patch: int, seed: int) 
 
 
 def add_noise(image: Image, *, noise: float, seed: int) -> Image:
-    """The image with Gaussian noise as a diffusion adds it, in the same size: sqrt(1 - noise) times the pixels, from -1
-    to 1, plus sqrt(noise) times the noise."""
+    """Return the image with diffusion noise: sqrt(1 - noise) * pixels in [-1, 1] + sqrt(noise) * Gaussian noise."""
     import numpy as np
     from PIL import Image as Pillow
 
@@ -169,16 +169,16 @@ def add_noise(image: Image, *, noise: float, seed: int) -> Image:
 
 
 def is_picture(value: Any) -> bool:
-    """Whether a value is a Pillow image. Pillow is not imported for the question."""
+    """Return whether a value is a Pillow image, without importing Pillow."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
 def split_pictures(value: Any, max_pixels: int) -> list[Any]:
-    """What a tool or an environment returned, as its parts in order: a Pillow image as an `Image`, made smaller if it
-    has more than `max_pixels`, everything else as it is. A value without images is its only part.
+    """Split a result of a tool or environment into its parts, in order.
 
-    Raises DataError for an image that no model can be shown.
+    A Pillow image becomes an `Image` of at most `max_pixels` pixels, other parts are unchanged. A value without images
+    is its only part. Raises DataError for an image that cannot be shown to a model.
     """
     parts = list(value) if isinstance(value, list | tuple) and any(map(is_picture, value)) else [value]
     return [_keep_picture(part, max_pixels) if is_picture(part) else part for part in parts]
@@ -191,30 +191,33 @@ def _keep_picture(picture: Any, max_pixels: int) -> Image:
 
 
 def join_parts(parts: Sequence[str | Image]) -> tuple[str, tuple[Image, ...]]:
-    """Texts and images as one text with PLACE for each image, and the images. A PLACE in a text is broken up."""
+    """Join texts and images into one text with PLACE for each image; return it with the images.
+
+    A PLACE that occurs in a text is escaped.
+    """
     texts = [PLACE if isinstance(part, Image) else break_places(part) for part in parts]
     return "\n".join(filter(None, texts)), tuple(part for part in parts if isinstance(part, Image))
 
 
 def break_places(text: str) -> str:
-    """A text of a model or a tool, which shows no image: PLACE in it is written with a space."""
+    """Escape PLACE in a text of a model or tool, which contains no image, by inserting a space."""
     return text.replace(PLACE, f"< {PLACE[1:]}")
 
 
 def data_url(content: bytes) -> str:
-    """An image file's bytes as a text that a row, a JSON file and a page can hold."""
+    """Return the bytes of an image file as a data URL for rows, JSON files and pages."""
     return f"data:image/*;base64,{base64.b64encode(content).decode()}"
 
 
 def png_url(picture: Any) -> str:
-    """A Pillow image as such a text."""
+    """Return a Pillow image as a PNG data URL."""
     stream = io.BytesIO()
     picture.save(stream, format="PNG")
     return data_url(stream.getvalue())
 
 
 def thumbnail_url(image: Image) -> str:
-    """The image as a small JPEG in a data URL, for a page."""
+    """Return the image as a small JPEG data URL for a page."""
     picture = open_image(image)
     picture.thumbnail((SHOWN, SHOWN))
     stream = io.BytesIO()

@@ -1,5 +1,7 @@
-"""Types of recipe keys that say more than `str` or `dict`: mappings with known keys, and names of data columns and of
-rewards. So a recipe, and the data it names, are checked early."""
+"""Annotation types of recipe keys: mappings with known keys, and names of data columns and rewards.
+
+They allow early checks of a recipe and its data.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing_extensions import TypedDict, is_typeddict  # pydantic wants this one
 
 
 class NameOf:
-    """Marks what an argument is the name of; its repr is the name of the type."""
+    """Annotation that names the kind of thing an argument refers to; its repr is the name of the type."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -22,37 +24,37 @@ class NameOf:
         return self.name
 
 
-Column = Annotated[str, NameOf("Column")]  # every row has a number there
-PartialColumn = Annotated[str, NameOf("PartialColumn")]  # some rows have one, others null
-TextColumn = Annotated[str, NameOf("TextColumn")]  # some rows have a text there, others null
+Column = Annotated[str, NameOf("Column")]  # a number in every row
+PartialColumn = Annotated[str, NameOf("PartialColumn")]  # a number in some rows, null in others
+TextColumn = Annotated[str, NameOf("TextColumn")]  # a text in some rows, null in others
 RewardName = Annotated[str, NameOf("RewardName")]  # a reward of the recipe
-ScoreName = Annotated[str, NameOf("ScoreName")]  # the same, or `correct` or `reward`
-MEASURED = ("tool_seconds",)  # columns that rollouts with tools or an environment fill in where the data has none
+ScoreName = Annotated[str, NameOf("ScoreName")]  # a reward of the recipe, `correct` or `reward`
+MEASURED = ("tool_seconds",)  # columns filled by rollouts with tools or an environment if the data lacks them
 
 CLOSED = ConfigDict(extra="forbid", strict=True)
 
 
 class Gate(TypedDict, total=False):
-    """Where a term applies: every condition that is written must hold. An empty gate is open everywhere."""
+    """Condition under which a term applies: all given conditions must hold. An empty gate is always open."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
-    rows: Literal["correct"]  # rows with a right answer
+    rows: Literal["correct"]  # rows with a correct answer
     on: ScoreName  # rows by a reward component, `correct` or `reward`: with min, above, or both
     min: float  # the component is at least this
     above: float  # the component is more than this
-    pass_rate: float  # groups with at least this share of right answers, and with any (1.0 = all right)
-    top_share: float  # this share of the batch's groups, those with most right answers, rounded up, and with any
-    from_step: int  # steps of the run before which the gate is closed (a warm-up)
+    pass_rate: float  # groups with at least this share of correct answers, and at least one (1.0 = all correct)
+    top_share: float  # this share (rounded up) of the groups: those with most correct answers, and at least one
+    from_step: int  # first step at which the gate is open (warm-up)
 
 
 class Channel(TypedDict, total=False):
-    """A part of the reward with an advantage of its own."""
+    """A part of the reward with a separate advantage."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
-    rewards: dict[ScoreName, float]  # component: factor in the channel's reward
-    weight: float  # of the channel's advantage, default 1
+    rewards: dict[ScoreName, float]  # component -> factor in the channel's reward
+    weight: float  # weight of the channel's advantage, default 1
     condition: Gate  # rows outside have the channel reward 0
-    among: Gate  # rows outside have no channel reward: they are compared with nobody and get 0
+    among: Gate  # rows outside have no channel reward: they join no comparison and get advantage 0
 
 
 Mark = TypeVar("Mark")
@@ -61,8 +63,10 @@ Mark = TypeVar("Mark")
 def marked_values(
     annotation: Any, value: Any, kind: type[Mark], path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], Mark, str]]:
-    """(place, mark, text) of every text in a value, and of every key of a mapping, whose annotation has a mark of that
-    kind. A value that is not of its type has none. annotation: a type, or a field of a pydantic model."""
+    """Yield (path, mark, text) for every string and mapping key in a value whose annotation has a mark of type `kind`.
+
+    Parts of the value that do not match their type are skipped. annotation: a type, or a field of a pydantic model.
+    """
     if isinstance(annotation, FieldInfo):
         annotation = Annotated[annotation.annotation, *annotation.metadata, None]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)

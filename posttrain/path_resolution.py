@@ -1,4 +1,4 @@
-"""Where files that a recipe names are found: beside the recipe, in the working directory, among the shipped ones."""
+"""Resolution of files named in a recipe: next to the recipe, in the working directory, and among shipped files."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pathlib import Path
 
 from posttrain.errors import UserError, count_noun, did_you_mean, nearest
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings behind those of files of rows
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # suffixes that may follow a row file's suffix
 TEXT_FILES = (".jsonl", ".json", ".csv")
-# endings of files of rows that need no package to be read
+# suffixes of row files that need no extra package
 PLAIN_FILES = (*TEXT_FILES, *(f"{kind}{packed}" for kind in TEXT_FILES for packed in COMPRESSED))
-PATHS = (".", "/", "~")  # how the name of a file or folder begins
-ROW_FILES = (*PLAIN_FILES, ".parquet")  # endings of all files of rows
-NAME_CHARS, PART_BYTES = 4096, 255  # of a path, and of what stands between slashes
+PATHS = (".", "/", "~")  # first characters of a path
+ROW_FILES = (*PLAIN_FILES, ".parquet")  # suffixes of all row files
+NAME_CHARS, PART_BYTES = 4096, 255  # maximum length of a path, and of a part between slashes
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_folder(folder: str) -> Path:
-    """The shipped `recipes`, `rewards` or `tools`: inside the wheel, or at the top of a source checkout."""
+    """Return the shipped `recipes`, `rewards` or `tools` folder: inside the wheel, or at the top of a checkout."""
     inside = _PACKAGE / "shipped" / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether a file is one of the shipped rewards or tools."""
+    """Return whether a file is a shipped reward or tool."""
     return any(path.is_relative_to(shipped_folder(folder)) for folder in ("rewards", "tools"))
 
 
 def candidates(name: str, base_dir: Path | None) -> list[Path]:
-    """The places where `name` is looked for, in order. `base_dir` is the folder of the recipe.
+    """Return the paths at which `name` is looked for, in order. `base_dir` is the folder of the recipe.
 
-    Raises UserError for a text that can be no file name.
+    Raises UserError for a text that cannot be a file name.
     """
     refuse_strange_name(name)
     path = Path(name)
-    with contextlib.suppress(RuntimeError):  # nobody is called so: `~` is a letter
+    with contextlib.suppress(RuntimeError):  # no such user: `~` is a plain character
         path = path.expanduser()
     if path.is_absolute():
         return [path]
@@ -50,7 +50,7 @@ def candidates(name: str, base_dir: Path | None) -> list[Path]:
 
 
 def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> Path:
-    """The first place where `name` exists. Raises `error` naming every place that was searched."""
+    """Return the first candidate path that exists. Raises `error` that lists all searched paths."""
     places = candidates(name, base_dir)
     for place in places:
         if place.exists():
@@ -62,7 +62,7 @@ def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = U
 
 
 def refuse_strange_name(name: str) -> None:
-    """Raises UserError for a text that no file system takes as a name: too long, or with a NUL."""
+    """Raise UserError for a text that no file system accepts as a name: too long, or with a NUL character."""
     if "\0" in name:
         raise UserError(f"{name[:60]!r} is no file name: it holds a NUL character")
     if len(name) > NAME_CHARS or any(len(part.encode(errors="replace")) > PART_BYTES for part in name.split("/")):
@@ -70,7 +70,7 @@ def refuse_strange_name(name: str) -> None:
 
 
 def refuse_special(path: Path, what: str, error: type[UserError] = UserError) -> None:
-    """Raises `error` for a pipe, a socket or a device: reading it might never end. path: exists."""
+    """Raise `error` for a pipe, socket or device, which might never end when read. path: exists."""
     mode = path.stat().st_mode
     kinds = {"pipe": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": stat.S_ISCHR, "block device": stat.S_ISBLK}
     for kind, is_it in kinds.items():
@@ -79,8 +79,10 @@ def refuse_special(path: Path, what: str, error: type[UserError] = UserError) ->
 
 
 def suggest_file(name: str, places: Sequence[Path]) -> str:
-    """A hint with the file beside the places searched that was most likely meant; empty if there is none. Endings are
-    not compared: `eval.yaml` is not like `linear.yaml`. A file of the same ending goes before others."""
+    """Return a hint with the file next to the searched paths that was most likely meant; "" if there is none.
+
+    Suffixes are not compared: `eval.yaml` is not similar to `linear.yaml`. Files with the same suffix are preferred.
+    """
     for place in places:
         if place.parent.is_dir():
             beside = [Path(path.name) for path in itertools.islice(place.parent.iterdir(), 10_000)]
@@ -94,11 +96,11 @@ def suggest_file(name: str, places: Sequence[Path]) -> str:
     return ""
 
 
-MOST_NAMES = 6  # that a hint lists
+MOST_NAMES = 6  # files listed in a hint
 
 
 def list_alike(places: Sequence[Path]) -> str:
-    """A hint with what stands beside the places searched and has the same ending (folders, without one)."""
+    """Return a hint with the files next to the searched paths with the same suffix (folders for a name without one)."""
     for place in places:
         if place.parent.is_dir():
             beside = [path for path in itertools.islice(place.parent.iterdir(), 10_000) if path.name[0] != "."]
@@ -110,14 +112,16 @@ def list_alike(places: Sequence[Path]) -> str:
 
 
 def split_function(use: str) -> tuple[str, str] | None:
-    """`path/file.py:name` or `package.module:name` -> (left, name); None if `use` is a plain registered name."""
+    """Split `path/file.py:name` or `package.module:name` into (left, name); None for a plain registered name."""
     left, colon, name = use.rpartition(":")
     return (left, name) if colon and left and name.isidentifier() else None
 
 
 def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> tuple[Path | str, str]:
-    """The script, or the name of the module, and the function that `use` names. Raises `error` where there is no such
-    script, or `use` has another form."""
+    """Return (script path or module name, function name) of `use`.
+
+    Raises `error` if the script does not exist or `use` has another form.
+    """
     split = split_function(use)
     if split is None:
         raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
@@ -128,7 +132,7 @@ def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] 
 
 
 def no_function(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
-    """The error for a file or module (`left`) that is there and has no such function. known: what it has."""
+    """Return the error for a file or module (`left`) without the requested function. known: names it defines."""
     public = sorted(n for n in known if not n.startswith("_"))
     return error(
         f"{left} has no function {name}",
@@ -138,7 +142,7 @@ def no_function(left: str, name: str, known: Iterable[str], error: type[UserErro
 
 
 def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError) -> UserError:
-    """The error for a module that cannot be imported: a file of that name is taken for what was meant."""
+    """Return the error for a module that cannot be imported; suggests an existing file of that name."""
     left, _, name = use.rpartition(":")
     file = f"{left.replace('.', '/')}.py"
     if any(place.is_file() for place in candidates(file, base_dir)):
@@ -149,7 +153,7 @@ def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[
 
 
 def _near_module(module: str, name: str) -> str:
-    """A hint with the installed module whose name is nearest, looked for beside the first part that is not there."""
+    """Return a hint with the most similar installed module, compared at the first part that does not exist."""
     parts = module.split(".")
     path: Sequence[str] | None = None
     for depth, part in enumerate(parts):
@@ -168,7 +172,7 @@ def _near_module(module: str, name: str) -> str:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Where a module is, found without importing it or the packages around it; None where there is none to be found."""
+    """Return the spec of a module without importing it or its parent packages; None if it cannot be found."""
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     parts = name.split(".")
@@ -183,7 +187,10 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def known_files(folder: str, suffixes: Sequence[str]) -> dict[str, Path]:
-    """Name -> path of the shipped files with one of `suffixes`; `rl/a.yaml` answers to `rl/a` and to `a` if unique."""
+    """Return name -> path of the shipped files with these suffixes.
+
+    `rl/a.yaml` is available as `rl/a`, and as `a` if that is unique.
+    """
     root = shipped_folder(folder)
     names: dict[str, Path] = {}
     stems: dict[str, list[Path]] = {}

@@ -1,8 +1,8 @@
-"""A pipeline: stages in order, each in a run directory of its own, the whole once a seed, then one table.
+"""Pipelines: stages in order, each in its own run directory, repeated for every seed, then a comparison table.
 
     runs/quickstart/TIME-HASH/seed-0/sft, seed-0/rl, ..., seed-1/sft, ...
 
-A stage names what an earlier one of its seed made: `stage:rl` is rl's final model, `stage:rollouts/completions.jsonl` a
+A stage refers to an earlier stage of its seed: `stage:rl` is rl's final model, `stage:rollouts/completions.jsonl` a
 file in its directory, and `run.max_minutes: stage:rl` is rl's training time. Finished stages are skipped on resume.
 """
 
@@ -56,10 +56,10 @@ HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safe
 
 
 def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
-    """Run one stage in its open directory; write its summary.json (which marks it as finished), and its status.json and
-    report.html as it goes on.
+    """Run one stage in its open directory and return its summary.
 
-    Of several processes, only the one that has the directory open writes.
+    Writes summary.json, which marks the stage as finished, and keeps status.json and report.html up to date. Of several
+    processes, only the one that opened the directory for writing writes.
     """
     if engines := engines_beside(recipe):
         warm_process.start(engines)
@@ -70,7 +70,7 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
             if not directory.follows:
                 write_json(directory.path / "summary.json", summary)
     finally:
-        warm_process.close()  # of a stage that did not come to its engine
+        warm_process.close()  # the stage may have ended before it used its engine
     return summary
 
 
@@ -84,7 +84,7 @@ def _runner_of(recipe: Stage) -> Callable[[Stage, RunDirectory], dict[str, Any]]
 
 
 def engines_beside(recipe: Stage) -> int:
-    """How many vLLM engines a stage starts beside this process."""
+    """Return the number of vLLM engine processes that a stage starts."""
     section = getattr(recipe, "rollout", None) or getattr(recipe, "engine", None)
     is_beside = section is not None and section.engine == "vllm" and section.vllm.server is None
     if section is None or not is_beside or not group_of(ranks.rank(), section.vllm.tensor_parallel).is_first:
@@ -93,14 +93,15 @@ def engines_beside(recipe: Stage) -> int:
 
 
 def import_runner(name: str) -> Callable[[Stage, RunDirectory], dict[str, Any]]:
-    """The function `module:function`, imported while no garbage is collected; later collections leave its modules out.
+    """Import `module:function` with garbage collection off; later collections skip the imported objects.
 
-    Torch and the libraries above it are half a million objects that live as long as the process. Collections among them
-    are a quarter of the import's time, and each later one takes 0.3 s (accelerate collects once a run).
+    Torch and the libraries that depend on it create half a million objects that live as long as the process.
+    Collections during the import take a quarter of its time, and each later one takes 0.3 s (accelerate collects once
+    per run).
     """
     module, _, function = name.partition(":")
     if module not in sys.modules and gc.isenabled():
-        gc.collect()  # `freeze` would keep the garbage that there is
+        gc.collect()  # `freeze` would keep existing garbage
         gc.disable()
         try:
             importlib.import_module(module)
@@ -111,7 +112,7 @@ def import_runner(name: str) -> Callable[[Stage, RunDirectory], dict[str, Any]]:
 
 
 def run(recipe: PipelineRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Run what is not finished yet and return the summaries of all stages of all seeds, with the closing table."""
+    """Run all unfinished stages; return the summaries of all stages and seeds, with the comparison table."""
     if len(recipe.seeds) == 1:
         run_seed(recipe, directory.path, recipe.seeds[0])
     else:
@@ -125,11 +126,11 @@ class Done:
 
     path: Path
     summary: Mapping[str, Any]
-    skipped: bool  # it was finished before this start
+    skipped: bool  # finished before this start
 
 
 def resolve(values: Any, done: Mapping[str, Done], path: tuple[str, ...] = ()) -> Any:
-    """The same tree with every `stage:NAME` replaced by a path, or by minutes at `run.max_minutes`."""
+    """Return the values with every `stage:NAME` replaced by a path, or by minutes at `run.max_minutes`."""
     if isinstance(values, Mapping):
         return {key: resolve(value, done, (*path, key)) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
@@ -151,9 +152,9 @@ def _minutes(name: str, summary: Mapping[str, Any]) -> float:
 
 
 def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
-    """All stages of one seed in this process, so that heavy libraries are imported once."""
+    """Run all stages of one seed in this process, so that heavy libraries are imported once."""
     done: dict[str, Done] = {}
-    GracefulStop.take_ignored_signal()  # what came before is not about these stages
+    GracefulStop.take_ignored_signal()  # discard a signal from before these stages
     samplers = [stage["name"] for stage in recipe.stages if stage["stage"] in SAMPLERS]
     for stage in recipe.stages:
         name = stage["name"]
@@ -174,19 +175,19 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
         terminal.note(f"{MILESTONE}{name} in {took}  {headline(summary)}")
         done[name] = Done(folder, summary, skipped=False)
         LivePage(path).write()
-        gc.collect()  # the stage's model goes before the next one is loaded
+        gc.collect()  # free the stage's model before the next one is loaded
         for line in rounds.milestones([s["name"] for s in recipe.stages], {n: d.summary for n, d in done.items()}):
             terminal.note(f"{MILESTONE}{line}")
     return done
 
 
 def run_in_folder(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
-    """Run a recipe in a directory of its own, going on where it was begun; returns the summary."""
+    """Run a recipe in its own directory, resuming if it was begun, and return the summary."""
     return (_run_apart if uses_vllm(loaded.recipe) else _run_in)(folder, loaded, name)
 
 
 def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
-    text = json.dumps(loaded.resolved, indent=2) + "\n"  # JSON is YAML: the file is a recipe that runs alone
+    text = json.dumps(loaded.resolved, indent=2) + "\n"  # JSON is valid YAML, so the file is a runnable recipe
     begun = folder.exists() and any(folder.iterdir())
     try:
         with RunDirectory.open(folder, name=name, text=text, resolved=loaded.resolved, resume=begun) as directory:
@@ -197,13 +198,13 @@ def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
 
 
 def uses_vllm(recipe: Stage) -> bool:
-    """Whether a vLLM engine runs in the stage. It gives its GPU memory back only when its process ends."""
+    """Return whether the stage runs a vLLM engine, which frees its GPU memory only when its process ends."""
     engine = getattr(recipe, "engine", None) or getattr(recipe, "rollout", None)
     return engine is not None and engine.engine == "vllm"
 
 
 def _run_apart(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
-    """The stage in a process of its own."""
+    """Run the stage in a separate process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     request = folder.with_suffix(".json")
     write_json(request, {"stage": loaded.resolved, "base_dir": str(loaded.recipe.base_dir.resolve())})
@@ -216,7 +217,7 @@ def _run_apart(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
 
 
 def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
-    """A finished stage is taken as it is only if its recipe and the stages that it builds on are still the same."""
+    """Raise UserError if a finished stage has another recipe now, or a stage that it depends on ran again."""
     refuse_other_recipe(folder, read_json(folder / "resolved.json"), loaded.resolved, may_change={"run.output"})
     if rerun:
         raise UserError(
@@ -226,14 +227,14 @@ def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """The few numbers of a summary that fit on a line."""
+    """Return the most important numbers of a summary on one line."""
     shown = ("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last")
     found = {key: summary[key] for key in shown if isinstance(summary.get(key), (int, float))}
     return "  ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found.items())
 
 
 def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
-    """One process a seed, each with its share of the cores."""
+    """Return one process per seed, each with its share of the cores."""
     request = directory.logs / "pipeline.json"
     write_json(request, {"stages": recipe.stages, "base_dir": str(recipe.base_dir.resolve())})
     threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // min(recipe.parallel, len(recipe.seeds)))
@@ -249,8 +250,11 @@ def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
 
 
 def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
-    """`seeds`: {seed: {stage: its summary}}; `rounds`: {name: a row a round}, if there are any; `table`: the compared
-    evaluations, if the recipe names any."""
+    """Return the summary of a pipeline.
+
+    `seeds`: {seed: {stage: summary}}; `rounds`: {name: one row per round}, if there are any; `table`: the compared
+    evaluations, if the recipe names any.
+    """
     names = [stage["name"] for stage in recipe.stages]
     seeds = {
         str(seed): {name: read_json(path / f"seed-{seed}" / name / "summary.json") for name in names}
@@ -270,7 +274,7 @@ def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
 
 
 def _labels(recipe: PipelineRecipe) -> dict[str, str]:
-    """What the table calls an eval stage: the stage whose model it measures; itself where several measure the same."""
+    """Return the table label of each eval stage: the stage whose model it evaluates, or its own name if not unique."""
     stages = {stage["name"]: stage for stage in recipe.stages}
     found = {name: REFERENCE.fullmatch(str(stages[name]["model"]["path"])) for name in recipe.table}
     labels = {name: match[1] if match and not match[2] else name for name, match in found.items()}
@@ -279,9 +283,9 @@ def _labels(recipe: PipelineRecipe) -> dict[str, str]:
 
 
 def main(kind: str, request: str, path: str, name: str) -> int:
-    """The child of `_children` and `_run_apart`: one seed, or one stage.
+    """Run one seed or one stage: the child process of `_children` and `_run_apart`.
 
-    Errors are told on stderr in one piece for the parent to show.
+    An error is printed to stderr as one message, which the parent prints.
     """
     stop_with_parent()
     asked = json.loads(Path(request).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Passwords and API keys in recipes: found by the names of their keys, and replaced before anything is shown or saved.
+"""Redaction of passwords and API keys in recipes: found by key name, replaced before anything is shown or saved.
 
-A secret belongs in an environment variable. Where a recipe holds one all the same, `***` stands for it in the run
-directory, on pages, in messages and at trackers.
+A secret belongs in an environment variable. If a recipe contains one, `***` replaces it in the run directory, on pages,
+in messages and in trackers.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _SECRET = re.compile(
     r"|(?:hub|hf|auth|access|api|bearer)[_-]?token$|(?:^|\.)token$|(?:password|passwd|secret)$"
 )
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)")  # NAME:PASSWORD of an address
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)")  # NAME:PASSWORD in a URL
 _ENTRY = re.compile(
     r"""(?P<key>[\w.-]+)(?P<sign>["']?\s*[:=]\s*)(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,}\]"'\[{][^\s,}\]]*)"""
 )
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key of this name holds what must not be shown, such as `api_key` or `hub_token`."""
+    """Return whether a key's name, such as `api_key` or `hub_token`, marks its value as secret."""
     return bool(_SECRET.search(name))
 
 
 def is_variable(name: str) -> bool:
-    """Whether this is the usual form of an environment variable's name, and not a key that was put in its place."""
+    """Return whether a text has the usual form of an environment variable's name, and is not a secret in its place."""
     return bool(_VARIABLE.fullmatch(name))
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """`value` with `***` in place of every text that stands under a secret's name, however deep."""
+    """Return `value` with `***` for every secret at any depth, found by its key."""
     if isinstance(value, Mapping):
         return {name: without_secrets(one, str(name)) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -47,7 +47,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 def redacted_text(text: str) -> str:
-    """A recipe's text with `***` in place of secrets; all else, comments too, stays as it is."""
+    """Return a recipe's text with `***` for secrets; everything else, including comments, is unchanged."""
 
     def hide_value(found: re.Match[str]) -> str:
         key, value = found["key"], found["value"].strip("\"'")

@@ -1,11 +1,11 @@
-"""One idiom for everything with a name: a registered pure function whose keyword-only arguments are its recipe keys.
+"""Component registry: a component is a registered pure function whose keyword-only arguments are its recipe keys.
 
     @register("loss", "clip", paper="1707.06347")
     def clip(batch, logp, *, clip_low: float = 0.2, clip_high: float | None = None) -> TokenLoss: ...
 
 Nothing is declared twice: annotations become types, defaults become defaults, the docstring becomes the help.
-`components.json` holds what the light commands need to know (names, keys, defaults, docstrings), so that a recipe is
-checked without importing torch; `python -m posttrain.registry` rewrites it and a test keeps it equal to the code.
+`components.json` has what the light commands need (names, keys, defaults, docstrings), so that a recipe is checked
+without importing torch; `python -m posttrain.registry` rewrites it and a test keeps it equal to the code.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from posttrain.errors import UserError, did_you_mean
 from posttrain.path_resolution import is_shipped, no_function, no_module, place_of, split_function
 from posttrain.redact import without_secrets
 
-_PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
+_PRIVATE = "posttrain_script_"  # prefix of the module names of user scripts
 INDEX = Path(__file__).with_name("components.json")
 
-# kind -> the package whose modules register components of that kind, in the order in which a step calls them
+# kind -> the package whose modules register components of that kind, in call order within a step
 PACKAGES = {
     "prompt_variants": "posttrain.variants",
     "sampler": "posttrain.curriculum",
@@ -86,7 +86,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Component:
-    """A named function. `params` maps each recipe key to (annotation as text, default); `...` marks a required key."""
+    """A registered function. `params`: recipe key -> (annotation as text, default); `...` marks a required key."""
 
     kind: str
     name: str
@@ -96,7 +96,7 @@ class Component:
     stage_note: str = ""
     exclusive: tuple[str, ...] = ()
     params: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    roles: tuple[str, ...] = ()  # of a workflow
+    roles: tuple[str, ...] = ()  # roles of a workflow
 
     @property
     def doc(self) -> str:
@@ -106,10 +106,10 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = (  # no words of a batch
+OWN_WORDS = (  # kinds whose `needs` are not fields of a batch
     *("sampler", "shape", "workflow", "prompt_variants", "replay", "pair_loss", "token_weight", "merge", "task"),
 )
-ALWAYS_THERE = (  # fields of a batch that need not be asked for
+ALWAYS_THERE = (  # batch fields that are always present, without `needs`
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "replayed", "reward_weights", "sampler_state",
     "selected", "step", "total_steps", "truncated", "turn_rewards", "versions",
 )  # fmt: skip
@@ -125,25 +125,29 @@ def register(
     exclusive: tuple[str, ...] = (),
     roles: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function its recipe name. A second function of the same kind and name is an error.
+    """Register a function under its recipe name. Raises ValueError if the kind already has that name.
 
-    paper: arXiv id. needs: what it must have, so that a recipe which cannot work, or would do nothing, is refused at
-    load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one
-    completion a prompt), `several_updates` (more than one a step), `all_correct` (groups that are all right must not be
-    filtered out), `every_group` (of a step: none may be filtered out), `equal_groups` (all of one size), `every_row` (a
-    gradient where the advantage is 0), `every_token` (it reads the mask of all rows by token, so every rank must hold
-    all tokens), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit`
-    (of a loss: it reads rewards or correctness and no advantages), `frozen_critic` (its `values` are those of
-    `critic.path`), `multiplies` (a controller: the recipe's number must not be 0), `measured_kl` (a controller: it
-    follows the metric `kl`). Of prompt variants: `solution` (a data column with solutions), `begins_answer` (tokens
-    before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). Of
-    shapes: `own_group` (the rows of a rollout are a group), `shared_reward` (some rows have no reward but that of their
-    rollout), `tree` (rows are paths whose nodes have values), `grades` (rewards score rows on the way), `rollout_logp`
-    (the engine's log-probs of all that is sampled), `goes_on` (rollouts may go on in the next step), `parts` (rows are
-    divided into parts: `part_ids`). Of replay: `replaces` (stored rows take the place of fresh ones), `adds_rows` (they
-    come on top), `trains_apart` (they have an update of their own). note: where this reading departs from its source.
-    exclusive: what it does that no second component of a recipe may do, e.g. `correct the ratio to the engine`. roles:
-    that a workflow may call, so that a recipe which names another is refused.
+    paper: arXiv id.
+
+    needs: requirements, so that a recipe which cannot work or would have no effect is refused at load time. For
+    components of a step: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more
+    than one completion per prompt), `several_updates` (more than one per step), `all_correct` (groups that are all
+    correct must not be filtered out), `every_group` (no group of a step may be filtered out), `equal_groups` (all
+    groups have one size), `every_row` (a gradient even where the advantage is 0), `every_token` (reads the mask of all
+    rows by token, so every rank must hold all tokens), `own_mean` (a loss that defines the denominator of its mean by
+    `counted`), `own_credit` (a loss that reads rewards or correctness and no advantages), `frozen_critic` (`values`
+    come from `critic.path`), `multiplies` (a controller that multiplies the recipe's number, which must not be 0),
+    `measured_kl` (a controller that follows the metric `kl`). For prompt variants: `solution` (a data column with
+    solutions), `begins_answer` (tokens before the sampled ones, for which tool turns have no position), `hinted` (rows
+    that had help are marked). For shapes: `own_group` (the rows of a rollout form a group), `shared_reward` (some rows
+    only have the reward of their rollout), `tree` (rows are paths whose nodes have values), `grades` (rewards score
+    rows during the rollout), `rollout_logp` (the engine's log-probs of all sampled tokens), `goes_on` (rollouts may
+    continue in the next step), `parts` (rows are divided into parts: `part_ids`). For replay: `replaces` (stored rows
+    replace fresh ones), `adds_rows` (stored rows are added), `trains_apart` (stored rows have a separate update).
+
+    note: deviation of this implementation from its source. exclusive: effects that at most one component of a recipe
+    may have, e.g. `correct the ratio to the engine`. roles: roles that a workflow may call; a recipe that names another
+    role is refused.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,8 +161,10 @@ def register(
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
-    """The keyword-only arguments of a function, or of what makes a class: name -> (annotation as text, default or
-    `...`)."""
+    """Return the keyword-only arguments of a function or of a class's constructor.
+
+    name -> (annotation as text, default or `...`).
+    """
     made = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
     hints = typing.get_type_hints(made, include_extras=True)
     return {
@@ -175,12 +181,12 @@ def _annotation(hint: Any) -> str:
     text = inspect.formatannotation(hint)
     for module in ("typing.", "collections.abc.", "posttrain.options.", "pathlib._local.", "pathlib."):  # 3.13: _local
         text = text.replace(module, "")
-    text = re.sub(r"Annotated\[str, (\w+)\]", r"\1", text)  # names of data columns
+    text = re.sub(r"Annotated\[str, (\w+)\]", r"\1", text)  # names of data columns and rewards
     return re.sub(r"Optional\[(\w+)\]", r"\1 | None", text).replace("NoneType", "None")
 
 
 def get(kind: Kind, name: str) -> Component:
-    """The component of that kind and name; imports only the module that holds it. UserError with a suggestion."""
+    """Return the component of that kind and name, importing only its module. Raises UserError with a suggestion."""
     if (kind, name) not in _components:
         entry = index().get(kind, {}).get(name)
         if entry is None:
@@ -195,9 +201,10 @@ def get(kind: Kind, name: str) -> Component:
 
 
 def resolve(kinds: Kind | tuple[Kind, ...], use: str, base_dir: Path | None = None) -> Component:
-    """A registered name, `file.py:function` (beside the recipe or in the working directory), or `module:function`.
+    """Return a component by registered name, `file.py:function` or `module:function`.
 
-    Several kinds may share a place in a recipe; a function of the user is of the first, unless it is registered.
+    A file is looked up next to the recipe or in the working directory. Several kinds may share a position in a recipe;
+    a user's function gets the first kind, unless it is registered.
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if split_function(use) is None:
@@ -210,7 +217,7 @@ def resolve(kinds: Kind | tuple[Kind, ...], use: str, base_dir: Path | None = No
 
 
 def needs_words(kind: str) -> set[str]:
-    """What a component of that kind may name in `needs`."""
+    """Return the words that a component of that kind may list in `needs`."""
     if kind in OWN_WORDS:
         return {word for entry in index().get(kind, {}).values() for word in entry["needs"]}
     others = (entry for k, entries in index().items() if k not in OWN_WORDS for entry in entries.values())
@@ -218,7 +225,7 @@ def needs_words(kind: str) -> set[str]:
 
 
 def check_needs(component: Component) -> None:
-    """Raises UserError for a word in the `needs` of a user's component that nobody would know what to do with."""
+    """Raise UserError for an unknown word in the `needs` of a user's component."""
     known = needs_words(component.kind)
     for word in component.needs:
         if word not in known:
@@ -230,14 +237,17 @@ def check_needs(component: Component) -> None:
 
 
 def kind_of(kinds: tuple[Kind, ...], name: str) -> Kind:
-    """Which of these kinds has a component of that name; the first where none has."""
+    """Return the kind that has a component of that name; the first kind if none has."""
     return next((kind for kind in kinds if name in index().get(kind, {})), kinds[0])
 
 
 def load_function(
     use: str, base_dir: Path | None, *, what: str, error: type[UserError] = UserError
 ) -> Callable[..., Any]:
-    """Import `file.py:name` by path under a private module name (its folder stays off sys.path), or `module:name`."""
+    """Import `file.py:name` or `module:name` and return the function.
+
+    A file is imported by path under a private module name; its folder is not added to sys.path.
+    """
     left, name = place_of(use, base_dir, what, error)
     if isinstance(left, Path):
         module, left = load_module(left), str(left)
@@ -252,13 +262,12 @@ def load_function(
     except AttributeError:
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         own = [n for n in public if getattr(vars(module)[n], "__module__", None) == module.__name__]
-        raise no_function(left, name, own or public, error) from None  # rather its own than what it imports
+        raise no_function(left, name, own or public, error) from None  # prefer functions it defines to imported ones
 
 
 def types_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a user's function (of a class: of what makes it), where they can be resolved; others are the
-    script's own business."""
-    inner = getattr(function, "func", function)  # a partial's
+    """Return the resolved annotations of a user's function or class constructor; {} if they cannot be resolved."""
+    inner = getattr(function, "func", function)  # the function inside a partial
     if inspect.isclass(inner):
         inner = inner.__init__
     elif not inspect.isroutine(inner):
@@ -270,14 +279,14 @@ def types_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def wrong_type(annotation: Any, value: Any) -> str:
-    """Why `value` of a recipe does not fit `annotation`, or "". What pydantic does not know fits everything."""
+    """Return why a recipe's `value` does not match `annotation`, or "". Types unknown to pydantic accept any value."""
     if annotation is None:
         return ""
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
     from pydantic_core import SchemaError
 
     try:
-        TypeAdapter(annotation).validate_python(value, strict="tuple" not in str(annotation))  # YAML knows lists only
+        TypeAdapter(annotation).validate_python(value, strict="tuple" not in str(annotation))  # YAML has lists only
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -289,7 +298,7 @@ def wrong_type(annotation: Any, value: Any) -> str:
 
 
 def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
-    """What is said of a key that a TypedDict has not: those that it has; an API key is not written into a recipe."""
+    """Return the message for an unknown key of a TypedDict, with the known keys and a note on API keys."""
     known = list(getattr(annotation, "__annotations__", {}))
     if error["type"] != "extra_forbidden" or len(error["loc"]) != 1 or not known:
         return ""
@@ -298,13 +307,13 @@ def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
 
 
 def shown_value(value: Any, longest: int = 200) -> str:
-    """A recipe's value for an error message: its repr, cut, without what stands behind keys such as `api_key`."""
+    """Return a recipe's value for an error message: its repr, truncated, with secrets such as `api_key` redacted."""
     text = repr(without_secrets(value))
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def script_line(error: BaseException) -> str:
-    """`FILE:LINE`, where a user's script was when it raised or called what did; empty where no script took part."""
+    """Return `FILE:LINE` of the user script that raised or called the raising code; "" if no script is involved."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
     private = [str(frame.f_globals.get("__name__", "")).startswith(_PRIVATE) for frame in frames]
@@ -314,12 +323,12 @@ def script_line(error: BaseException) -> str:
 
 @functools.cache
 def load_module(path: Path) -> Any:
-    """The script at `path` as a module under a private name, run once a process. Raises UserError if it fails."""
+    """Load the script at `path` under a private module name, once per process. Raises UserError if it fails."""
     private = f"{_PRIVATE}{path.stem}_{abs(hash(str(path))):x}"
     spec = importlib.util.spec_from_file_location(private, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[private] = module  # dataclasses look their module up there
+    sys.modules[private] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:
@@ -332,12 +341,15 @@ def load_module(path: Path) -> Any:
 
 @functools.cache
 def index() -> dict[str, dict[str, dict[str, Any]]]:
-    """kind -> name -> {module, params: {key: [type, default?]}, paper, needs, note, doc}, from components.json only."""
+    """Return kind -> name -> {module, params: {key: [type, default?]}, paper, needs, note, doc}.
+
+    Reads components.json only.
+    """
     return json.loads(INDEX.read_text()) if INDEX.exists() else {}
 
 
 def build_index() -> dict[str, dict[str, dict[str, Any]]]:
-    """Import every package that holds components and describe all of them; what components.json must equal."""
+    """Import all component packages and describe every component: the contents of components.json."""
     for package in dict.fromkeys(PACKAGES.values()):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             importlib.import_module(f"{package}.{module.name}")
@@ -363,7 +375,7 @@ def build_index() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    # `python -m` runs this file as `__main__`; components register in the module that they import.
+    # `python -m` runs this file as `__main__`, but components register in the imported module.
     from posttrain import registry
 
     INDEX.write_text(json.dumps(registry.build_index(), indent=1, sort_keys=True) + "\n")

@@ -1,7 +1,7 @@
-"""Temporary folders that end with their process: what one that was killed has left, the next that starts removes.
+"""Temporary folders that are removed with their process; folders of killed processes are removed at the next start.
 
-A folder's name says whose it is and what for, and it is locked for as long as its process lives, however that ends. So
-a folder of ours without a lock is of a dead process. Where there are no such locks nothing is removed.
+A folder's name contains the user and purpose, and the folder is locked while its process lives, however that process
+ends. So an unlocked folder belongs to a dead process. On systems without such locks nothing is removed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ except ImportError:  # Windows
 
 
 class Scratch:
-    """A new folder at `path`, until `close`. purpose: one word, a part of its name."""
+    """A temporary folder at `path`, removed by `close`. purpose: one word, part of the folder's name."""
 
     def __init__(self, purpose: str) -> None:
         remove_left(purpose)
         new = Path(tempfile.mkdtemp(prefix="posttrain-new-"))
         self._lock = _lock(new)
         self._closing = threading.Lock()
-        # Only now by the name that others look for: a folder of that name is locked from its first moment.
+        # Rename only after locking, so that a folder with the name that other processes look for is always locked.
         self.path = new.rename(new.with_name(_prefix(purpose) + new.name.removeprefix("posttrain-new-")))
 
     def close(self) -> None:
-        """Remove the folder. Calling it twice is fine, also from two threads at once."""
+        """Remove the folder. Safe to call twice, even from two threads concurrently."""
         shutil.rmtree(self.path, ignore_errors=True)
         with self._closing:
             lock, self._lock = self._lock, None
@@ -51,22 +51,22 @@ class Scratch:
 
 @contextlib.contextmanager
 def scratch(purpose: str) -> Iterator[Path]:
-    """The path of a `Scratch` that is removed at the end of `with`."""
+    """Provide the path of a `Scratch` folder, removed at the end of the `with` block."""
     with Scratch(purpose) as folder:
         yield folder.path
 
 
 @functools.cache
 def remove_left(purpose: str) -> None:
-    """Remove this user's folders for `purpose` whose processes are dead. Looked for once a process."""
+    """Remove this user's folders for `purpose` whose processes are dead; searches once per process."""
     if fcntl is None:
         return
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix(purpose)}*"):
-        with contextlib.suppress(OSError):  # it has gone, is no folder, or another user's
+        with contextlib.suppress(OSError):  # already removed, not a folder, or owned by another user
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.getuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process is alive
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
@@ -77,7 +77,7 @@ def _prefix(purpose: str) -> str:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; the kernel lets go of it when the process has ended."""
+    """Return a descriptor that holds the folder's lock; the kernel releases it when the process ends."""
     if fcntl is None:
         return None
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,7 +1,7 @@
-"""JSON text of Python values that come back as they were: tuples, sets, keys that are no text, dates, numpy values.
+"""JSON serialisation that round-trips Python values: tuples, sets, non-string keys, dates, numpy values.
 
-What JSON knows is written as plain JSON, so text without marks reads as `json.loads` reads it. Everything else is an
-object with the key `__type__`. Only values are made from it: no code is run and no class is looked up.
+Values that JSON supports are written as plain JSON, so text without type marks reads as with `json.loads`. All others
+become an object with the key `__type__`. Loading creates values only: no code is run and no class is looked up.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MARK = "__type__"
 
 
 def dumps(value: Any) -> str:
-    """The value as JSON text. Raises TypeError for a value that could not come back, with its type."""
+    """Return the value as JSON text. Raises TypeError with the type of a value that cannot be restored."""
     return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def loads(text: str) -> Any:
-    """The value that was written. Raises ValueError for text that `dumps` did not write and that is no JSON."""
+    """Return the value of JSON text. Raises ValueError for invalid JSON or an unknown type mark."""
     return json.loads(text, object_hook=_restore)
 
 
-# Name of a type -> (the type, its JSON value, the value again).
+# Name of a type -> (the type, function to its JSON value, function back).
 _TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, lambda v: [_plain(one) for one in v], tuple),
     "set": (set, lambda v: [_plain(one) for one in v], set),
@@ -45,7 +45,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def _plain(value: Any) -> Any:
-    """The value as what JSON has, with marks for the rest."""
+    """Return the value as plain JSON values, with type marks for the types that JSON lacks."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
     for name, (kind, write, _) in _TYPES.items():
         if isinstance(value, kind):  # a named tuple is a tuple, a defaultdict a dict
             return {MARK: name, "value": write(value)}
-    if isinstance(value, list):  # here and below: of a subclass, such as StrEnum
+    if isinstance(value, list):  # here and below: subclasses, such as StrEnum
         return _plain(list(value))
     if isinstance(value, str):
         return str.__str__(value)

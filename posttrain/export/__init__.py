@@ -1,6 +1,6 @@
-"""A trained model for use elsewhere: a plain folder, a GGUF file, Ollama, the hub; each checked by loading it again.
+"""Export of a trained model: a plain folder, a GGUF file, Ollama or the hub. Every export is reloaded and checked.
 
-`posttrain.export(model, to="merged")` makes one.
+`posttrain.export(model, to="merged")` creates one.
 """
 
 from posttrain.callable_module import make_callable

@@ -1,7 +1,7 @@
-"""The model card (README.md) of an export: what the model is made of, what was measured, how to load it.
+"""Model card (README.md) of an export: lineage, training, evaluations, and how to load the model.
 
-Nothing of this machine goes in: files are named without their folders, and of a recipe only the keys in SHOWN, none of
-which holds a key or an address.
+The card contains nothing about this machine: files are named without their folders, and of a recipe only the keys in
+SHOWN are listed, none of which holds a secret or an address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.recipe.merging import UNWEIGHTED
 from posttrain.run.atomic_io import read_json
 from posttrain.run.environment import packages
 
-SHOWN = (  # keys of a recipe that a card lists, where they have a value
+SHOWN = (  # recipe keys that a card lists if they have a value
     *(
         "algorithm",
         "merge_method",
@@ -33,14 +33,17 @@ SHOWN = (  # keys of a recipe that a card lists, where they have a value
     "run.seed",
 )
 VERSIONS = ("posttrain", "torch", "transformers", "trl", "peft", "vllm")
-MOST_RUNS = 2000  # directories beside the run that are looked at for evaluations
+MOST_RUNS = 2000  # directories next to the run that are searched for evaluations
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card tells. bases: the models that the first trainings began with, as their recipes name them; several for
-    a merge of models of different bases. adapter: whether the model is one. runs: trainings and merges in order, the
-    newest last. evaluations: run directories."""
+    """Contents of a model card.
+
+    bases: the starting models of the first trainings, as named in their recipes; several for a merge of models with
+    different bases. adapter: whether the model is an adapter. runs: trainings and merges in order, newest last.
+    evaluations: run directories.
+    """
 
     title: str
     bases: Sequence[str]
@@ -52,23 +55,25 @@ class Facts:
 
     @property
     def base(self) -> str | None:
-        """The base where there is one."""
+        """The base model; None unless there is exactly one."""
         return self.bases[0] if len(self.bases) == 1 else None
 
     @property
     def public_bases(self) -> list[str]:
-        """The bases whose names are ids of the hub."""
+        """The base models whose names are hub ids."""
         return [b for b in self.bases if b.count("/") == 1 and hub.looks_like_id(b) and not Path(b).exists()]
 
     @property
     def public_base(self) -> str | None:
-        """The base where there is one and its name is an id of the hub."""
+        """The base model if there is exactly one and its name is a hub id; else None."""
         return next(iter(self.public_bases), None) if self.base else None
 
 
 def gather(source: Source, *, licence: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
-    """The facts of a model. licence, evaluations: given by the user; evaluations of the model in run directories beside
-    its own are found."""
+    """Collect the facts about a model.
+
+    licence, evaluations: given by the user; evaluations of the model in run directories next to its run are added.
+    """
     traced = trace_lineage(source.path)
     under = adapter_base(Path(source.path).expanduser())
     bases = traced.roots if traced.runs else [under] if under else []
@@ -80,7 +85,7 @@ def gather(source: Source, *, licence: str | None = None, evaluations: Iterable[
 
 
 def _notes(source: Source) -> list[str]:
-    """What a reader must know of a model that is not the final one of its run."""
+    """Return what a reader must know about a model that is not the final model of its run."""
     if source.part == "best":
         return ["The model of the best evaluation in training; numbers of the training are those of the whole run."]
     if source.part:
@@ -94,7 +99,7 @@ def _folder_of(path: str) -> Path | None:
 
 
 def _known_licence(model: str) -> str | None:
-    """The licence that a model names in its card, or in its GGUF file; None where it names none, or is not here."""
+    """Return the licence named in a model's card or GGUF file; None if it names none or is not available locally."""
     if not model.endswith(".gguf"):
         return licence_of(_folder_of(model))
     from gguf import GGUFReader
@@ -107,10 +112,10 @@ def _known_licence(model: str) -> str | None:
 
 
 def _evaluations(source: Source) -> Iterator[Path]:
-    """Finished evaluations of the model: stages of its pipeline, and runs in the folder that holds its run."""
+    """Yield finished evaluations of the model: stages of its pipeline, and runs in the folder that holds its run."""
     assert source.run is not None
     here, above = Path(source.path).resolve(), source.run.resolve().parent
-    names = (here, here.parent) if here.name == "final" else (here,)  # a run directory stands for its final/
+    names = (here, here.parent) if here.name == "final" else (here,)  # a run directory means its final/
     beside = list(above.glob("*/resolved.json"))
     if above.parent.name == "runs":  # runs/NAME/TIME-HASH
         beside += above.parent.glob("*/*/resolved.json")
@@ -123,7 +128,10 @@ def _evaluations(source: Source) -> Iterator[Path]:
 
 
 def write_card(facts: Facts, kind: str, name: str, files: Sequence[str] = ()) -> str:
-    """The text of README.md. kind: adapter, merged, gguf or ollama. name: what others load it by. files: GGUF files."""
+    """Return the text of README.md.
+
+    kind: adapter, merged, gguf or ollama. name: the name that others load the model by. files: GGUF files.
+    """
     parts = [_head(facts, kind), f"# {facts.title}\n", _what(facts, kind), _training_section(facts), _metrics(facts)]
     parts += [_loading_section(facts, kind, name, files), _licence(facts), _versions(facts)]
     return "\n".join(part for part in parts if part)
@@ -164,8 +172,7 @@ def _what(facts: Facts, kind: str) -> str:
 
 
 def _steps(runs: Sequence[Path]) -> str:
-    """The runs in a sentence: one after the other, or, where a merge joins several lines, each with its name and what
-    it began with."""
+    """Return a sentence about the runs: in sequence, or for a merge each run with its name and starting model."""
     if not any(merge_inputs(_recipe(run)) for run in runs):
         return ", then ".join(_stage_name(_recipe(run)) for run in runs)
     return "; ".join(
@@ -179,7 +186,7 @@ def _name_all(models: Iterable[str]) -> str:
 
 
 def _model_name(model: str) -> str:
-    """What a model is called in the card: its run where that is known, a checkpoint with its own name."""
+    """Return the display name of a model: its run if known, with the checkpoint's name for a checkpoint."""
     run = find_run(model)
     if run is None:
         return _drop_folders(model)
@@ -188,7 +195,7 @@ def _model_name(model: str) -> str:
 
 
 def _merge_lines(recipe: Mapping[str, Any]) -> list[str]:
-    """The rows of a table on a merge: its inputs with their weights, its base, and what is set for all."""
+    """Return table rows about a merge: its inputs with weights, its base, and the common parameters."""
     common = recipe.get("parameters") or {}
     lines = []
     for one in merge_inputs(recipe):
@@ -211,7 +218,7 @@ def _stage_name(recipe: Mapping[str, Any]) -> str:
 
 
 def _training_section(facts: Facts) -> str:
-    """A section a training: recipe, data, and what it said at its end."""
+    """Return one section per training: recipe, data, and the numbers of its summary."""
     if not facts.runs:
         return "## Training\n\nNo run directory was beside the model, so its recipe and data are not known here.\n"
     lines = ["## Training\n"]
@@ -236,7 +243,7 @@ def _training_section(facts: Facts) -> str:
 
 
 def _metrics(facts: Facts) -> str:
-    """Every evaluation with its intervals; that there is none is said."""
+    """Return a table of all evaluations with intervals, or a sentence that there are none."""
     if not facts.evaluations:
         return "## Evaluation\n\nNo evaluation of this model was found beside its run.\n"
     remarks: list[str] = []
@@ -314,7 +321,7 @@ def _recipe(run: Path) -> dict[str, Any]:
 
 
 def _sources(recipe: Mapping[str, Any]) -> list[str]:
-    """Where a recipe's rows come from."""
+    """Return the data sources of a recipe."""
     data = recipe.get("data") or {}
     return [str(source) for one in data.get("mix") or [data] if (source := one.get("source"))]
 
@@ -329,7 +336,10 @@ def _is_hub_set(source: str) -> bool:
 
 
 def _drop_folders(name: str | None) -> str:
-    """A name without this machine's folders: an id stays as it is, of a path the last part (and a run's name)."""
+    """Return a name without this machine's folders: hub ids are unchanged, paths are cut to the last part.
+
+    For `final` and `best` the name of the run precedes it.
+    """
     if not name or not (name.startswith(("/", ".", "~")) or Path(name).exists()):
         return name or ""
     path = Path(name)
@@ -348,5 +358,5 @@ def _number(value: float) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table: without what would end the cell."""
+    """Return a value as a Markdown table cell, with pipes and line breaks escaped."""
     return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,7 +1,7 @@
-"""A model as a GGUF file (github.com/ggml-org/ggml, docs/gguf.md), and read back.
+"""Export of a model as a GGUF file (github.com/ggml-org/ggml, docs/gguf.md), and its verification.
 
-Written are the architectures that posttrain reads. The file is then loaded as any GGUF model is, and every weight is
-compared with what the format holds of it: float32 exactly, others rounded once.
+Supports the architectures that posttrain reads. The file is then loaded like any GGUF model, and every weight is
+compared with its value in the file's format: float32 exactly, other types rounded once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.cpp's LLAMA_FTYPE
 SUFFIXES = (".weight", ".bias")
 FLOAT16_MAX = 65504.0
-READ = (  # of the configuration, what must be the same when the file is read
+READ = (  # config keys that must be unchanged when the file is read
     *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "max_position_embeddings", "tie_word_embeddings"),
 )
 
 
 def refusal(what: str) -> ModelError:
-    """The error for a model that is not written as GGUF here."""
+    """Return the error for a model that cannot be written as GGUF."""
     convert = "posttrain export MODEL --to merged, then python convert_hf_to_gguf.py FOLDER"
     return ModelError(
         f"this model cannot be written as GGUF here: {what}",
@@ -50,9 +50,9 @@ def refusal(what: str) -> ModelError:
 
 
 def check(config: Any, tokenizer: Any) -> Vocabulary:
-    """The vocabulary as GGUF holds it. Raises ModelError for a model that is not written as GGUF here.
+    """Return the vocabulary in GGUF's form. Raises ModelError for a model that cannot be written as GGUF.
 
-    config: of transformers. Nothing but the configuration and the tokenizer is needed.
+    config: a transformers config. Only config and tokenizer are needed.
     """
     if config.model_type not in ARCHITECTURES:
         raise refusal(f"its architecture is {config.model_type}")
@@ -68,10 +68,10 @@ def check(config: Any, tokenizer: Any) -> Vocabulary:
 
 
 def write(loaded: LoadedModel, path: Path, dtype: str, about: dict[str, str]) -> None:
-    """Write the model to the file `path`. dtype: one of TYPES, of the matrices; vectors are float32.
+    """Write the model to the file `path`.
 
-    about: `name`, and where known `license`, `base`. Raises ModelError for what `check` refuses, and for a weight that
-    float16 cannot hold.
+    dtype: one of TYPES, for the matrices; vectors are float32. about: `name` and, if known, `license` and `base`.
+    Raises ModelError for models that `check` refuses, and for a weight outside the range of float16.
     """
     from gguf import GGUFWriter, get_tensor_name_map
     from gguf.constants import MODEL_ARCH_NAMES
@@ -110,12 +110,15 @@ def write(loaded: LoadedModel, path: Path, dtype: str, about: dict[str, str]) ->
 
 
 def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by its name, tied ones once."""
+    """Return an iterator over named weights, tied ones once."""
     return ((name, weight.detach()) for name, weight in model.named_parameters())
 
 
 def _type_of(weight: torch.Tensor, dtype: str) -> GGMLQuantizationType:
-    """Vectors are float32; a row that is no multiple of q8_0's block of 32 is float16, as llama.cpp has it."""
+    """Return the type of a weight in the file.
+
+    Vectors are float32; a matrix whose rows are no multiple of q8_0's block of 32 is float16, as in llama.cpp.
+    """
     from gguf import GGMLQuantizationType
 
     if weight.dim() == 1:
@@ -125,8 +128,10 @@ def _type_of(weight: torch.Tensor, dtype: str) -> GGMLQuantizationType:
 
 
 def _as_stored(name: str, weight: torch.Tensor, config: Any, architecture: str) -> np.ndarray:
-    """The numbers in float32 and llama.cpp's order: a Llama's rotated pairs lie side by side there, half a head apart
-    here."""
+    """Return a weight in float32 with llama.cpp's row order.
+
+    llama.cpp interleaves the rotary pairs of a Llama; transformers stores them half a head apart.
+    """
     values = weight.float().cpu().numpy()
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if architecture != "llama" or heads is None:
@@ -144,7 +149,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _describe(writer: GGUFWriter, config: Any, dtype: str, about: dict[str, str]) -> None:
-    """The keys of GGUF that say what the model is."""
+    """Write GGUF's metadata keys about the model."""
     writer.add_type("model")
     writer.add_name(about["name"])
     if "license" in about:
@@ -194,10 +199,10 @@ def _add_tokenizer(writer: GGUFWriter, loaded: LoadedModel, words: Vocabulary) -
 
 
 def verify(loaded: LoadedModel, path: Path, dtype: str) -> dict[str, Any]:
-    """Read the file as `model.path` reads it, and compare: configuration, tokenizer, every weight.
+    """Read the file as `model.path` does, and compare configuration, tokenizer and every weight.
 
-    Returns `weights` (how many were compared) and `logit_gap`, that of the file's model to the exported one. Raises
-    ModelError where anything is not what the format should hold.
+    Returns `weights` (number compared) and `logit_gap` between the file's model and the exported one. Raises ModelError
+    if anything differs from what the format should hold.
     """
     from gguf.quants import dequantize, quantize
 
@@ -217,7 +222,7 @@ def verify(loaded: LoadedModel, path: Path, dtype: str) -> dict[str, Any]:
 
 
 def _check_config(found: Any, expected: Any) -> None:
-    """Raises ModelError where the configuration that was read back says another model."""
+    """Raise ModelError if the configuration that was read back differs."""
     pairs = {key: (getattr(found, key), getattr(expected, key)) for key in READ}
     pairs["head_dim"] = (_head_dim(found), _head_dim(expected))
     pairs["rope_theta"] = (_rope(found).get("rope_theta"), _rope(expected).get("rope_theta"))

@@ -1,7 +1,7 @@
-"""A tokenizer as GGUF stores it: llama.cpp's vocabulary kinds and its names for ways to split text.
+"""Tokenizer in GGUF's form: llama.cpp's vocabulary types and its names for pre-tokenizers.
 
-Byte-level BPE only: the pieces that text is split into before merging are not stored, llama.cpp knows them by a name.
-So a tokenizer is taken where its split is one that has such a name, and refused otherwise.
+Byte-level BPE only: GGUF does not store how text is split before merging, llama.cpp knows the pre-tokenizers by name.
+So a tokenizer is accepted if its split has such a name, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from posttrain.errors import DataError, ModelError
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 
-# The split of Llama 3, and that of Qwen2 and Qwen3, which takes digits one by one.
+# The split of Llama 3, and that of Qwen2 and Qwen3, which splits off single digits.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-WHOLE_WORDS_FIRST = {"llama-bpe"}  # a piece that is a token is not merged from bytes (`ignore_merges`)
+WHOLE_WORDS_FIRST = {"llama-bpe"}  # a word that is a token is not merged from bytes (`ignore_merges`)
 
 TEXTS = (  # on which both tokenizers must agree
     "What is 17 + 25? 1234567 apples, 3.14 pears; it's they'll I'D",
@@ -32,8 +32,11 @@ TEXTS = (  # on which both tokenizers must agree
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What GGUF holds of a tokenizer. pre: llama.cpp's name of the split. types: of each token. add_bos: whether the
-    first token is put before every text by whoever reads the file."""
+    """A tokenizer in GGUF's form.
+
+    pre: llama.cpp's name of the pre-tokenizer. types: type of each token. add_bos: whether readers of the file prepend
+    BOS to every text.
+    """
 
     pre: str
     tokens: Sequence[str]
@@ -43,9 +46,9 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: Any, rows: int, refuse: Any) -> Vocabulary:
-    """The tokenizer's vocabulary, filled up to the model's `rows` embeddings.
+    """Return the tokenizer's vocabulary, padded to the model's `rows` embeddings.
 
-    refuse: makes the error from what is in the way. Raises it for a tokenizer that GGUF cannot hold exactly.
+    refuse: makes an exception from a reason; it is raised for a tokenizer that GGUF cannot represent exactly.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise refuse("its tokenizer has no tokenizer.json")
@@ -81,9 +84,9 @@ def _type(number: int, names: Mapping[int, str], added: Mapping[int, Any]) -> in
 
 
 def split_name(pre: Mapping[str, Any] | None, normalizer: Mapping[str, Any] | None) -> str | None:
-    """llama.cpp's name for how text is split before merging; None where it has no name that is known here.
+    """Return llama.cpp's name of a pre-tokenizer; None if no known name matches.
 
-    pre, normalizer: those parts of tokenizer.json. NFC is left out by llama.cpp for these vocabularies.
+    pre, normalizer: those parts of tokenizer.json. llama.cpp omits NFC for these vocabularies.
     """
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
@@ -103,7 +106,7 @@ def split_name(pre: Mapping[str, Any] | None, normalizer: Mapping[str, Any] | No
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether readers should put BOS before a text: the tokenizer does, and its chat template, if it has one, too."""
+    """Return whether readers should prepend BOS: the tokenizer does, and so does its chat template, if it has one."""
     ids = tokenizer("a")["input_ids"]
     if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
         return False
@@ -111,7 +114,7 @@ def adds_bos(tokenizer: Any) -> bool:
 
 
 def render_sample(tokenizer: Any) -> str:
-    """A short conversation as the chat template writes it; "" where there is none, or it takes no such conversation."""
+    """Render a short conversation with the chat template; "" without a template or if it refuses the conversation."""
     if not tokenizer.chat_template:
         return ""
     talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
@@ -122,7 +125,7 @@ def render_sample(tokenizer: Any) -> str:
 
 
 def check_tokenizer(found: Any, expected: Any) -> None:
-    """Raises ModelError where the tokenizer that was read back gives other ids or has another chat template."""
+    """Raise ModelError if the tokenizer that was read back gives other ids or has another chat template."""
     for text in (*TEXTS, render_sample(expected)):
         one, other = (t(text, add_special_tokens=False)["input_ids"] for t in (found, expected))
         if one != other:

@@ -1,4 +1,4 @@
-"""The licence ids that the model hub knows, for `--license` and the head of a model card."""
+"""Licence ids of the model hub, for `--license` and the head of a model card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = (
 
 
 def doubt_licence(licence: str) -> str:
-    """What is told of an id that is not in the hub's list, with the nearest one; empty for one that is."""
+    """Return a warning with the nearest known id for an id that is not in the hub's list; "" for a known id."""
     if licence in KNOWN:
         return ""
     hint = did_you_mean(licence, KNOWN) or "one without an id is `other`"

@@ -1,8 +1,8 @@
-"""A Modelfile for Ollama beside a GGUF file, with the chat template in Ollama's language where that is exact.
+"""Ollama Modelfile for a GGUF file, with the chat template translated to Go if the translation is exact.
 
-Ollama's templates are Go's, those of models are Jinja. What is translated are templates that write each turn as a text
-before, the content, and a text behind, with an optional default system message: the pieces are found by rendering, and
-the translation is then held against the template on conversations of many forms.
+Ollama uses Go templates, models use Jinja. Supported are templates that write each turn as a prefix, the content and a
+suffix, with an optional default system message: prefixes and suffixes are found by rendering, and the translation is
+then compared with the template on conversations of many forms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain import chat
 from posttrain.errors import DataError
 
 MARKS = ("x8ONE8x", "x8TWO8x", "x8THREE8x", "x8FOUR8x")
-CONTENTS = (  # what users and models write; templates strip some of it, or leave thoughts out
+CONTENTS = (  # message texts for the comparison; templates may strip whitespace or remove thoughts
     "plain",
     "  blanks and a line\n",
     "two\n\nlines",
@@ -27,7 +27,7 @@ CONTENTS = (  # what users and models write; templates strip some of it, or leav
 
 @dataclass(frozen=True)
 class Turns:
-    """A chat template as pieces of text. opening: before everything where no system message is given."""
+    """A chat template as fixed texts around the contents. opening: written first if there is no system message."""
 
     opening: str
     before_system: str
@@ -38,7 +38,7 @@ class Turns:
     after_assistant: str
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The prompt for these messages, as `go` writes it."""
+        """Return the prompt for these messages, as the Go template writes it."""
         written = "" if messages[0]["role"] == "system" else self.opening
         for message in messages:
             before, after = {
@@ -50,7 +50,7 @@ class Turns:
         return written + self.before_assistant
 
     def go(self) -> str:
-        """The template in Go's language."""
+        """Return the template in Go's template language."""
 
         def turn(before: str, after: str) -> str:
             return f"{before}{{{{ .Content }}}}{after}"
@@ -68,9 +68,9 @@ class Turns:
 
 
 def translate(tokenizer: Any, *, add_bos: bool) -> tuple[Turns | None, str]:
-    """(the template in pieces, ""), or (None, why it is not translated).
+    """Return (translated template, ""), or (None, reason why it cannot be translated).
 
-    add_bos: Ollama puts BOS before the prompt itself, so the template must not.
+    add_bos: Ollama prepends BOS to the prompt, so the template must not.
     """
     if not tokenizer.chat_template:
         return None, "the model has no chat template"
@@ -90,7 +90,7 @@ def translate(tokenizer: Any, *, add_bos: bool) -> tuple[Turns | None, str]:
 
 
 def _pieces(tokenizer: Any, bos: str) -> Turns | None:
-    """The pieces between the contents of two conversations, one with a system message and one without."""
+    """Return the texts between the contents of two conversations, one with a system message and one without."""
     one, two, three, four = MARKS
     talk = [
         {"role": "user", "content": two},
@@ -122,8 +122,10 @@ def _pieces(tokenizer: Any, bos: str) -> Turns | None:
 
 
 def _closing_text(before_user: str, before_assistant: str, end: str) -> str:
-    """What of the text before a turn closes the turn before it, whoever's that was: the token that ends turns, and a
-    line break. "" where turns of users and models end otherwise."""
+    """Return the start of a turn's prefix that closes the turn before it: the end-of-turn token and a line break.
+
+    Returns "" if user and assistant turns end differently.
+    """
     if not end or not all(text.startswith(end) for text in (before_user, before_assistant)):
         return ""
     line = all(text.startswith(f"{end}\n") for text in (before_user, before_assistant))
@@ -131,7 +133,7 @@ def _closing_text(before_user: str, before_assistant: str, end: str) -> str:
 
 
 def _between(text: str, marks: Sequence[str]) -> list[str] | None:
-    """The texts before, between and behind the marks; None where they do not stand there once each, in order."""
+    """Return the texts before, between and after the marks; None unless each mark occurs once, in order."""
     parts = []
     for mark in marks:
         before, found, text = text.partition(mark)
@@ -148,7 +150,7 @@ def _common_end(texts: Sequence[str]) -> str:
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Conversations of one to three rounds, with and without a system message, over all of CONTENTS."""
+    """Return conversations of one to three rounds, with and without a system message, over all of CONTENTS."""
     found = []
     for number, content in enumerate(CONTENTS):
         other = CONTENTS[(number + 1) % len(CONTENTS)]
@@ -161,8 +163,11 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 def modelfile(file: str, turns: Turns | None, why: str, stops: Sequence[str], template: str | None) -> str:
-    """The text of a Modelfile. file: the GGUF file beside it. why: the template was not translated. stops: texts that
-    end an answer. template: the model's own, to see whether it offers tools."""
+    """Return the text of a Modelfile.
+
+    file: name of the GGUF file in the same folder. why: reason why the template was not translated. stops: texts that
+    end an answer. template: the model's chat template, to detect tool support.
+    """
     lines = [f"FROM ./{file}", ""]
     tools = bool(template and "tools" in template)
     if turns is None:

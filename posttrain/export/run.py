@@ -1,4 +1,4 @@
-"""One export: load, write beside the target, load it again, compare, and only then give it its name."""
+"""Export run: load, write next to the target, reload, compare, and only then rename to the target."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from posttrain.run.atomic_io import explain_write_errors, put_in_place, write_js
 from posttrain.run.checkpoints import require_space
 from posttrain.scratch import scratch
 
-REPORT = "export.json"  # in each export; a folder with it may be replaced
+REPORT = "export.json"  # in every export; only folders that contain it may be overwritten
 Kind = Literal["merged", "adapter", "gguf", "ollama"]
 BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "q8_0": 34 / 32}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export will do. model: as it is loaded. dtype: what is written. nbytes: of the weights, about; None where
-    that is not known before loading. output: the folder."""
+    """A checked export.
+
+    model: how the model is loaded. dtype: of the written weights. nbytes: approximate size of the weights; None if
+    unknown before loading. output: the target folder.
+    """
 
     source: Source
     kind: Kind
@@ -41,16 +44,16 @@ class Plan:
     output: Path
     facts: Facts
     nbytes: int | None = None
-    name: str = ""  # of the repository on the hub
+    name: str = ""  # hub repository
 
 
 def make_plan(
     source: Source, kind: Kind | None, model: Model, dtype: str, output: Path, facts: Facts, *, name: str = ""
 ) -> Plan:
-    """The plan of an export, checked from configuration and tokenizer alone.
+    """Return the plan of an export, checked from configuration and tokenizer alone.
 
-    kind: None = an adapter on a base of the hub as it is, anything else merged. dtype: auto = as the base is stored.
-    Raises ModelError for a model that this kind cannot hold.
+    kind: None exports an adapter as it is if its base is on the hub, and anything else merged. dtype: auto means the
+    dtype in which the base is stored. Raises ModelError for a model that this kind cannot represent.
     """
     place = locate(source.path, Path.cwd())
     base_is_public = place.kind == "adapter" and place.path is not None and _names_hub(adapters.base_of(place.path))
@@ -77,7 +80,7 @@ def _names_hub(base: str) -> bool:
 
 
 def _size(folder: Path | None, stored: str, chosen: str) -> int | None:
-    """About how many bytes of weights are written; None for an adapter and for what is not in a folder here."""
+    """Return the approximate size of the written weights in bytes; None for adapters and models without a folder."""
     if folder is None or not folder.is_dir() or adapters.is_adapter(folder):
         return None
     there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -85,7 +88,7 @@ def _size(folder: Path | None, stored: str, chosen: str) -> int | None:
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Raises UserError for a folder that is there and may not be replaced: only exports are, and only when asked."""
+    """Raise UserError for an existing folder that may not be replaced: only exports are, and only with `overwrite`."""
     if not output.exists():
         return
     if not output.is_dir():
@@ -99,10 +102,10 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Carry out the plan; returns what export.json holds.
+    """Run the export and return the contents of export.json.
 
-    Until everything is checked the export has another name, under which nothing is left after an error or a signal.
-    Raises ModelError or RunError where what was written is not the model.
+    The export has a temporary name until all checks have passed; it is removed after an error or a signal. Raises
+    ModelError or RunError if the written model differs from the source.
     """
     staging = plan.output.with_name(f".{plan.output.name}.partial")
     leftovers = (staging, staging.with_name(staging.name + ".tmp"))
@@ -130,7 +133,7 @@ def run(plan: Plan) -> dict[str, Any]:
 
 
 def _convert(plan: Plan, staging: Path) -> dict[str, Any]:
-    """Write the model as one with all its weights; returns what the check of it has found."""
+    """Write the model with all its weights and return the results of its verification."""
     terminal.note(f"loading {plan.source.path}")
     loaded = load(plan.model, Path.cwd())
     if plan.kind == "merged":
@@ -147,7 +150,7 @@ def _convert(plan: Plan, staging: Path) -> dict[str, Any]:
 
 
 def _add_modelfile(loaded: LoadedModel, file: Path) -> dict[str, Any]:
-    """Write the Modelfile; says whether the template was translated."""
+    """Write the Modelfile and return whether the template was translated."""
     tokenizer = loaded.tokenizer
     turns, why = ollama.translate(tokenizer, add_bos=adds_bos(tokenizer))
     stops = [str(tokenizer.convert_ids_to_tokens(number)) for number in loaded.eos_ids]
@@ -158,7 +161,7 @@ def _add_modelfile(loaded: LoadedModel, file: Path) -> dict[str, Any]:
 
 
 def _copy_adapter(plan: Plan, staging: Path) -> dict[str, Any]:
-    """The adapter's own files, after it was loaded over its base."""
+    """Copy the adapter's files, after loading it with its base as a check."""
     terminal.note(f"loading {plan.source.path}")
     load(plan.model, Path.cwd())
     staging.mkdir()
@@ -178,7 +181,7 @@ def _require_space(folder: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _remove_leftovers(places: tuple[Path, ...]) -> Iterator[None]:
-    """Remove what an earlier export left under these names, and what this one leaves."""
+    """Remove these folders before the block, left by an earlier export, and after it."""
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
     try:
@@ -190,7 +193,7 @@ def _remove_leftovers(places: tuple[Path, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_errors(output: Path) -> Iterator[None]:
-    """Errors of the system name the file. What they say of runs that resume is left out: an export begins anew."""
+    """Name the file in system errors, without advice about resuming: an export always starts from the beginning."""
     try:
         with explain_write_errors(output):
             yield
@@ -210,15 +213,18 @@ def _explain_errors(output: Path) -> Iterator[None]:
 
 
 def default_output(source: Source, to: str) -> Path:
-    """RUN/exports/TO for a model of a run (PART-TO, where it is not its final one), else exports/NAME/TO in the working
-    directory. to: a kind, or hub-NAME."""
+    """Return the default output folder of an export.
+
+    RUN/exports/TO for the final model of a run, RUN/exports/PART-TO for another model of it, else exports/NAME/TO in
+    the working directory. to: a kind, or hub-NAME.
+    """
     if source.run is None:
         return Path("exports") / source.name / to
     return source.run / "exports" / (f"{source.part}-{to}" if source.part else to)
 
 
 def planned_files(plan: Plan) -> list[str]:
-    """The names that an export will have, as far as they follow from the plan: weights may come in several files."""
+    """Return the file names of an export as far as the plan determines them: weights may be sharded."""
     if plan.kind in ("gguf", "ollama"):
         names = [_gguf_name(plan), *(["Modelfile"] if plan.kind == "ollama" else [])]
     elif plan.kind == "adapter":
@@ -236,7 +242,7 @@ def _gguf_name(plan: Plan) -> str:
 
 
 def _adapter_files(folder: Path) -> list[Path]:
-    """The files that make an adapter usable; optimiser states and manifests of checkpoints are none."""
+    """Return the files needed to use an adapter, without optimiser states and checkpoint manifests."""
     kept = ("adapter_config.json", "adapter_model.safetensors", "tokenizer*", "special_tokens_map.json", "vocab*")
     more = ("merges.txt", "added_tokens.json", "chat_template*", "generation_config.json")
     return sorted(path for pattern in (*kept, *more) for path in folder.glob(pattern) if path.is_file())

@@ -1,4 +1,4 @@
-"""What the MODEL of an export is: a run's final model, a checkpoint, an adapter, or any other model."""
+"""Resolution of the MODEL argument of an export: a run's final model, a checkpoint, an adapter, or another model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAININGS = ("sft", "dpo", "rl", "reward_model")  # stages that save a model
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export. path: as `model.path` takes it. name: for titles and file names. run: what trained it."""
+    """A model to export. path: as in `model.path`. name: for titles and file names. run: the run that trained it."""
 
     path: str
     name: str
@@ -27,19 +27,21 @@ class Source:
 
     @property
     def part(self) -> str:
-        """What of the run it is where that is not its final model: `step-00000100`, `best`; else ""."""
+        """Name of a model that is not the final one of its run, e.g. `step-00000100` or `best`; else ""."""
         name = Path(self.path).resolve().name
         return name if self.run is not None and name != "final" else ""
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """All values of the run that made it; {} for a model that no run here has made."""
+        """All values of the run that trained the model; {} for a model without a run directory."""
         return (read_json(self.run / RESOLVED) or {}) if self.run else {}
 
 
 def find_source(given: str) -> Source:
-    """The model that `given` names: a run directory stands for its final/. Raises ModelError for a run without one, and
-    for a reward model."""
+    """Return the model that `given` names; a run directory means its final/.
+
+    Raises ModelError for a run without a final model, and for a reward model.
+    """
     folder = Path(given).expanduser()
     if not folder.is_dir():
         return Source(given, _slug(_QUANTISED.sub("", given.rpartition("/")[2])))
@@ -74,7 +76,7 @@ def _no_final(run: Path) -> ModelError:
 
 
 def _check_source(source: Source) -> Source:
-    """The source, unless it gives scores instead of texts."""
+    """Return the source. Raises ModelError for a reward model, which gives scores instead of texts."""
     config = read_json(Path(source.path).expanduser() / "config.json") or {}
     kinds = " ".join(config.get("architectures") or ())
     if "SequenceClassification" in kinds or source.recipe.get("stage") == "reward_model":
@@ -90,14 +92,14 @@ def _slug(name: str) -> str:
 
 
 def licence_of(folder: Path | None) -> str | None:
-    """The licence that the card (README.md) of a model folder names, as the hub writes it; None where it says none."""
+    """Return the licence named in the card (README.md) of a model folder, or None."""
     card = front_matter(folder / "README.md") if folder else {}
     named = card.get("license")
     return str(named) if isinstance(named, str) and named else None
 
 
 def front_matter(path: Path) -> dict[str, Any]:
-    """The YAML head of a model card; {} where there is none that can be read."""
+    """Return the YAML front matter of a model card; {} if it is missing or unreadable."""
     import yaml
 
     try:
@@ -113,7 +115,7 @@ def front_matter(path: Path) -> dict[str, Any]:
 
 
 def adapter_base(folder: Path) -> str | None:
-    """The base that an adapter folder names; None for other folders."""
+    """Return the base model named by an adapter folder; None for other folders."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""An exported folder to the model hub, by huggingface_hub and its own login."""
+"""Upload of an exported folder to the model hub, with huggingface_hub and its login."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from posttrain.export.run import REPORT
 
 
 def check_name(repo: str) -> None:
-    """Raises UserError for what is no `OWNER/NAME` of the hub."""
+    """Raise UserError if `repo` is not an `OWNER/NAME` of the hub."""
     if repo.count("/") != 1 or not hub.looks_like_id(repo):
         raise UserError(f"`{repo}` is no name of a model on the hub", allowed="hub:OWNER/NAME")
 
 
 def check_login() -> None:
-    """Raises UserError where nothing can be uploaded: offline, or nobody is signed in."""
+    """Raise UserError if nothing can be uploaded: offline mode or not signed in."""
     from huggingface_hub import get_token
 
     if said := hub.offline():
@@ -29,10 +29,10 @@ def check_login() -> None:
 
 
 def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:
-    """Upload a folder as the newest commit of `repo`, which is made where it is not there, private unless `public`.
+    """Upload a folder as the newest commit of `repo`; a missing repository is created, private unless `public`.
 
-    Returns `url`, `commit`, `private`. Raises UserError where the hub refuses, RunError where it cannot be reached; the
-    folder stays.
+    Returns `url`, `commit` and `private`. Raises UserError if the hub refuses the upload, RunError if it cannot be
+    reached; the folder is kept.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -54,7 +54,7 @@ def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:
 
 
 def _make(api: Any, repo: str, public: bool) -> bool:
-    """Make the repository; False where it is there already, as private or public as it is."""
+    """Create the repository and return True; return False if it exists, with its visibility unchanged."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -81,7 +81,7 @@ def _again(repo: str, folder: Path) -> str:
 
 
 def _first_line(text: Any) -> str:
-    """The first line of an error, without the token should it stand there."""
+    """Return the first line of an error, with the token masked if it occurs there."""
     from huggingface_hub import get_token
 
     line = next((line for line in str(text).splitlines() if line.strip()), type(text).__name__)

@@ -1,1 +1,1 @@
-"""Pages and tables about runs: report.html, the live page, completions, lists and comparisons of runs. No tensors."""
+"""Pages and tables about runs: report.html, the live page, completions, run lists and comparisons. No tensors."""

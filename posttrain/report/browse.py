@@ -1,4 +1,4 @@
-"""One self-contained page to read every completion of an evaluation, or of two of them side by side. Works offline."""
+"""Self-contained offline page with every completion of an evaluation, or of two evaluations side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Problem = dict[str, Any]
 
 
 def write_page(runs: Sequence[Path], page: Path) -> dict[str, int]:
-    """Write the page; returns counts {problems, completions, only_one_run}. Raises UserError without completions."""
+    """Write the page; return counts {problems, completions, only_one_run}. Raises UserError without completions."""
     sides = [by_problem(run) for run in runs]
     problems = join_runs(sides)
     data = {"runs": [str(run) for run in runs], "problems": problems}
@@ -31,7 +31,10 @@ def write_page(runs: Sequence[Path], page: Path) -> dict[str, int]:
 
 
 def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
-    """(uid, how often it came before) -> prompt and completions of an evaluation, or of a `generate`."""
+    """Return (uid, number of earlier problems with it) -> prompt and completions of an evaluation or `generate` run.
+
+    Raises UserError if there are no completions.
+    """
     path = run / COMPLETIONS
     if not path.is_file():
         raise UserError(
@@ -56,8 +59,10 @@ def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
 
 
 def join_runs(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str, Any]]:
-    """One entry a problem, in the order of the first run: uid, prompt, pictures, and the completions of each run (maybe
-    none)."""
+    """Return one entry per problem, in the order of the first run.
+
+    Each has uid, prompt, pictures, and the completions of each run (an empty list if the run lacks the problem).
+    """
     keys = list(dict.fromkeys(key for side in sides for key in side))
     return [
         {
@@ -70,7 +75,7 @@ def join_runs(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[s
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page as text. What models wrote stands in a JSON island and is shown as text, never as HTML."""
+    """Return the page as text. Model output is stored as JSON and displayed as text, never as HTML."""
     choices = [
         ("all", "all problems"),
         ("mixed", "right and wrong samples"),

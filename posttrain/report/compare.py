@@ -1,4 +1,4 @@
-"""What differs between runs: values of their recipes, and what their metrics came to."""
+"""Differences between runs: recipe values and final metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from posttrain.report.curves import number, shown_first
 from posttrain.report.run_view import RunView
 from posttrain.run.resolved_recipe import flatten
 
-RECENT = 10  # steps at the end of a run whose mean stands for what it came to
+RECENT = 10  # last steps of a run over which its final metrics are averaged
 NOT_SET = "-"
 
 
 def compare_runs(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Blocks of a page about several runs: a table of values that differ, and one of metrics."""
+    """Return the blocks of a page about several runs: a table of differing values and a table of metrics."""
     names = [view.name for view in views]
     values = [[key, *cells] for key, cells in differing_values(views).items()]
     metrics = [
@@ -33,7 +33,7 @@ def compare_runs(views: Sequence[RunView]) -> list[dict[str, Any]]:
 
 
 def differing_values(views: Sequence[RunView]) -> dict[str, list[str]]:
-    """Key -> the value of each run as text, for keys that are not the same in all."""
+    """Return key -> value of each run as text, for keys with different values."""
     flat = [
         {key: value for key, value in flatten(view.resolved).items() if key != "run.output"} | _environment(view)
         for view in views
@@ -44,7 +44,7 @@ def differing_values(views: Sequence[RunView]) -> dict[str, list[str]]:
 
 
 def _environment(view: RunView) -> dict[str, Any]:
-    """Versions and commit, under names that are no keys of a recipe."""
+    """Return versions and commit, under names that are not recipe keys."""
     packages = (view.env.get("packages") or {}).items()
     found = {f"({name})": version for name, version in packages}
     return {**found, "(commit)": view.commit(), "(GPUs)": ", ".join(view.env.get("gpus", [])) or "none"}
@@ -55,9 +55,11 @@ def _text(value: Any) -> str:
 
 
 def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[float | None]]:
-    """Name -> what each run came to, None where it has no such number: what an evaluation measured (the numbers of
-    `measured_values`), and the mean of metrics over its newest rows. every: all metrics, not only those that a page
-    shows first."""
+    """Return name -> the final value of each run, None if the run lacks it.
+
+    Values are the numbers of an evaluation (see `measured_values`) and the means of metrics over the newest rows.
+    every: all metrics, not only those that a page shows first.
+    """
     found: dict[str, list[float | None]] = {}
     measured = [measured_values(view.summary) for view in views]
     for key in dict.fromkeys(key for values in measured for key in values):
@@ -66,14 +68,17 @@ def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[fl
             found[key] = row
     first, rest = shown_first(list(dict.fromkeys(name for view in views for name in view.curves.points)))
     for name in [*first, *(rest if every else [])]:
-        steps = 1 if name.startswith("eval/") else RECENT  # evaluations are far apart: their mean lags behind
+        steps = 1 if name.startswith("eval/") else RECENT  # evaluations are infrequent: their mean would lag
         found[name] = [view.curves.recent(name, steps) for view in views]
     return found
 
 
 def measured_values(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an evaluation's summary by name: accuracy, what else has an interval (pass@k, cons@k, benchmarks),
-    tokens, and the share of cut completions. pass@1 is left out: it is the accuracy."""
+    """Return the numbers of an evaluation's summary by name.
+
+    These are accuracy, other values with an interval (pass@k, cons@k, benchmarks), tokens, and the share of truncated
+    completions. pass@1 is omitted: it equals the accuracy.
+    """
     intervals = {name: found.get("mean") for name, found in (summary.get("intervals") or {}).items()}
     others = {name: value for name, value in intervals.items() if name not in ("accuracy", "pass@1", "tokens")}
     one = {key: summary.get(key) for key in ("accuracy", "mean_tokens", "truncated")}
@@ -81,7 +86,7 @@ def measured_values(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def averaged_steps(view: RunView) -> str:
-    """The steps whose mean `final_metrics` takes of a run: `steps 15 to 24`; "" for a run without curves."""
+    """Return the steps over which `final_metrics` averages, e.g. `steps 15 to 24`; "" for a run without curves."""
     steps = sorted(
         {int(x) for name, points in view.curves.points.items() for x, _ in points[-RECENT:] if "/" not in name}
     )

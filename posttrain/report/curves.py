@@ -1,4 +1,4 @@
-"""Curves of metrics: read as a file grows, thinned for a page, with intervals where they can be known."""
+"""Metric curves: read incrementally, thinned for a page, with confidence intervals if they can be computed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-MAX_POINTS = 600  # of a curve on a page
+MAX_POINTS = 600  # per curve on a page
 Z = 1.96  # standard deviations on each side of a 95% interval
 
 Point = tuple[float, float]
 
 
 class Curves:
-    """The numbers of a metrics.jsonl by name, as points (step, value). `read_more` reads only what was added since."""
+    """The numbers of a metrics.jsonl by name, as points (step, value). `read_more` reads only appended rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.points: dict[str, list[Point]] = {}
         self.last: dict[str, Any] = {}  # the newest row
-        self._read = 0  # bytes
+        self._read = 0  # bytes read so far
 
     def read_more(self) -> bool:
-        """Take the rows that were added; True if there were any. A file that was cut back is read anew."""
+        """Read appended rows and return whether there were any. A truncated file is read again from the start."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
@@ -46,7 +46,7 @@ class Curves:
     def _add(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-        except ValueError:  # a broken line is told where the file is used for more than a picture
+        except ValueError:  # readers that need the exact rows report broken lines
             return
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             return
@@ -54,26 +54,26 @@ class Curves:
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
                 points = self.points.setdefault(name, [])
-                if points and points[-1][0] >= row["step"]:  # resumed behind a file that was cut and has grown again
+                if points and points[-1][0] >= row["step"]:  # a resumed run wrote these steps again
                     self.points[name] = points = [point for point in points if point[0] < row["step"]]
                 points.append((row["step"], float(value)))
 
     def recent(self, name: str, steps: int = 10) -> float | None:
-        """Mean of the newest values of a metric."""
+        """Return the mean of the newest values of a metric, or None."""
         values = [y for _, y in self.points.get(name, [])[-steps:]]
         return sum(values) / len(values) if values else None
 
 
 def is_bound(name: str, known: Collection[str]) -> bool:
-    """Whether a metric is the low or high end of another one's interval."""
+    """Return whether a metric is the low or high end of another metric's interval."""
     return name.endswith(("/low", "/high")) and name.rpartition("/")[0] in known
 
 
 def curves_to_draw(curves: Curves, group_size: int | None = None) -> dict[str, dict[str, list[float | None]]]:
-    """What a page draws: name -> x and y, and low and high where an interval is known.
+    """Return the curves of a page: name -> x and y, and low and high if an interval is known.
 
-    An interval is known of a metric NAME that has NAME/low and NAME/high, and of `correct`, the share of right
-    completions of a step (`proportion_interval`). group_size: completions a prompt.
+    An interval is known for a metric NAME with NAME/low and NAME/high, and for `correct`, the share of right
+    completions of a step (`proportion_interval`). group_size: completions per prompt.
     """
     found: dict[str, dict[str, list[float | None]]] = {}
     for name, points in curves.points.items():
@@ -99,16 +99,16 @@ def _bounds(
     thinned = thin(rows, MAX_POINTS)
     if len(thinned) != len(shown):
         return []
-    steps = len(rows) / len(thinned)  # of each point
+    steps = len(rows) / len(thinned)  # per point
     counts = [count * steps / group_size for _, count in thinned]
     return [proportion_interval(y, count) for (_, y), count in zip(shown, counts, strict=True)]
 
 
 def proportion_interval(share: float, prompts: float) -> tuple[float, float]:
-    """Wilson's 95% interval of a share of completions, counted as one draw a prompt.
+    """Return Wilson's 95% interval of a share of completions, counting one draw per prompt.
 
-    Completions of one prompt are alike, and how much is not known from the share. One draw a prompt is the least that
-    they are worth, so the interval is never too narrow for that reason.
+    Completions of one prompt are correlated, and the share does not show how much. One draw per prompt is the minimum
+    effective sample size, so correlation never makes the interval too narrow.
     """
     if prompts <= 0:
         return 0.0, 1.0
@@ -120,12 +120,12 @@ def proportion_interval(share: float, prompts: float) -> tuple[float, float]:
 
 
 def _short(value: float | None) -> float | None:
-    """Five digits, so that a page of many curves stays small; None for what JSON has no number for."""
+    """Round to five digits, so that a page with many curves stays small; None for values without a JSON number."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points: means of equal stretches. The last point stays as it is."""
+    """Return at most `limit` points, averages of equal intervals. The last point is unchanged."""
     if len(points) <= limit:
         return list(points)
     edges = [round(i * len(points) / limit) for i in range(limit + 1)]
@@ -135,14 +135,14 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Each value averaged with the `window - 1` before it."""
+    """Return the mean of each value and the `window - 1` values before it."""
     values = [y for _, y in points]
     parts = [values[max(0, i - window + 1) : i + 1] for i in range(len(values))]
     return [(x, sum(part) / len(part)) for (x, _), part in zip(points, parts, strict=True)]
 
 
 def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
-    """Round numbers around [low, high], 1, 2 or 5 times a power of ten apart, about `count` steps."""
+    """Return round numbers around [low, high], spaced by 1, 2 or 5 times a power of ten, about `count` steps."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -154,7 +154,7 @@ def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Three digits, with k and M for large numbers."""
+    """Format a number with three digits, with k, M and G for large numbers."""
     for from_, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= from_:
             return f"{value / size:.3g}{unit}"
@@ -164,8 +164,10 @@ def number(value: float) -> str:
 
 
 def shown_first(known: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of metrics in two lists: what a reader looks at first, in that order, and the rest. Bounds of an interval
-    are in none: they are shown with what they bound."""
+    """Split metric names into those that a page shows first, in display order, and the other names.
+
+    Bounds of an interval are in neither list: they are drawn with their metric.
+    """
     names = [name for name in known if not is_bound(name, known)]
     parts = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [name for name in names if name.startswith("canary/") and name.endswith("/alarm")]

@@ -1,4 +1,4 @@
-"""Two runs beside each other: values that differ, metrics, and completions of the same prompts."""
+"""Comparison of two runs: differing values, metrics, and completions of the same prompts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from posttrain.run.atomic_io import read_json
 
 @dataclass(frozen=True)
 class Diff:
-    """values: key -> both runs' values as text. files: key -> both hashes. metrics: name -> both runs' numbers.
-    spans: the steps over which each run's means of metrics are, as text; "" for a run without curves. samples: prompt,
-    and the record of each run that has it."""
+    """Differences between two runs.
+
+    values: key -> both runs' values as text. files: key -> both hashes. metrics: name -> both runs' numbers. spans: the
+    steps over which each run's metrics are averaged, as text; "" for a run without curves. samples: prompt, and the
+    record of each run.
+    """
 
     values: dict[str, list[str]]
     files: dict[str, list[str]]
@@ -26,8 +29,11 @@ class Diff:
 
 
 def diff(a: Path, b: Path, samples: int, *, every: bool = False) -> Diff:
-    """Compare two run directories. samples: prompts whose completions are compared at most. every: all metrics, not
-    only the main ones. Raises UserError for what is no run directory."""
+    """Compare two run directories.
+
+    samples: maximum number of prompts whose completions are compared. every: all metrics, not only the main ones.
+    Raises UserError for a path that is not a run directory.
+    """
     views = open_runs([a, b])
     metrics = final_metrics(views, every=every)
     spans = [averaged_steps(view) for view in views]
@@ -35,7 +41,7 @@ def diff(a: Path, b: Path, samples: int, *, every: bool = False) -> Diff:
 
 
 def _files(views: Sequence[RunView]) -> dict[str, list[str]]:
-    """The files that the recipes name and that were not the same: by key, what each run was started with."""
+    """Return the files named in the recipes that differ: key -> what each run was started with."""
     found = [
         {key: fact["shown"] for key, fact in (read_json(view.path / "inputs.json") or {}).items()} for view in views
     ]
@@ -45,7 +51,7 @@ def _files(views: Sequence[RunView]) -> dict[str, list[str]]:
 
 
 def _same_prompts(views: Sequence[RunView], limit: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Prompts that both runs have completions of, with the newest completion of each."""
+    """Return prompts that both runs have completed, with the newest completion of each run."""
     newest = [
         {str(record.get("prompt")): record for record in _records(view.path) if record.get("completion") is not None}
         for view in views
@@ -55,6 +61,6 @@ def _same_prompts(views: Sequence[RunView], limit: int) -> list[tuple[str, dict[
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    """Samples of training, or the completions of an evaluation."""
+    """Return the completions of an evaluation, or the samples of a training."""
     found = read_ends(run / "completions.jsonl")
     return [r for r in found if r.get("sample", 0) == 0] if found else read_ends(run / "samples.jsonl")

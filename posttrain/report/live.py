@@ -1,4 +1,4 @@
-"""Keeps report.html and status.json of a run up to date while the run goes on."""
+"""Updates report.html and status.json of a run while it runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from posttrain.report.run_view import RunView
 from posttrain.run import status
 from posttrain.run.directory import RunDirectory
 
-EVERY_S = 10.0  # a page is written at most so often while a run goes on
-SHARE = 0.02  # and takes at most this share of its time
+EVERY_S = 10.0  # minimum time between two writes of the page
+SHARE = 0.02  # maximum share of the run's time spent on writing the page
 
 
 class LivePage:
-    """The report of a run that goes on. A page that cannot be written is told once and stops nothing."""
+    """Report page of a running run. A failed write is reported once and does not stop the run."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._view: RunView | None = None
-        self._next = 0.0  # when it may be written again
+        self._next = 0.0  # earliest time of the next write
         self._told = False
 
     def on_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A step has left its numbers: write the page if it is time."""
+        """Write the page after new metric rows if enough time has passed since the last write."""
         if rows and time.monotonic() >= self._next:
             self.write()
 
@@ -41,21 +41,22 @@ class LivePage:
             else:
                 self._view.refresh()
             write_report([self._view], self.run / PAGE)
-        except Exception as error:  # a page is never worth a run
+        except Exception as error:  # the page must not stop the run
             if not self._told:
                 terminal.note(f"{PAGE} is not written: {(str(error).splitlines() or [type(error).__name__])[0]}")
             self._told = True
         now = time.monotonic()
-        if self._view is not None and self._view.done:  # the page of the first step does not wait for the one before
+        if self._view is not None and self._view.done:  # no delay before the page of the first step
             self._next = now + max(EVERY_S, (now - started) / SHARE)
 
 
 @contextmanager
 def keep_report(directory: RunDirectory) -> Iterator[LivePage]:
-    """Around a run in its open directory: its status and its page, from the start to the end, whichever way it ends.
+    """Keep the status and the page of a run up to date until it ends, with or without an error.
 
-    The page is written at the start, after the first step, then every `EVERY_S` seconds at most, and in the end. Of
-    several processes, the one that has the directory open writes. Yields the page, for runs that hold others.
+    The page is written at the start, after the first step, then at most every `EVERY_S` seconds, and at the end. Of
+    several processes, only the one that opened the directory for writing writes. Yields the page, for runs that contain
+    other runs.
     """
     page = LivePage(directory.path)
     if directory.follows:
@@ -75,7 +76,7 @@ def keep_report(directory: RunDirectory) -> Iterator[LivePage]:
 
 
 def _record_end(run: Path, error: BaseException | None) -> None:
-    """Note the end, if the disk still takes it: the error itself must be told."""
+    """Record the end of the run if the disk allows it; a failed write must not replace the run's error."""
     try:
         status.end(run, error)
     except Exception as failed:

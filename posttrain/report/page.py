@@ -1,7 +1,7 @@
-"""report.html: one page without external parts that shows what a run did or does, for a browser or a mail.
+"""report.html: one self-contained page about a run, for a browser or an e-mail.
 
-Texts that models wrote come through templates that escape them; a policy in the page forbids any script but its own and
-any connection but to where it came from.
+Model output is inserted through escaping templates; a content security policy forbids scripts other than the page's and
+connections other than to its origin.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PAGE = "report.html"
 
 
 def write_report(views: Sequence[RunView], page: Path) -> None:
-    """Write the page of a run, or of several over each other."""
+    """Write the page of one run, or of several runs with overlaid curves."""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, render(views))
 
 
 def render(views: Sequence[RunView], *, live: bool = False) -> str:
-    """The page as text. Whatever the runs do not have is left out. live: the page asks its server for news."""
+    """Return the page as text. Parts without data are omitted. live: the page polls its server for updates."""
     return rendered_page(
         "report.html.j2",
         ("uplot.min.js", "report.js"),
@@ -48,7 +48,7 @@ def render(views: Sequence[RunView], *, live: bool = False) -> str:
 
 
 def content(views: Sequence[RunView]) -> dict[str, Any]:
-    """What the template of the page shows, and `data`, which its script draws."""
+    """Return the values of the page's template, and `data`, which its script draws."""
     alone = views[0] if len(views) == 1 else None
     title = f"{views[0].stage} · {views[0].name}" if alone else " · ".join(view.name for view in views)
     return {
@@ -65,8 +65,10 @@ def content(views: Sequence[RunView]) -> dict[str, Any]:
 
 
 def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Charts by title: the runs whose curves lie over each other. Of pipelines, the same stage of all seeds; of sweeps,
-    all runs."""
+    """Group the runs whose curves are overlaid in one chart, with a title for each group.
+
+    For pipelines, a group is the same stage of all seeds; for sweeps, all runs.
+    """
     groups: dict[str, list[tuple[str, RunView]]] = {}
     for view in views:
         if view.curves.points:
@@ -96,7 +98,7 @@ def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
 def rendered_page(
     template: str, scripts: Sequence[str], styles: Sequence[str], values: Mapping[str, Any], *, connects: bool = False
 ) -> str:
-    """A template of this package with its scripts and styles inlined. values: `data` becomes a JSON island."""
+    """Render a template of this package with scripts and styles inlined. values: `data` becomes a JSON island."""
     code = [asset(name) for name in scripts]
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in code)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -107,20 +109,20 @@ def rendered_page(
         .get_template(template)
         .render(
             {**values, "data": island(values["data"]), "policy": policy},
-            scripts=[Markup(text) for text in code],  # our own files
+            scripts=[Markup(text) for text in code],  # files of this package
             styles=[Markup(asset(name)) for name in styles],
         )
     )
 
 
 def fragment(template: str, values: Mapping[str, Any]) -> str:
-    """A part of a page as text."""
+    """Render a part of a page."""
     return templates().get_template(template).render(values)
 
 
 @cache
 def templates() -> jinja2.Environment:
-    """Templates that escape what they show: markup, and control characters, as a terminal is spared them."""
+    """Return the template environment, which escapes markup and control characters."""
 
     def visible(value: Any) -> Any:
         if isinstance(value, str) and not isinstance(value, Markup):
@@ -138,14 +140,14 @@ def templates() -> jinja2.Environment:
 
 
 def island(data: Any) -> Markup:
-    """JSON that can stand in a <script> element: nothing in it ends the element or begins a comment."""
+    """Return JSON that is safe in a <script> element: it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return Markup(re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @cache
 def asset(name: str) -> str:
-    """The text of a file of this package."""
+    """Return the text of a file of this package."""
     return files("posttrain.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -1,5 +1,7 @@
-"""What a page reads of a run directory: its values, how it stands, curves, and some samples. Reading is cheap however
-long the run is."""
+"""Data of a run directory that a page shows: values, status, curves and some samples.
+
+Reading stays cheap for long runs.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from posttrain.report.runs import find_runs, is_sweep
 from posttrain.run import status
 from posttrain.run.atomic_io import read_json
 
-HEAD, TAIL = 1 << 18, 1 << 20  # bytes of a long samples.jsonl that are read at its ends
-MOST_NAMES = 6  # of runs, that a hint lists
-STEPS = 8  # steps of which samples are shown
-SAMPLES = 4  # samples shown of a step
-LONGEST = 6000  # characters shown of a text
+HEAD, TAIL = 1 << 18, 1 << 20  # bytes read at the start and end of a long samples.jsonl
+MOST_NAMES = 6  # runs listed in a hint
+STEPS = 8  # steps with samples on a page
+SAMPLES = 4  # samples shown per step
+LONGEST = 6000  # characters shown per text
 
 
 class RunView:
-    """One run directory as a page shows it. `refresh` reads again what may have changed.
+    """Data of one run directory for a page. `refresh` reads everything that may have changed.
 
-    stages: the runs of a pipeline's stages, by `seed-N/STAGE`; empty for other runs. runs: those of a sweep, by their
-    folders in it.
+    stages: the runs of a pipeline's stages, by `seed-N/STAGE`; empty for other runs. runs: the runs of a sweep, by
+    relative folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +43,7 @@ class RunView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what may have changed: status, summary, new rows of metrics, samples; of a pipeline, its stages too."""
+        """Read status, summary, new metric rows and samples again, also those of inner runs (stages, sweep runs)."""
         self.resolved = read_json(self.path / "resolved.json") or {}
         self.env = read_json(self.path / "env.json") or {}
         self.summary = read_json(self.path / "summary.json") or {}
@@ -56,7 +58,7 @@ class RunView:
                     self._look_at(run, self.runs)
 
     def _look_at(self, run: Path, views: dict[str, RunView]) -> None:
-        """Read a run inside this one, anew or again."""
+        """Read or refresh a run inside this run."""
         name = run.relative_to(self.path).as_posix()
         if name in views:
             views[name].refresh()
@@ -69,17 +71,17 @@ class RunView:
 
     @property
     def steps(self) -> int | None:
-        """How many steps the run is to have, where that is known."""
+        """Planned number of steps; None if unknown."""
         return self.status.steps or (self.resolved.get("run") or {}).get("steps")
 
     @property
     def done(self) -> int:
-        """The newest step that has numbers."""
+        """The newest step with metrics."""
         return int(self.curves.last.get("step", 0))
 
     @property
     def group_size(self) -> int | None:
-        """Completions a prompt, in rl."""
+        """Completions per prompt, in rl."""
         return (self.resolved.get("rollout") or {}).get("group_size")
 
     def commit(self) -> str:
@@ -88,7 +90,7 @@ class RunView:
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunView]:
-    """The runs in these directories. Raises UserError for what is no run directory."""
+    """Open the runs in these directories. Raises UserError for a path that is not a run directory."""
     for path in paths:
         if not (path / "resolved.json").is_file():
             what = "is no run directory: it has no resolved.json" if path.is_dir() else "is no directory"
@@ -102,14 +104,14 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
             raise UserError(f"{path} {what}", hint=hint)
     views = [RunView(path) for path in paths]
     names = [view.name for view in views]
-    if len(set(names)) < len(names):  # two stages `rl` of two pipelines, say
+    if len(set(names)) < len(names):  # e.g. the `rl` stages of two pipelines
         for view in views:
             view.name = str(view.path)
     return views
 
 
 def read_ends(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON lines file; of a long one, those at its beginning and its end. Broken lines are left out."""
+    """Return the rows of a JSON lines file; of a long file, those at its start and end. Broken lines are skipped."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -133,7 +135,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def chosen_samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Some samples of the first step, of the last one, and of some between; long texts shortened."""
+    """Select samples of the first step, the last step and some steps between; long texts are shortened."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         by_step.setdefault(int(record.get("step") or 0), []).append(record)
@@ -144,7 +146,7 @@ def chosen_samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _shorten(record: Mapping[str, Any]) -> dict[str, str]:
-    """The prompt and the completion as text; of a long one the beginning and the end, where the answer stands."""
+    """Return prompt and completion as text; long texts are cut to their start and end, where the answer is."""
     found = {}
     for key in ("prompt", "completion"):
         text = str(record.get(key) or "")

@@ -1,4 +1,4 @@
-"""The runs under a folder: what they are, how they stand, notes on them, and their removal."""
+"""Runs under a folder: search, description, filters, notes and removal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from posttrain.run.directory import is_locked
 from posttrain.run.resolved_recipe import flatten
 
 NOTE = "note.txt"
-HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first that a run has is its number in a list
+HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first available one is shown in run lists
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run as a list shows it. stage: `sweep of STAGE` for the runs of a sweep together. values: flat values of its
-    recipe. when: its newest change, seconds since 1970."""
+    """One run in a list.
+
+    stage: `sweep of STAGE` for a sweep. values: flat values of its recipe. when: time of its newest change, seconds
+    since 1970.
+    """
 
     path: Path
     stage: str
@@ -38,7 +41,7 @@ class RunRow:
 
 
 def find_runs(folder: Path, *, inner: bool = False) -> Iterator[Path]:
-    """Run directories at and under `folder`, in the order of their names. inner: also the stages of pipelines."""
+    """Yield run directories at and under `folder`, sorted by name. inner: also the stages of pipelines."""
     if (folder / "resolved.json").is_file():
         yield folder
         if not inner:
@@ -53,8 +56,10 @@ def find_runs(folder: Path, *, inner: bool = False) -> Iterator[Path]:
 
 
 def is_sweep(run: Path) -> bool:
-    """Whether a run directory is one of `posttrain sweep` or `merge --sweep`: it is no pipeline, has no steps of its
-    own, and holds other runs."""
+    """Return whether a run directory is a sweep (`posttrain sweep` or `merge --sweep`).
+
+    A sweep is not a pipeline, has no steps and contains other runs.
+    """
     values = read_json(run / "resolved.json")
     if values is None or "stages" in values or (run / "metrics.jsonl").exists():
         return False
@@ -62,7 +67,7 @@ def is_sweep(run: Path) -> bool:
 
 
 def describe(run: Path) -> RunRow:
-    """What a list says of a run."""
+    """Return the list entry of a run."""
     values = read_json(run / "resolved.json") or {}
     stage = str(values.get("stage", "?"))
     summary = read_json(run / "summary.json") or {}
@@ -87,7 +92,10 @@ def describe(run: Path) -> RunRow:
 
 
 def matches(row: RunRow, words: Sequence[str]) -> bool:
-    """Whether all words fit. KEY=VALUE is a value of the recipe; others stand in path, stage, state, method or note."""
+    """Return whether all filter words match.
+
+    KEY=VALUE compares a recipe value; other words must occur in path, stage, state, method or note.
+    """
     text = " ".join((str(row.path), row.stage, row.state, str(row.values.get("algorithm") or ""), row.note)).lower()
     for word in words:
         key, equals, value = word.partition("=")
@@ -99,14 +107,14 @@ def matches(row: RunRow, words: Sequence[str]) -> bool:
 
 
 def unknown_filters(rows: Sequence[RunRow], words: Sequence[str]) -> list[str]:
-    """What is told of each KEY=VALUE among the words whose key none of the runs has, with the nearest key."""
+    """Return a warning with the nearest key for each KEY=VALUE filter whose key no run has."""
     known = {key for row in rows for key in row.values}
     typed = [key for key, equals, _ in (word.partition("=") for word in words) if equals and key not in known]
     return [f"--filter: no recipe of these runs has the key {key}. {did_you_mean(key, known)}".strip() for key in typed]
 
 
 def write_note(run: Path, text: str) -> None:
-    """Keep a note on a run; an empty text removes it. Raises UserError for what is no run directory."""
+    """Write the note of a run; an empty text removes it. Raises UserError for a path that is not a run directory."""
     _check_run(run)
     if text.strip():
         write_text(run / NOTE, text.strip() + "\n")
@@ -115,7 +123,7 @@ def write_note(run: Path, text: str) -> None:
 
 
 def check_removable(run: Path) -> None:
-    """Raises UserError for what is no run directory, is a link, or is in use by a process."""
+    """Raise UserError for a path that is not a run directory, is a link, or is in use by a process."""
     _check_run(run)
     if run.is_symlink():
         raise UserError(f"{run} is a link; only run directories themselves are removed", hint=f"it is {run.resolve()}")
@@ -125,12 +133,12 @@ def check_removable(run: Path) -> None:
 
 
 def size_of(run: Path) -> int:
-    """Bytes of all files under a run directory."""
+    """Return the total size in bytes of all files under a run directory."""
     return sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(run) for name in names)
 
 
 def remove(run: Path) -> None:
-    """Remove a run directory and all that it holds, after the checks of `check_removable`."""
+    """Remove a run directory with all its contents, after the checks of `check_removable`."""
     check_removable(run)
     with explain_write_errors(run):
         shutil.rmtree(run)

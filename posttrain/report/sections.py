@@ -1,4 +1,4 @@
-"""The parts of a run's page as plain values: tiles, tables, sentences, samples."""
+"""Sections of a run's page as plain values: tiles, tables, sentences and samples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TILES = (
     *("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last", "steps", "num_tokens"),
     "train_seconds",
 )
-NOW = (  # tiles of a run without a summary
+NOW = (  # metrics shown as tiles for a run without a summary
     *("reward", "correct", "eval/accuracy", "eval/loss", "loss", "completions/clipped_ratio", "num_tokens"),
 )
 SHARES = ("correct", "eval/accuracy", "completions/clipped_ratio", "truncated")
-MANY_CUT = 0.1  # share of completions at the length limit that deserves a look
+MANY_CUT = 0.1  # share of truncated completions above which the tile is a warning
 
 
 def origin(view: RunView) -> dict[str, Any]:
-    """State, and one line: model, versions, where."""
+    """Return the state and one line with model, versions and hardware."""
     resolved, env = view.resolved, view.env
     model, packages = resolved.get("model"), env.get("packages", {})
     parts = [
@@ -51,13 +51,13 @@ def origin(view: RunView) -> dict[str, Any]:
 
 
 def note_of(run: Path) -> str:
-    """What someone wrote about the run with `posttrain runs --note`."""
+    """Return the note written with `posttrain runs --note`; "" if there is none."""
     path = run / "note.txt"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def progress(view: RunView) -> str:
-    """`step 40 of 200`, and how long ago it was, for a run that is not finished."""
+    """Return `step 40 of 200` and the age of that step for an unfinished run; "" for others."""
     if view.status.state == "finished" or not view.done:
         return ""
     of = f" of {view.steps}" if view.steps else ""
@@ -67,7 +67,7 @@ def progress(view: RunView) -> str:
 
 
 def tiles(view: RunView) -> list[dict[str, Any]]:
-    """The few numbers on top: of the summary, or, while there is none, of the newest step."""
+    """Return the few numbers at the top: from the summary, or from the newest step if there is none."""
     summary, last = view.summary, view.curves.last
     if not summary:
         found = [(key, value) for key in NOW if (value := view.curves.recent(key, 1)) is not None]
@@ -105,7 +105,7 @@ def _words(key: str) -> str:
 
 
 def blocks(view: RunView) -> list[dict[str, Any]]:
-    """Titled blocks of sentences, tables and intervals, in the order of the page; empty ones are left out."""
+    """Return titled blocks of sentences, tables and intervals, in page order; empty blocks are omitted."""
     summary = view.summary
     found = [
         *_best(summary),
@@ -121,7 +121,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
 
 
 def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The evaluation by which the best weights were kept."""
+    """Return the block about the evaluation that selected the best weights."""
     best = summary.get("best_checkpoint")
     if not best:
         return []
@@ -133,7 +133,7 @@ def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What an evaluation measured, each number with its interval as a bar."""
+    """Return the block with an evaluation's numbers and their intervals as bars."""
     bars = []
     for name, found in (summary.get("intervals") or {}).items():
         if found.get("mean") is None or found.get("low") is None:
@@ -150,7 +150,7 @@ def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _settings_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The settings of a sweep in their order."""
+    """Return the block with the ranked settings of a sweep."""
     found = summary.get("ranking")
     if not found:
         return []
@@ -167,13 +167,13 @@ def _closing_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _findings(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a stage found: its sentences and its tables (`title`, `head`, `rows`), unless they are a comparison's."""
+    """Return the block with a stage's findings and tables (`title`, `head`, `rows`), except those of a comparison."""
     tables = summary.get("tables") or []
     return [{"title": "Findings", "says": summary.get("findings", []), "tables": tables}] if tables else []
 
 
 def _rounds(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A table for each list of rounds, a row a round."""
+    """Return a table for each list of rounds, with one row per round."""
     found: Mapping[str, Any] = summary.get("rounds") or {}
     tables = {name: rounds.table(rows) for name, rows in found.items()}
     return [
@@ -183,7 +183,7 @@ def _rounds(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the rewards say that were never trained on."""
+    """Return the block about canary rewards, which are never trained on."""
     says = []
     for name, told in (summary.get("canaries") or {}).items():
         since = f"from step {told['first_alarm']}, at {count_noun(told['alarm_steps'], 'step')} in all"
@@ -194,13 +194,13 @@ def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ledger(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What became of the tokens, and which part of a step took the time."""
+    """Return the block about the use of tokens and the time of each part of a step."""
     says = ledger.sentences(summary)
     return [{"title": "Where the tokens and seconds went", "says": says}] if says else []
 
 
 def stage_links(view: RunView) -> dict[str, Any] | None:
-    """Links to the reports of a pipeline's stages, a row a stage and a column a seed; None for other runs."""
+    """Return links to the reports of a pipeline's stages, one row per stage and one column per seed, or None."""
     names = {key.partition("/")[0]: None for key in view.stages} | {
         f"seed-{seed}": None for seed in view.summary.get("seeds") or {}
     }
@@ -218,20 +218,20 @@ def stage_links(view: RunView) -> dict[str, Any] | None:
 
 
 def run_links(view: RunView) -> dict[str, Any] | None:
-    """Links to the reports of a sweep's runs, a row each; None for other runs."""
+    """Return links to the reports of a sweep's runs, one per row; None for other runs."""
     rows = [{"name": name, "cells": [_link(view, name, run)]} for name, run in view.runs.items()]
     return {"title": "Runs", "head": ["run", "report"], "rows": rows} if rows else None
 
 
 def _link(view: RunView, folder: str, run: RunView | None) -> dict[str, str]:
-    """The cell that links to the report of a run inside another: `report`, or the state of one that is not finished."""
+    """Return the cell that links to the report of an inner run: `report`, or the state of an unfinished run."""
     target = f"{folder}/report.html"
     text = "report" if run is None or run.status.state == "finished" else run.status.state
     return {"href": target, "text": text} if (view.path / target).exists() else {"href": "", "text": "-"}
 
 
 def sample_cards(view: RunView) -> list[dict[str, Any]]:
-    """Samples as cards: right, wrong or not judged; cut or not; scores."""
+    """Return samples as cards with correctness, truncation and scores."""
     cards = []
     for record in view.samples:
         scores = {"reward": record.get("reward"), **(record.get("scores") or record.get("components") or {})}
@@ -253,7 +253,7 @@ def sample_cards(view: RunView) -> list[dict[str, Any]]:
 
 
 def details(view: RunView) -> list[tuple[str, str]]:
-    """Titles and texts that open on a click."""
+    """Return titles and texts of the collapsible sections."""
     recipe = view.path / "recipe.yaml"
     env = {**view.env, "git": view.commit()}
     found = [

@@ -1,4 +1,4 @@
-"""The live page: report.html of runs that go on, on an address of this machine alone, which asks for news by itself."""
+"""Live page: report.html of running runs on a loopback address; the page polls for updates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from posttrain.report.page import content, fragment, render
 from posttrain.report.run_view import RunView, open_runs
 
 HOST = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")  # under which a browser may ask; others are another site's trick
+NAMES = ("127.0.0.1", "localhost", "[::1]")  # allowed Host headers, against DNS rebinding
 
 
 class LiveRuns:
-    """The page of some runs and its news, one request at a time."""
+    """Page of some runs and its updates; handles one request at a time."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
         self.views: list[RunView] = open_runs(runs)
@@ -31,7 +31,7 @@ class LiveRuns:
             return render(self.views, live=True)
 
     def news(self, have: str) -> str | None:
-        """JSON of what may have changed in the page; None where `have`, its version, is still the newest."""
+        """Return JSON of the page's changing parts; None if `have`, the version of the client, is current."""
         with self._lock:
             self._refresh()
             values = {**content(self.views), "live": True}
@@ -50,9 +50,9 @@ class LiveRuns:
 
 
 def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """A server of the runs' live page on a loopback address; `serve_forever` runs it. port: 0 takes a free one.
+    """Return a server for the runs' live page on a loopback address; run it with `serve_forever`.
 
-    Raises UserError for what is no run directory, and for a port that is in use.
+    port: 0 selects a free port. Raises UserError for a path that is not a run directory, and for a port in use.
     """
     live = LiveRuns(runs)
 
@@ -71,8 +71,8 @@ def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 else:
                     self._answer(404, "text/plain", "there is one page: /")
             except ConnectionError:
-                pass  # the browser has gone
-            except Exception as error:  # a run directory that is being removed, say: the next request may find it whole
+                pass  # the browser closed the connection
+            except Exception as error:  # e.g. a run directory is being removed; the next request may succeed
                 self._answer(500, "text/plain", f"{type(error).__name__}: {error}")
 
         def _answer(self, status: int, kind: str, text: str) -> None:

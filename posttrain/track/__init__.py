@@ -1,2 +1,4 @@
-"""Copies of a run's metrics and samples for experiment trackers. They are read from the run directory by a process of
-its own, so nothing of a tracker can slow, stop or hang the run. No tensors."""
+"""Logging of a run's metrics and samples to experiment trackers. No tensors.
+
+A separate process reads them from the run directory, so a tracker cannot slow, stop or hang the run.
+"""

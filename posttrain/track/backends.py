@@ -1,4 +1,4 @@
-"""The trackers: what each is told of a run. Imported only in the process that serves them (`follow`)."""
+"""Experiment tracker backends. Imported only in the tracker process (`follow`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from posttrain.run.resolved_recipe import flatten
 
 COLUMNS = ("step", "eval", "prompt", "completion", "reward", "correct", "finish", "tokens", "scores")
-LONGEST_PARAM = 500  # characters of a value that MLflow keeps
+LONGEST_PARAM = 500  # characters per value in MLflow
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run goes in a tracker. folder: the run directory's own, for what is kept offline.
+    """Destination of a run in a tracker. folder: in the run directory, for offline data.
 
-    key: the same for every start of the run, another one for every run. resumed: something was sent before.
+    key: the same for every start of the run, different for other runs. resumed: rows were sent before.
     """
 
     project: str
@@ -33,21 +33,21 @@ class Target:
 
 
 class Tracker(Protocol):
-    """What every tracker can do. Each of these may raise: the tracker is then given up."""
+    """Interface of a tracker. Every method may raise; the tracker is then disabled."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table with columns COLUMNS."""
+        """Log a table with columns COLUMNS."""
         ...
 
     def finish(self, state: str) -> None:
-        """state: `finished`, `stopped`, `failed` or `killed`."""
+        """Close the run with state `finished`, `stopped`, `failed` or `killed`."""
         ...
 
 
 class Wandb:
-    """Weights & Biases. Offline runs are sent later by `wandb sync`."""
+    """Weights & Biases. Offline runs are uploaded later with `wandb sync`."""
 
     def __init__(self, target: Target) -> None:
         import wandb
@@ -78,7 +78,7 @@ class Wandb:
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B can be reached without a question: a key is set, stored, or another mode is chosen."""
+    """Return whether W&B works without a prompt: a key is set or stored, or another mode is selected."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
         return True
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
@@ -86,7 +86,7 @@ def _has_wandb_key() -> bool:
 
 
 class Tensorboard:
-    """TensorBoard's event files, written without torch. `tensorboard --logdir runs` shows them."""
+    """TensorBoard event files, written without torch. View them with `tensorboard --logdir runs`."""
 
     def __init__(self, target: Target) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
@@ -130,7 +130,7 @@ class Tensorboard:
 
 
 def _cell(value: Any) -> str:
-    """A value in a Markdown table: markup and control characters of texts are shown and not obeyed."""
+    """Return a value as a Markdown table cell, with markup and control characters escaped."""
     from posttrain.terminal import escape_control_characters
 
     text = escape_control_characters(str(value)).replace("\\", "\\\\").replace("\n", "\\n")
@@ -138,7 +138,7 @@ def _cell(value: Any) -> str:
 
 
 class Trackio:
-    """Trackio: a local store, shown by `trackio show`; a Space where TRACKIO_SPACE_ID is set."""
+    """Trackio: a local store, viewed with `trackio show`; a Space if TRACKIO_SPACE_ID is set."""
 
     def __init__(self, target: Target) -> None:
         if target.offline:
@@ -165,12 +165,12 @@ class Trackio:
         self._run.log({"samples": self._trackio.Table(columns=list(COLUMNS), data=data)}, step=step)
 
     def finish(self, state: str) -> None:
-        del state  # trackio has no word for it
+        del state  # trackio has no run state
         self._run.finish()
 
 
 class Mlflow:
-    """MLflow: the server that MLFLOW_TRACKING_URI names, or files in the run directory."""
+    """MLflow: the server named by MLFLOW_TRACKING_URI, or files in the run directory."""
 
     def __init__(self, target: Target) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -209,7 +209,7 @@ class Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """The name with what MLflow allows: `eval/pass@4` becomes `eval/pass_4`."""
+    """Replace characters that MLflow forbids: `eval/pass@4` becomes `eval/pass_4`."""
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 
@@ -229,7 +229,7 @@ def _view_mlflow(target: Target) -> str:
     return given or f"mlflow ui --backend-store-uri {target.folder}"
 
 
-VIEWS: Mapping[str, Callable[[Target], str]] = {  # tracker -> the command or address that shows what it was sent
+VIEWS: Mapping[str, Callable[[Target], str]] = {  # tracker -> the command or address to view the run
     "wandb": _view_wandb,
     "tensorboard": lambda target: f"tensorboard --logdir {target.folder}",
     "trackio": _view_trackio,

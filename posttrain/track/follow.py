@@ -1,8 +1,8 @@
-"""Sends a run's rows to its trackers while the run goes on, and what is left when it has ended.
+"""Tracker process: sends a run's rows to its trackers during the run and flushes them after its end.
 
-Run as a process: `posttrain track RUN`. It reads metrics.jsonl and samples.jsonl of the run directory. What was sent is
-noted in track/NAME.json, so that a resumed run does not send a step twice. A tracker that raises is given up: that is
-told once, in track.log of this start, and the others go on.
+Started as `posttrain track RUN`. It reads metrics.jsonl and samples.jsonl of the run directory. The newest sent steps
+are stored in track/NAME.json, so that a resumed run does not send a step twice. A tracker that raises is disabled: this
+is reported once, in track.log of this start, and the other trackers continue.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from posttrain.run.directory import is_locked
 from posttrain.track.backends import TRACKERS, VIEWS, Target, Tracker
 
 POLL_S = 1.0
-Note = Callable[[str], None]  # says a line to people
+Note = Callable[[str], None]  # prints a line for the user
 
 
 class Rows:
-    """The rows of a JSON lines file that were not read yet."""
+    """Incremental reader of a JSON lines file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._read = 0  # bytes
+        self._read = 0  # bytes read so far
 
     def new(self) -> list[dict[str, Any]]:
-        """Whole rows that were added since. A file that was cut back is read from its beginning."""
+        """Return complete rows appended since the last call. A truncated file is read again from the start."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
@@ -50,15 +50,17 @@ class Rows:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # told where the run resumes
+                continue  # reported when the run is resumed
             if isinstance(row, dict) and type(row.get("step")) is int:
                 found.append(row)
         return found
 
 
 class Sender:
-    """One tracker of one run. sent: the newest step whose metrics, and samples, it has. Rows up to those that earlier
-    starts have sent are left out."""
+    """Connection of one run to one tracker.
+
+    sent: newest steps whose metrics and samples were sent. Rows that earlier starts have sent are skipped.
+    """
 
     def __init__(self, run: Path, settings: Mapping[str, Any], config: Mapping[str, Any], note: Note) -> None:
         self._running = status.read(run).state == "running"
@@ -81,7 +83,7 @@ class Sender:
         self._try(lambda: TRACKERS[self.name](target), starts=True)
 
     def describe(self) -> str:
-        """What was sent, and the command or address that shows it."""
+        """Return what was sent, and the command or address to view it."""
         rows = f"{count_noun(self.counts['metrics'], 'row')} of metrics, {count_noun(self.counts['samples'], 'sample')}"
         again = ", the rest was sent before" if max(self._before.values()) >= 0 else ""
         return f"{self.name}: sent {rows}{again}; to see it: {VIEWS[self.name](self._target)}"
@@ -91,7 +93,7 @@ class Sender:
         return self._tracker is not None
 
     def send(self, metrics: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of both files, in their order; those that were sent before are left out."""
+        """Send new rows of both files, in order; rows sent by earlier starts are skipped."""
         for row in metrics:
             if row["step"] > self._before["metrics"]:
                 self._call("log", row["step"], numbers(row))
@@ -132,17 +134,17 @@ class Sender:
 def follow(
     run: Path, trackers: Sequence[Mapping[str, Any]], note: Note, *, attempt: int = 0, poll_s: float = POLL_S
 ) -> list[Sender]:
-    """Send a run's rows to trackers until the run has ended and all is sent.
+    """Send a run's rows to trackers until the run has ended and all rows are sent.
 
-    trackers: sections of the recipe's `track`. attempt: the start of the run that is followed; how an earlier one ended
-    is no end. Returns the senders; one that no longer `works` was given up.
+    trackers: sections of the recipe's `track`. attempt: number of the start to follow; the end of an earlier start is
+    ignored. Returns the senders; a sender that no longer `works` was disabled.
     """
     config = without_secrets(read_json(run / "resolved.json") or {})
     (run / "track").mkdir(exist_ok=True)
     senders = [Sender(run, settings, config, note) for settings in trackers]
     metrics, samples = Rows(run / "metrics.jsonl"), Rows(run / "samples.jsonl")
     while True:
-        now = status.read(run)  # before the rows: what was written until it ended is read
+        now = status.read(run)  # before reading rows, so that rows written before the end are not missed
         ended = now.state != "running" and (now.attempt >= attempt or not is_locked(run))
         found = metrics.new(), samples.new()
         for sender in senders:
@@ -156,14 +158,14 @@ def follow(
 
 
 def run_key(run: Path) -> str:
-    """A name of the run for trackers: the same for every start."""
+    """Return an id of the run for trackers, the same for every start."""
     origin = run / "logs" / "attempt_1" / "env.json"
     began = origin.read_bytes() if origin.is_file() else b""
     return hashlib.sha256(str(run.resolve()).encode() + began).hexdigest()[:12]
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a row, but for its step."""
+    """Return the finite numbers of a row, except its step."""
     found = {
         name: float(value)
         for name, value in row.items()
@@ -173,7 +175,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of samples.jsonl with the columns of a tracker's table."""
+    """Return a record of samples.jsonl with the columns of a tracker's table."""
     scores = record.get("scores") or record.get("components")
     texts = {key: str(record.get(key) or "") for key in ("prompt", "completion", "finish")}
     return {

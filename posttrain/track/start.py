@@ -1,4 +1,4 @@
-"""The process that serves a run's trackers: started with the run, waited for a while in the end."""
+"""Start of the tracker process with the run, and a bounded wait for it at the end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from posttrain import terminal
 from posttrain.errors import count_noun
 from posttrain.run.directory import RunDirectory
 
-WAIT_S = 60.0  # for what is left to send when the run has ended
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # it is none
+WAIT_S = 60.0  # for unsent rows after the run has ended
+# Variables that the tracker process does not inherit: it is not a rank
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOG, PROBLEMS = "track.log", "track-problems.txt"
 
 
 @contextmanager
 def track_run(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
-    """Around a run with its status: a process of its own sends its rows to the trackers of the recipe.
+    """Run a tracker process that sends this run's rows to the trackers of the recipe.
 
-    That process has a session of its own, so that Ctrl-C does not reach it, and ends by itself when the run has ended.
-    What it has to say is said here, each line once. Of several processes of a run, the one that writes starts it.
+    The process has its own session, so that Ctrl-C does not reach it, and exits after the run has ended. Its messages
+    are printed here, each line once. Of several processes of a run, only the one that writes starts it.
     """
     if not trackers or directory.follows:
         yield
@@ -52,7 +53,7 @@ def track_run(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None
 
 
 def _start_tracker(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
-    """The process, or None where it could not be started, which is told."""
+    """Start the process and return it; report a failure and return None."""
     environment = {key: value for key, value in os.environ.items() if key not in OF_RANKS}
     command = [sys.executable, "-m", "posttrain", "track", str(directory.path.absolute())]
     try:
