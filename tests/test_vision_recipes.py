@@ -16,7 +16,7 @@ from posttrain.images import Image, open_image
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load
 from posttrain.registry import load_function
-from posttrain.tools.formats import parse
+from posttrain.tools.formats import parse_calls
 from posttrain.verify.boxes import iou
 
 FOLDER = shipped_folder("recipes").joinpath("vision")
@@ -73,7 +73,7 @@ def test_traces_name_lines_without_a_look_after_another_part_or_after_the_card()
         card, (_, *looks, last) = json.loads(row["box"]), trace["messages"]
         kind = "guess"
         if looks:
-            (call,) = parse(looks[0]["content"], "pythonic")
+            (call,) = parse_calls(looks[0]["content"], "pythonic")
             part = call.arguments["bbox_2d"]
             kind = "look" if part == card else "miss"
             assert all(0 <= n <= 1000 for n in part) and [part[2] - part[0], part[3] - part[1]] == [500, 500]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.advantage.group import require_field
-from posttrain.batch import Remembered, RolloutBatch, on_device
+from posttrain.batch import Remembered, RolloutBatch, to_device
 from posttrain.registry import register
 
 EPS = 1e-8
@@ -122,10 +122,10 @@ def effective_ranks(rows: Sequence[Tensor]) -> Tensor:
     found = torch.zeros(len(rows), dtype=torch.float64, device=rows[0].device if rows else None)
     for indices in _batch_by_length([len(row) for row in rows], rows[0].shape[-1] if rows else 1):
         padded = pad_sequence([rows[n].detach() for n in indices], batch_first=True)
-        lengths = on_device([len(rows[n]) for n in indices], padded.device)
+        lengths = to_device([len(rows[n]) for n in indices], padded.device)
         values = singular_values(padded, lengths)
         p = values / (values.sum(-1, keepdim=True) + EPS)
-        found[on_device(indices, found.device)] = (-(p * (p + EPS).log()).sum(-1)).exp()
+        found[to_device(indices, found.device)] = (-(p * (p + EPS).log()).sum(-1)).exp()
     return found
 
 

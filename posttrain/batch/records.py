@@ -30,11 +30,11 @@ def _fields_of_call(rollout: Rollout) -> dict[str, Any]:
     """Return the `Sample` fields of a workflow call, with its turns if it was replied to; {} for other rollouts."""
     if rollout.call is None:
         return {}
-    said, fields = rollout.call.calls[rollout.call.number], call_records(rollout)
-    if not said.shown:
+    call, fields = rollout.call.calls[rollout.call.number], call_records(rollout)
+    if not call.shown:
         return fields
-    observations = (*said.shown, None)
-    return {**fields, "tool_calls": [], "turns": len(said.parts), "parts": said.parts, "observations": observations}
+    observations = (*call.shown, None)
+    return {**fields, "tool_calls": [], "turns": len(call.parts), "parts": call.parts, "observations": observations}
 
 
 def sample_fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def call_records(rollout: Rollout) -> dict[str, Any]:
     if rollout.call is None:
         return {}
     calls = [
-        {name: value for name, value in said._asdict().items() if value or name in ("role", "text", "parent")}
-        for said in rollout.call.calls
+        {name: value for name, value in call._asdict().items() if value or name in ("role", "text", "parent")}
+        for call in rollout.call.calls
     ]
     return {"calls": calls, "call": rollout.call.number}
 

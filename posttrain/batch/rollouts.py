@@ -109,7 +109,7 @@ class Variant:
         return re.sub(rf"\{{({names})\}}", lambda found: texts[found[1]], self.user)
 
 
-class Elsewhere(Sequence[Any]):
+class RemoteTokens(Sequence[Any]):
     """Placeholder for the tokens of a segment that another rank holds; knows only their number. Reading a token raises
     LookupError: the caller forgot to fetch the tokens (`train.own_rows`)."""
 
@@ -127,7 +127,7 @@ class Elsewhere(Sequence[Any]):
 class Segment:
     """Consecutive tokens of one origin: `model` = sampled; `tool` = a tool's reply; `injected` = inserted and not
     trained on; `given` = inserted and trained on. `logps` are the engine's, or None; `images` are those that a reply
-    shows. While another rank holds the rollout, `ids` is `Elsewhere`, and text, log-probs, versions and images are
+    shows. While another rank holds the rollout, `ids` is `RemoteTokens`, and text, log-probs, versions and images are
     missing."""
 
     kind: Literal["model", "tool", "injected", "given"]
@@ -181,7 +181,7 @@ class Turn:
     seconds: float | None = field(default=None, compare=False)  # run time of its slowest call or the environment's step
 
 
-class Said(NamedTuple):
+class CallRecord(NamedTuple):
     """One call of a workflow, as rewards and samples.jsonl see it. parent: index of the call that it follows, None =
     the data's prompt. tokens: number of tokens sampled. note: JSON values that the workflow passes to rewards. parts,
     shown: of a call with replies, the texts of its turns and the replies between them."""
@@ -202,7 +202,7 @@ class WorkflowCall:
     calls in its group: `role` = calls of the same role for the same prompt; `parent` = of these, calls with the same
     parent. cut: the rollout ended because the prompt of a further call did not fit."""
 
-    calls: tuple[Said, ...]
+    calls: tuple[CallRecord, ...]
     number: int
     compared: Literal["role", "parent"] = "role"
     cut: bool = False
@@ -276,9 +276,9 @@ class Rollout:
         return sum(len(s.ids) for s in self.segments if s.kind == "model")
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this rank holds the tokens and text of the rollout."""
-        return not any(isinstance(s.ids, Elsewhere) for s in self.segments)
+        return not any(isinstance(s.ids, RemoteTokens) for s in self.segments)
 
     @property
     def is_given(self) -> bool:
@@ -433,7 +433,7 @@ class RolloutBatch(Extras):
 
     def select(self, rows: Tensor | Sequence[int]) -> RolloutBatch:
         """Return the batch restricted to rows (index or boolean mask [N]); every tensor field is indexed alike."""
-        rows = rows if isinstance(rows, Tensor) else on_device(rows, self.group_ids.device)
+        rows = rows if isinstance(rows, Tensor) else to_device(rows, self.group_ids.device)
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device | str) -> RolloutBatch:
@@ -468,14 +468,14 @@ def pad_rows(
     return torch.from_numpy(out)
 
 
-def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
+def concatenate_ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
     """Concatenate integer ranges: counts[i] consecutive numbers from starts[i] (default 0) for each i."""
     many = torch.tensor(counts, dtype=torch.long)
     first = torch.zeros_like(many) if starts is None else torch.tensor(starts, dtype=torch.long)
     return torch.arange(int(many.sum())) + (first - (many.cumsum(0) - many)).repeat_interleave(many)
 
 
-def on_device(
+def to_device(
     numbers: Sequence[float | bool] | Tensor, device: torch.device = CPU, dtype: torch.dtype = torch.long
 ) -> Tensor:
     """Copy numbers to a tensor on a device without the GPU synchronisation of `torch.tensor(..., device=)`. A list goes

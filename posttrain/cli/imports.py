@@ -189,9 +189,9 @@ def _describe_tool(section: Mapping[str, Any], base_dir: Path | None) -> Describ
 
 def _check_environment(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     from posttrain.recipe.tool_sections import Environment
-    from posttrain.tools.load import environment_class
+    from posttrain.tools.load import load_environment
 
-    environment_class(Environment.model_validate(section), base_dir)
+    load_environment(Environment.model_validate(section), base_dir)
     return {}
 
 

@@ -182,14 +182,14 @@ class _RecipeChecker:
 
     def _check_tool(self, part: SectionRef, tool: Tool) -> None:
         """Check a tool, and that no other tool of its stage has the same name."""
-        from posttrain.tools.load import same_name
+        from posttrain.tools.load import duplicate_name_error
 
         path = (*part.path, "use" if tool.use else "command")
         with self.collect_errors(path):
             name = self.importer.tool(tool.model_dump())
             before = self.tools.setdefault((part.path[:-1], name), path)
             if before != path:
-                raise same_name(name)
+                raise duplicate_name_error(name)
 
     def _check_exists(self, path: Path_, names: Names, name: str, part: SectionRef, about: str = "") -> None:
         """Check that a model, data, a run or a file exists.

@@ -70,7 +70,7 @@ def test(
     """
     from posttrain.recipe.tool_sections import Tool
     from posttrain.tools.load import load_tool
-    from posttrain.tools.tool_tests import run_calls, sample_of, try_examples, try_wrong
+    from posttrain.tools.tool_tests import make_sample_params, run_calls, try_examples, try_wrong
 
     uses = _list_uses(target)
     if arguments and len(uses) > 1:
@@ -80,7 +80,7 @@ def test(
     results, failed = [], False
     for use in uses:
         with tempfile.TemporaryDirectory() as folder:
-            sample = sample_of(use, Path(folder))
+            sample = make_sample_params(use, Path(folder))
             section = Tool(use=use, params={**sample, **params}, timeout_s=timeout, max_chars=max_chars)
             tool = load_tool(section, Path.cwd())
             examples = try_examples(replace(tool, params={**tool.params, **sample}), alone=len(uses) == 1)
@@ -98,7 +98,7 @@ def test(
 
 def _list_uses(target: str) -> list[str]:
     """Return the `use` value of each tool of the target."""
-    from posttrain.tools.tool_tests import names_in
+    from posttrain.tools.tool_tests import list_tools
 
     script = target if target.endswith(".py") else target.rpartition(":")[0]
     if not script.endswith(".py"):
@@ -107,7 +107,7 @@ def _list_uses(target: str) -> list[str]:
     imports.check_script(path)
     if script != target:
         return [target]
-    return [f"{path}:{name}" for name in names_in(path)]
+    return [f"{path}:{name}" for name in list_tools(path)]
 
 
 def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:

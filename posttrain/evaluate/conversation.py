@@ -29,8 +29,8 @@ from posttrain.rollout.engine import Engine
 from posttrain.rollout.make_engine import check_engine, make_engine, start_note
 from posttrain.seeds import derive
 from posttrain.tools.calls import Caller
-from posttrain.tools.formats import parse
-from posttrain.tools.tool_set import ToolSet, offer_of
+from posttrain.tools.formats import parse_calls
+from posttrain.tools.tool_set import ToolSet, load_tool_set
 
 TURNS_IN_WINDOW = 8  # vLLM's default window, in turns of max_new_tokens; vllm.max_model_len overrides it
 CHUNK_TOKENS = 16  # tokens sampled per call of an engine without streaming
@@ -179,7 +179,7 @@ class Conversation:
             return Answer(text, len(sampled), finish)
         schemas = {tool.name: tool.schema for tool in self.offer.tools}
         shown = [self._image(source) for source in self.images]
-        calls = tuple(self.caller.run(parse(raw, self.offer.form, schemas), shown))
+        calls = tuple(self.caller.run(parse_calls(raw, self.offer.form, schemas), shown))
         for call in calls:
             self._record_result(call, as_user=self.offer.system is not None)  # the template has no tool role then
         return Answer(text, len(sampled), finish, calls)
@@ -329,7 +329,7 @@ def open_conversation(recipe: GenerateRecipe, scratch: Path, note: Callable[[str
     from posttrain.models.load import config_of, load_tokenizer
 
     check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
-    offer = offer_of(recipe, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    offer = load_tool_set(recipe, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     with contextlib.ExitStack() as stack:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         engine: Engine | None = None

@@ -41,7 +41,7 @@ from posttrain.rollout.engine import Engine
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
-from posttrain.tools.load import environment_class
+from posttrain.tools.load import load_environment
 from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.load import check_columns
 from posttrain.verify.score import Scorer
@@ -152,7 +152,7 @@ def _make_trees(
     check_columns(scorer.rewards, columns)
     failures = scorer.failures(unit="round")
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
-    world = None if recipe.environment is None else environment_class(recipe.environment, recipe.base_dir)
+    world = None if recipe.environment is None else load_environment(recipe.environment, recipe.base_dir)
     shape = load_shape(settings.shape, tokenizer, recipe.base_dir, world)
     engines: list[TreeEngine] = []
 

@@ -36,7 +36,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, sound_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
-from posttrain.tools.tool_set import offer_of
+from posttrain.tools.tool_set import load_tool_set
 from posttrain.verify.captured_output import OutputLog
 
 COMPLETIONS = "completions.jsonl"
@@ -53,7 +53,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     """
     check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
-    offer = offer_of(recipe, tokenizer, recipe.base_dir)
+    offer = load_tool_set(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
     reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)
@@ -155,7 +155,7 @@ def _open_engine(
         terminal.note(note)
     with start_early(recipe.engine, recipe.model, recipe.base_dir, training=False, **engine_options) as begun:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-        offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
+        offer = load_tool_set(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, output_log=open_print_log(directory, "tools")) if offer else None
         engine: Any = make_engine(recipe.engine, loaded, begun=begun, base_dir=recipe.base_dir, **engine_options)
         has_tree = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain import source_locations
-from posttrain.batch import Prompt, Rollout, Said, WorkflowCall
+from posttrain.batch import CallRecord, Prompt, Rollout, WorkflowCall
 from posttrain.batch.records import call_records
 from posttrain.data import images, render
 from posttrain.errors import RecipeError
@@ -119,7 +119,7 @@ class WorkflowRunner:
 
 def calls_to_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
     """Convert calls of a rollout to rows that include all messages so far."""
-    history, cut = tuple(map(_call_to_said, caller.made)), caller.out_of_room > 0
+    history, cut = tuple(map(_to_call_record, caller.made)), caller.out_of_room > 0
     return [
         Row(call.prompt, call.segments, call.finish, text=call.text, adapter=caller.adapter_of(call.role),
             call=WorkflowCall(history, call.number, call.compared, cut))
@@ -127,12 +127,12 @@ def calls_to_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _call_to_said(call: Call) -> Said:
+def _to_call_record(call: Call) -> CallRecord:
     """Convert a call to the form that rewards and samples.jsonl use."""
     tokens = sum(len(segment.ids) for segment in call.segments if segment.kind == "model")
     parent = None if call.parent is None else call.parent.number
     parts, shown = (tuple(call.parts), tuple(call.shown)) if call.shown else ((), ())
-    return Said(call.role, call.text, parent, call.finish, tokens, call.note, parts, shown)
+    return CallRecord(call.role, call.text, parent, call.finish, tokens, call.note, parts, shown)
 
 
 def bind_workflow(

@@ -24,7 +24,7 @@ from posttrain.recipe.sections import ImageLimits
 from posttrain.recipe.tool_sections import MAX_PIXELS
 from posttrain.tools import time_limits
 from posttrain.tools.calls import Caller
-from posttrain.tools.formats import Format, parse
+from posttrain.tools.formats import Format, parse_calls
 from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class Calls:
 
     async def reply(self, turn: str) -> Reply:
         """Run the turn's calls in parallel in worker processes and return their results."""
-        calls = parse(turn, self.form, self.schemas)
+        calls = parse_calls(turn, self.form, self.schemas)
         answers = await asyncio.gather(*(self.caller.answer(call, self.images) for call in calls))
         self.images += tuple(image for call in answers for image in call.images)
         return _reply_without_calls(answers)

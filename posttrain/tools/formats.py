@@ -95,7 +95,7 @@ FORMATS: dict[Format, _Form] = {
 }
 
 
-def parse(text: str, form: Format, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> list[Call]:
+def parse_calls(text: str, form: Format, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> list[Call]:
     """Parse the calls of a model's turn, in order.
 
     schemas: tool name -> its JSON schema (`{"type": "function", ...}`), which gives the types of arguments in formats
@@ -133,13 +133,13 @@ _LAST_MARK = re.compile(r"(?:<\|[^<>]*\|>|<[^<>\s]*>|\[/?[A-Z_]+\])\s*\Z")
 _MARKS = 4  # maximum special tokens after a call: the end of its turn, and what some templates open next
 
 
-def detect(tokenizer: Any) -> Format:
+def detect_format(tokenizer: Any) -> Format:
     """Detect the format in which the template writes a call; json if it writes none, which the prompt then explains.
 
     Renders a call and parses it back. Raises ToolError for a template whose format cannot be parsed, because its calls
     would pass as plain text.
     """
-    text = written_call(tokenizer)
+    text = render_call(tokenizer)
     if text is None:
         return "json"
     cuts = [text]
@@ -148,7 +148,7 @@ def detect(tokenizer: Any) -> Format:
     for right in (_is_right, _is_named):  # the second is for templates that leave arguments out
         for cut in cuts:
             for form in FORMATS:
-                if right(parse(cut, form, _SCHEMA)):
+                if right(parse_calls(cut, form, _SCHEMA)):
                     return form
     raise ToolError(
         f"the chat template writes tool calls in a form that cannot be read: {text.strip()!r:.300}",
@@ -165,7 +165,7 @@ def _is_named(calls: list[Call]) -> bool:
     return [(call.name, call.problem) for call in calls] == [("x8name", "")]
 
 
-def written_call(tokenizer: Any) -> str | None:
+def render_call(tokenizer: Any) -> str | None:
     """Return an assistant turn with one call, as the template renders it; None if the render lacks the call."""
     if not tokenizer.chat_template:
         return None
@@ -179,11 +179,11 @@ def written_call(tokenizer: Any) -> str | None:
         except Exception:  # this template wants arguments as the other type, or does not support calls
             continue
         if "x8name" in text:
-            return behind(begun, text)
+            return strip_prompt(begun, text)
     return None
 
 
-def behind(begun: str, text: str) -> str:
+def strip_prompt(begun: str, text: str) -> str:
     """Return a rendered turn without its common beginning with `begun`. If `begun` continues differently (it opens a
     thought, and this turn has none), cut after the last tag or line break that both share, because `<think>` and
     `<tool_call>` share `<t`."""

@@ -16,7 +16,7 @@ from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.path_resolution import find, known_files, shipped_folder, split_function
 from posttrain.recipe.tool_sections import MAX_PIXELS, Environment, Tool
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
-from posttrain.tools.schema import schema_of
+from posttrain.tools.schema import build_schema
 
 IMAGES = "images"  # keyword-only argument that receives the conversation's images, unless the recipe sets it
 
@@ -51,11 +51,11 @@ def load_tools(sections: Sequence[Tool], base_dir: Path | None) -> list[LoadedTo
     tools = [load_tool(section, base_dir) for section in sections]
     for tool in tools:
         if sum(other.name == tool.name for other in tools) > 1:
-            raise same_name(tool.name)
+            raise duplicate_name_error(tool.name)
     return tools
 
 
-def same_name(name: str) -> ToolError:
+def duplicate_name_error(name: str) -> ToolError:
     """Return the error for a second tool of the same name."""
     return ToolError(f"two tools are called `{name}`", hint="give one of them another `name`")
 
@@ -70,7 +70,7 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
     name = section.name or target.rpartition(":")[2]
     params = _params(function, name, section.params, base_dir)
     _own_check(target, params)
-    schema = schema_of(function, name, params)
+    schema = build_schema(function, name, params)
     sees = IMAGES in _keyword_only(function) and IMAGES not in params
     limits = (section.timeout_s, section.max_chars, section.max_pixels)
     return LoadedTool(name, target, schema, params, *limits, sees=sees, shows=may_return_images(function))
@@ -182,7 +182,7 @@ def _command(section: Tool) -> LoadedTool:
     )
 
 
-def environment_class(section: Environment, base_dir: Path | None) -> functools.partial[Any]:
+def load_environment(section: Environment, base_dir: Path | None) -> functools.partial[Any]:
     """Return a factory of environments of the user's class. Raises ToolError for a class that lacks a method or does
     not accept the params."""
     split = split_function(section.use)

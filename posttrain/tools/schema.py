@@ -13,7 +13,7 @@ from posttrain.errors import ToolError
 _ENTRY = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 
-def schema_of(function: Callable[..., Any], name: str, fixed: typing.Collection[str] = ()) -> dict[str, Any]:
+def build_schema(function: Callable[..., Any], name: str, fixed: typing.Collection[str] = ()) -> dict[str, Any]:
     """Build the schema {"type": "function", "function": {name, description, parameters}}.
 
     The description is the docstring up to `Args:`, whose lines `argument: description` describe the arguments.

@@ -12,8 +12,8 @@ from posttrain.recipe.stages import ToolUseStage
 from posttrain.recipe.tool_sections import MAX_PIXELS
 from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Simulations, Tools, World
-from posttrain.tools.formats import Format, detect, explain_tools, template_knows_tools, written_call
-from posttrain.tools.load import LoadedTool, environment_class, load_tools, may_return_images
+from posttrain.tools.formats import Format, detect_format, explain_tools, render_call, template_knows_tools
+from posttrain.tools.load import LoadedTool, load_environment, load_tools, may_return_images
 from posttrain.verify.captured_output import OutputLog
 
 
@@ -63,20 +63,20 @@ class ToolSet:
         return {**row, key: [{"role": "system", "content": text}, *messages]}
 
 
-def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> ToolSet | None:
+def load_tool_set(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> ToolSet | None:
     """Load the recipe's tools or environment; None if it has neither. Raises ToolError if loading fails."""
     if not recipe.acts:
         return None
     tools = load_tools(recipe.tools, base_dir)
     form: Format = "json"
     if tools:
-        form = detect(tokenizer) if recipe.tool_format == "auto" else recipe.tool_format
+        form = detect_format(tokenizer) if recipe.tool_format == "auto" else recipe.tool_format
     shown = recipe.tool_prompt == "auto"
     schemas = [tool.schema for tool in tools]
-    described = bool(tools) and template_knows_tools(tokenizer, schemas) and written_call(tokenizer) is not None
+    described = bool(tools) and template_knows_tools(tokenizer, schemas) and render_call(tokenizer) is not None
     silent = bool(tools) and shown and not described
     section = recipe.environment
-    make = None if section is None else environment_class(section, base_dir)
+    make = None if section is None else load_environment(section, base_dir)
     made: Any = None if make is None else make.func
     return ToolSet(
         tools=tuple(tools),

@@ -37,7 +37,7 @@ class ToolTrial:
     expected: str = ""
 
 
-def names_in(path: Path) -> list[str]:
+def list_tools(path: Path) -> list[str]:
     """Return the tools of a file: those in EXAMPLES, else its public functions with a docstring, in order."""
     module = load_module(path)
     written = getattr(module, "EXAMPLES", None)
@@ -56,7 +56,7 @@ def names_in(path: Path) -> list[str]:
     return found
 
 
-def examples_of(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:
+def read_examples(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:
     """Return (arguments, expected, params) of a tool's EXAMPLES; [] if none. alone: whether a list is for this tool."""
     file, _, name = tool.target.rpartition(":")
     written = getattr(load_module(Path(file)), "EXAMPLES", []) if file.endswith(".py") else []
@@ -69,7 +69,7 @@ def examples_of(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any
     return [(dict(line[0]), line[1], dict(line[2]) if len(line) > 2 else {}) for line in lines]
 
 
-def sample_of(use: str, folder: Path) -> dict[str, Any]:
+def make_sample_params(use: str, folder: Path) -> dict[str, Any]:
     """Return the parameters that the script's `sample` makes for its examples, with files in `folder`; {} without."""
     file = locate(use, Path.cwd()).rpartition(":")[0]
     make = getattr(load_module(Path(file)), "sample", None) if file.endswith(".py") else None
@@ -79,7 +79,7 @@ def sample_of(use: str, folder: Path) -> dict[str, Any]:
 def try_examples(tool: LoadedTool, alone: bool) -> list[ToolTrial]:
     """Run the tool's EXAMPLES; an example's params override those of the tool."""
     found = []
-    for arguments, expected, params in examples_of(tool, alone):
+    for arguments, expected, params in read_examples(tool, alone):
         one = run_calls(replace(tool, params={**tool.params, **params}), [("example", arguments)])[0]
         fails = isinstance(expected, type) and issubclass(expected, BaseException)
         wanted = expected.__name__ if fails else expected if isinstance(expected, str) else json.dumps(expected)

@@ -33,7 +33,7 @@ from posttrain.rollout.make_engine import check_engine, make_engine, start_early
 from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
-from posttrain.tools.tool_set import ToolSet, offer_of
+from posttrain.tools.tool_set import ToolSet, load_tool_set
 from posttrain.train import (
     checkpoint,
     compiled,
@@ -106,7 +106,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     machine_checks.check(recipe)
     check_engine(recipe.rollout, lambda: models.config_of(recipe.model, recipe.base_dir), recipe.base_dir)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
-    offer = offer_of(recipe, tokenizer, recipe.base_dir)
+    offer = load_tool_set(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
     reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     data = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from posttrain.batch import TRAINED, Rollout, RolloutBatch, on_device, pad_rows
+from posttrain.batch import TRAINED, Rollout, RolloutBatch, pad_rows, to_device
 from posttrain.images import Image
 from posttrain.recipe.reward_sections import Reward
 from posttrain.train.prompt_sharing import Prompts
@@ -109,7 +109,7 @@ def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Te
     columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     positions = starts[rows] - 1 + columns
     targets = torch.from_numpy(np.concatenate(sequences.ids))[(lengths.cumsum(0) - lengths)[rows] + positions + 1]
-    return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
+    return tuple(to_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
 def row_lengths(rollouts: Sequence[Rollout]) -> list[int]:

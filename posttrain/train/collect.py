@@ -359,7 +359,7 @@ def add_samples_hint(ctx: TrainContext, error: RunError, rollouts: Sequence[Roll
     path = ctx.dump / f"step-{step + 1}.jsonl"
     if ctx.ranks.is_main:
         ctx.dump.mkdir(parents=True, exist_ok=True)
-        present = [rollout for rollout in rollouts if rollout.is_here]
+        present = [rollout for rollout in rollouts if rollout.is_local]
         chosen = sampled_rows(len(present), ctx.recipe.run.samples_per_step)
         records = [sample_record(present[n]) for n in chosen]
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.batch import on_device, ranges
+from posttrain.batch import concatenate_ranges, to_device
 from posttrain.loss.distill import full_distill
 from posttrain.loss.router import load_balance
 from posttrain.models.adapters import activate, backbone, causal_of
@@ -167,7 +167,7 @@ def _completion_scores(
     if line is not None:
         borders, starts = borders_of(sequences, prompts, line, device)
         out = run_packed(causal, sequences, borders, backbone_kwargs, reader)
-        states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
+        states = out.last_hidden_state[0, to_device(starts, device)[rows] + positions]
     else:
         ids, mask = pad_right(sequences, device)
         image_kwargs = {} if sequences.images is None else image_inputs(causal, sequences.images, ids, reader)
@@ -200,11 +200,13 @@ def _completion_scores(
 
 def _router_loss(causal: Any, out: Any, sequences: Sequences, borders: Packed | None, device: torch.device) -> Tensor:
     """Compute the load-balancing loss [N] of each row. borders: of rows in one packed line; None = padded rows."""
-    lengths = on_device(sequences.lengths, device)
+    lengths = to_device(sequences.lengths, device)
     rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
     if borders is None:
         length = out.last_hidden_state.shape[1]
-        positions = on_device(ranges(sequences.lengths, [n * length for n in range(len(sequences))]), device)
+        positions = to_device(
+            concatenate_ranges(sequences.lengths, [n * length for n in range(len(sequences))]), device
+        )
     elif borders.keys is None:
         positions = torch.arange(len(rows), device=device)
     else:

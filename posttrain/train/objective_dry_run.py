@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Said, Segment, Turn, WorkflowCall
+from posttrain.batch import CallRecord, Node, Prompt, Rollout, RolloutBatch, Segment, Turn, WorkflowCall
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
 from posttrain.recipe.objective_checks import fields_from_sampler, provided_fields, rollouts_are_groups
@@ -106,7 +106,7 @@ def _call_of(recipe: RlRecipe, row: int) -> WorkflowCall | None:
         return None
     role = recipe.advantage.params.get("role")
     roles = workflow.train or workflow.roles or [str(role or "solver"), "other"]
-    return WorkflowCall((Said(roles[row % len(roles)], ""),), 0)
+    return WorkflowCall((CallRecord(roles[row % len(roles)], ""),), 0)
 
 
 def _sizes(recipe: RlRecipe) -> list[int]:

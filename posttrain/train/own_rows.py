@@ -103,6 +103,6 @@ def assign_rows(
 
 def ranks_of_tokens(ranks: Ranks, rollouts: Sequence[Rollout]) -> list[int]:
     """Return the rank that holds the tokens of each rollout, which is the one that sampled it."""
-    sampled = ranks.gather([n for n, rollout in enumerate(rollouts) if rollout.is_here])
+    sampled = ranks.gather([n for n, rollout in enumerate(rollouts) if rollout.is_local])
     rank_of = {n: rank for rank, rows in enumerate(sampled) for n in rows}
     return [rank_of[n] for n in range(len(rollouts))]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from posttrain.batch import ranges
+from posttrain.batch import concatenate_ranges
 from posttrain.train.packed_line import Packed
 
 MAX_WIDTH = 512  # tokens of a block's row: longer rows gain nothing from being batched
@@ -71,7 +71,8 @@ def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
     if max(sizes) > MAX_WIDTH or not _sees_firsts(packed, starts, skipped, firsts):
         return None
     rows = torch.arange(len(starts)).repeat_interleave(torch.tensor(packed.lengths))
-    positions = ranges(packed.lengths, skipped.tolist())  # of each token among the tokens that its row attends to
+    # position of each token among the tokens that its row attends to
+    positions = concatenate_ranges(packed.lengths, skipped.tolist())
     blocks = []
     for chosen in _group_alike(sizes):
         tokens = [_places_of(packed, parts[n], starts.tolist()) for n in chosen]
@@ -90,7 +91,7 @@ def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
 
 def _places_of(packed: Packed, part: Sequence[int], starts: Sequence[int]) -> Tensor:
     """Return the positions in the line of the tokens of these rows."""
-    return ranges([packed.lengths[row] for row in part], [starts[row] for row in part])
+    return concatenate_ranges([packed.lengths[row] for row in part], [starts[row] for row in part])
 
 
 def _seen_lengths(packed: Packed) -> Tensor:
@@ -102,7 +103,7 @@ def _sees_firsts(packed: Packed, starts: Tensor, skipped: Tensor, firsts: Tensor
     if packed.keys is None:
         return True
     spans = torch.stack([skipped, torch.tensor(packed.lengths)], 1).flatten().tolist()
-    expected = ranges(spans, torch.stack([starts[firsts], starts], 1).flatten().tolist())
+    expected = concatenate_ranges(spans, torch.stack([starts[firsts], starts], 1).flatten().tolist())
     return torch.equal(packed.keys.sources.cpu(), expected)
 
 

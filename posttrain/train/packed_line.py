@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import on_device
+from posttrain.batch import to_device
 
 
 @dataclass(eq=False)  # not frozen: torch.compile (2.11) reads every field of a frozen one, and makes a graph for each
@@ -54,4 +54,4 @@ class Keys:
 
 def ends_of(lengths: list[int], device: torch.device) -> Tensor:
     """Return 0 and the cumulative lengths as int32 [n+1] on the device."""
-    return on_device(list(itertools.accumulate(lengths, initial=0)), device, torch.int32)
+    return to_device(list(itertools.accumulate(lengths, initial=0)), device, torch.int32)

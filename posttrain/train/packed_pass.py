@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.batch import on_device, ranges
+from posttrain.batch import concatenate_ranges, to_device
 from posttrain.images import Image
 from posttrain.models.adapters import backbone
 from posttrain.models.images import ImageReader
@@ -69,8 +69,8 @@ def run_packed(
     skipped = [length - own for length, own in zip(whole, borders.lengths, strict=True)]
     filling = sum(borders.lengths[len(sequences) :])
     rows = [row[skip:] for row, skip in zip(sequences.ids, skipped, strict=False)]
-    ids = on_device(functional.pad(torch.from_numpy(np.concatenate(rows)), (0, filling)), device)[None]
-    positions = on_device(ranges(borders.lengths, skipped), device)[None]
+    ids = to_device(functional.pad(torch.from_numpy(np.concatenate(rows)), (0, filling)), device)[None]
+    positions = to_device(concatenate_ranges(borders.lengths, skipped), device)[None]
     image_kwargs: dict[str, Any] = {}
     if sequences.images is not None:
         assert reader is not None, "a model that reads no images was given some"
@@ -98,5 +98,5 @@ def _grid_positions(
     found = reader.positions(backbone(causal), sequences.images, ids, mask)
     if found is None:
         return None
-    first = on_device(list(skipped[: len(sequences)]), device)[:, None]
+    first = to_device(list(skipped[: len(sequences)]), device)[:, None]
     return found[:, mask.bool() & (torch.arange(ids.shape[1], device=device) >= first)]

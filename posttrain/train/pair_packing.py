@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import on_device, ranges
+from posttrain.batch import concatenate_ranges, to_device
 from posttrain.data.render import Pair
 from posttrain.models.adapters import causal_of
 from posttrain.models.images import probe_image
@@ -44,7 +44,7 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
         own = [count - skipped for count, skipped in zip(whole, shared, strict=True)]
         starts = [0, *accumulate(own)]
         line = (part for (prompt, side), skip in zip(sides, shared, strict=True) for part in (prompt[skip:], side))
-        ids = on_device(list(chain.from_iterable(line)))
+        ids = to_device(list(chain.from_iterable(line)))
         # The first token of a row has no predecessor, so it is never scored.
         scored = [count - max(len(prompt), 1) for count, (prompt, _) in zip(whole, sides, strict=True)]
         labels = ids.clone()
@@ -56,12 +56,14 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
         order = [*range(0, len(sides), 2), *range(1, len(sides), 2)]  # chosen rows, then rejected ones
         return {
             "input_ids": ids[None],
-            "position_ids": ranges(own, shared)[None],
+            "position_ids": concatenate_ranges(own, shared)[None],
             "labels": labels[None],
             "cells": _cells(scored, order),
             "lengths": torch.tensor([scored[row] for row in order]),
             "row_tokens": torch.tensor([whole[row] for row in order]),
-            "packed": Packed.with_shared_keys(own, whole, ranges([n for _, n in spans], [a for a, _ in spans]), device),
+            "packed": Packed.with_shared_keys(
+                own, whole, concatenate_ranges([n for _, n in spans], [a for a, _ in spans]), device
+            ),
         }
 
     return collate
@@ -71,7 +73,7 @@ def _cells(scored: Sequence[int], order: Sequence[int]) -> Tensor:
     """Return the index of each scored token of the line in a flat table whose row n is row `order[n]` of the line."""
     place = {row: n for n, row in enumerate(order)}
     width = max(scored)
-    return ranges(scored, [place[row] * width for row in range(len(scored))])
+    return concatenate_ranges(scored, [place[row] * width for row in range(len(scored))])
 
 
 def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

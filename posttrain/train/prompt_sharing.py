@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.batch import ranges
+from posttrain.batch import concatenate_ranges
 from posttrain.train.attention import Packed
 
 MIN_SHARED = 0.2  # share of tokens that must be skipped: below it, gathering keys and values costs more than it saves
@@ -92,5 +92,5 @@ def build_shared_line(prompts: Prompts, filling: int, device: torch.device) -> P
     ]
     padding = [filling] if filling else []
     flat = [*chain.from_iterable(spans), *((starts[-1], size) for size in padding)]
-    sources: Tensor = ranges([size for _, size in flat], [start for start, _ in flat])
+    sources: Tensor = concatenate_ranges([size for _, size in flat], [start for start, _ in flat])
     return Packed.with_shared_keys([*own, *padding], [*prompts.lengths, *padding], sources, device)

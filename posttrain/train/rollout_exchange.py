@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posttrain.batch import Elsewhere, Rollout, Segment
+from posttrain.batch import RemoteTokens, Rollout, Segment
 from posttrain.train import distributed
 from posttrain.train.distributed import Captured
 
@@ -31,7 +31,7 @@ def gather_rollouts(mine: Captured[T], *, by_row: bool = False) -> list[T]:
     """Gather values that hold rollouts from all ranks (`distributed.gather_or_raise`).
 
     This rank's value is returned as the same object. by_row: rollouts of other ranks come without tokens and text
-    (`Elsewhere`).
+    (`RemoteTokens`).
     """
     packed = distributed.capture(pack, mine.value, by_row) if mine.error is None else Captured[Any](None, mine.error)
     lengths = distributed.gather_or_raise(Captured(list(map(len, packed.value or ())), packed.error))
@@ -50,7 +50,7 @@ def send_tokens(rollouts: Sequence[Rollout], owners: Sequence[int], model_parall
 
     No other rank keeps them. owners: for each rollout, the index of its group of `model_parallel_size` ranks.
     """
-    here = [n for n, rollout in enumerate(rollouts) if rollout.is_here]
+    here = [n for n, rollout in enumerate(rollouts) if rollout.is_local]
     own_group, packed = distributed.rank() // model_parallel_size, dict[int, list[memoryview]]()
     for group in range(distributed.world() // model_parallel_size):
         sent = [(n, rollouts[n].segments, rollouts[n].text) for n in here if owners[n] == group]
@@ -68,7 +68,7 @@ def send_tokens(rollouts: Sequence[Rollout], owners: Sequence[int], model_parall
 
 def without_tokens(segment: Segment) -> Segment:
     """Return the segment as ranks that do not hold its tokens see it."""
-    return Segment(segment.kind, cast(Any, Elsewhere(len(segment.ids))))
+    return Segment(segment.kind, cast(Any, RemoteTokens(len(segment.ids))))
 
 
 def pack(value: Any, by_row: bool = False) -> list[memoryview]:

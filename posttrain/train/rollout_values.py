@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.batch import (
+    CallRecord,
     Node,
     Prompt,
     PromptImages,
     Rollout,
-    Said,
     Segment,
     Stored,
     ToolCall,
@@ -42,7 +42,7 @@ def rollout_from_dict(row: Mapping[str, Any], plain: Prompt) -> Rollout:
 
 
 def _call(call: WorkflowCall) -> list[Any]:
-    return [[list(said) for said in call.calls], call.number, call.compared, call.cut]
+    return [[list(record) for record in call.calls], call.number, call.compared, call.cut]
 
 
 def _prompt_values(prompt: Prompt) -> list[Any]:
@@ -79,7 +79,7 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
     }
     if row.get("call") is not None:
         calls, *others = row["call"]
-        lists["call"] = WorkflowCall(tuple(Said(*said) for said in calls), *others)
+        lists["call"] = WorkflowCall(tuple(CallRecord(*call) for call in calls), *others)
     fields = {name: value for name, value in row.items() if name != "sampled"}
     return Rollout(**{**fields, "prompt": prompt, **lists, **_variant_fields(row)})
 

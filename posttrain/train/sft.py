@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from posttrain import terminal
-from posttrain.batch import on_device, ranges
+from posttrain.batch import concatenate_ranges, to_device
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
@@ -171,9 +171,9 @@ def make_packing_collator(loaded: LoadedModel) -> Collator:
 
     def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         lengths = [len(row["input_ids"]) for row in rows]
-        ids = on_device([i for row in rows for i in row["input_ids"]])
-        labels = on_device([label for row in rows for label in (IGNORED, *row["labels"][1:])])
-        positions = ranges(lengths)
+        ids = to_device([i for row in rows for i in row["input_ids"]])
+        labels = to_device([label for row in rows for label in (IGNORED, *row["labels"][1:])])
+        positions = concatenate_ranges(lengths)
         line = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
         return {**line, "packed": Packed.of(lengths, loaded.device)} if with_borders else line
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import RolloutBatch, on_device
+from posttrain.batch import RolloutBatch, to_device
 from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
@@ -195,7 +195,7 @@ def run_micro_batches(
             idle_pass(p, batch, sequences)
             continue
         logp, entropy, part = current_logprobs(p, batch.select(chosen), sequences.select(chosen))
-        stats.logp.index_copy_(0, on_device(chosen, stats.logp.device), logp.detach().float())
+        stats.logp.index_copy_(0, to_device(chosen, stats.logp.device), logp.detach().float())
         if batch.old_logp is None:
             stats.mismatch.add(logp, part.rollout_logp, fresh_tokens(part))
         (adapter,) = sequences.by_adapter(chosen)

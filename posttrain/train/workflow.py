@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from posttrain.batch import Prompt, Rollout, Said, Stored, WorkflowCall
+from posttrain.batch import CallRecord, Prompt, Rollout, Stored, WorkflowCall
 from posttrain.errors import RecipeError
 from posttrain.evaluate.workflow import bind_workflow
 from posttrain.models.images import ImageReader
@@ -123,20 +123,20 @@ def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:
     for own in rows.values():
         first = next(iter(own.values()))
         assert first.call is not None
-        calls = tuple(_as_made(said, own.get(n)) for n, said in enumerate(first.call.calls))
+        calls = tuple(_as_made(call, own.get(n)) for n, call in enumerate(first.call.calls))
         found.append(Outcome(first.prompt.uid, first.prompt.row, calls))
     return found
 
 
-def _as_made(said: Said, rollout: Rollout | None) -> Made:
+def _as_made(call: CallRecord, rollout: Rollout | None) -> Made:
     if rollout is None:
-        return Made(said.role, said.text, said.note)
+        return Made(call.role, call.text, call.note)
     row = (
         None
         if rollout.scored
-        else rollout_to_dict(replace(rollout, call=WorkflowCall((said._replace(parent=None),), 0)))
+        else rollout_to_dict(replace(rollout, call=WorkflowCall((call._replace(parent=None),), 0)))
     )
-    return Made(said.role, said.text, said.note, rollout.reward, rollout.correct, row)
+    return Made(call.role, call.text, call.note, rollout.reward, rollout.correct, row)
 
 
 def _as_stored(row: Mapping[str, Any], prompts: Mapping[str, Prompt], advantage: float, group: int) -> Rollout:

@@ -23,7 +23,7 @@ from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.tools.calls import Caller
-from posttrain.tools.tool_set import offer_of
+from posttrain.tools.tool_set import load_tool_set
 
 from ..train.vision_families import save_seeing
 
@@ -98,7 +98,7 @@ def test_a_stopped_answer_is_kept_as_far_as_it_went(loaded: LoadedModel) -> None
 def test_tools_answer_and_the_model_goes_on(loaded: LoadedModel) -> None:
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     with_tools = recipe(tools=[{"use": "calculator"}])
-    offer = offer_of(with_tools, loaded.tokenizer, Path.cwd())
+    offer = load_tool_set(with_tools, loaded.tokenizer, Path.cwd())
     assert offer is not None
     engine: Any = Written(loaded.tokenizer, [call, "42"])
     with Caller(offer.tools, 1) as caller:
@@ -208,7 +208,7 @@ def test_a_tool_shows_a_part_of_a_picture(tmp_path: Path) -> None:
     call = '<tool_call>{"name": "crop", "arguments": {"bbox_2d": [0, 0, 500, 500]}}</tool_call>'
     seeing = load(Model(path="tiny-vision"), tmp_path)
     with_tools = recipe(tools=[{"use": "crop"}])
-    offer = offer_of(with_tools, seeing.tokenizer, Path.cwd())
+    offer = load_tool_set(with_tools, seeing.tokenizer, Path.cwd())
     assert offer is not None
     engine: Any = Written(seeing.tokenizer, [call, "ok"])
     open_image(probe_image()).save(tmp_path / "frame.png")

@@ -12,7 +12,7 @@ import pytest
 from posttrain import chat
 from posttrain.models.tiny import build_tokenizer
 from posttrain.tools.call import Call
-from posttrain.tools.formats import Format, behind, detect, parse, written_call
+from posttrain.tools.formats import Format, detect_format, parse_calls, render_call, strip_prompt
 
 trl = pytest.importorskip("trl")
 TEMPLATES = {path.stem: path for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
@@ -58,7 +58,7 @@ def tokenizer(template: str) -> Any:
 @functools.cache
 def form_of(template: str) -> Format | None:
     """None for a template that writes no calls."""
-    return detect(tokenizer(template)) if written_call(tokenizer(template)) is not None else None
+    return detect_format(tokenizer(template)) if render_call(tokenizer(template)) is not None else None
 
 
 def rendered(template: str, arguments: list[dict[str, Any]]) -> str | None:
@@ -76,7 +76,7 @@ def rendered(template: str, arguments: list[dict[str, Any]]) -> str | None:
             )
         except Exception:
             continue
-        return behind(begun, text)
+        return strip_prompt(begun, text)
     return None
 
 
@@ -97,7 +97,7 @@ def test_a_rendered_call_is_read_back(template: str, kind: str) -> None:
         assert kind == "parallel calls"  # `only supports single tool-calls at once`
         return
     assert form is not None
-    read = parse(without_end(text), form, SCHEMAS)
+    read = parse_calls(without_end(text), form, SCHEMAS)
     written = arguments[:1] if template in FIRST_ONLY else arguments
     assert read == [Call("look_up", one) for one in written], text
 

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import ToolError
 from posttrain.tools.call import Call
-from posttrain.tools.formats import FORMATS, Format, detect, parse
+from posttrain.tools.formats import FORMATS, Format, detect_format, parse_calls
 
 ADD = Call("add", {"a": 1})
 
@@ -43,7 +43,7 @@ ADD = Call("add", {"a": 1})
     ],
 )  # fmt: skip
 def test_calls_are_read(form: str, text: str, calls: list[Call]) -> None:
-    assert parse(text, form) == calls  # type: ignore[arg-type]
+    assert parse_calls(text, form) == calls  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_calls_are_read(form: str, text: str, calls: list[Call]) -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(form: str, text: str, problem: str) -> None:
-    (call,) = parse(text, form)  # type: ignore[arg-type]
+    (call,) = parse_calls(text, form)  # type: ignore[arg-type]
     assert problem in call.problem
 
 
@@ -82,13 +82,13 @@ def test_json_that_python_cannot_hold_is_the_models_mistake(form: Any, text: str
     """Brackets without end, a number of 5000 digits, half of a character: answered, and the run goes on."""
     if '"%s"' in text:
         value = value.replace("\\", "\\\\").replace('"', '\\"')
-    (call,) = parse(text % value, form)
+    (call,) = parse_calls(text % value, form)
     assert "JSON" in call.problem
 
 
 def test_two_calls_of_which_one_is_broken_are_two_calls() -> None:
     text = '<tool_call>{"name"<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    first, second = parse(text, "json")
+    first, second = parse_calls(text, "json")
     assert first.problem and second == ADD
 
 
@@ -107,11 +107,11 @@ def test_the_format_is_that_of_the_template(form: str) -> None:
     from posttrain.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
-    assert detect(tokenizer) == "json"
+    assert detect_format(tokenizer) == "json"
     tokenizer.chat_template = TEMPLATES[form]
-    assert detect(tokenizer) == form
+    assert detect_format(tokenizer) == form
     tokenizer.chat_template = "{% for m in messages %}{{m.content}}{% endfor %}"
-    assert detect(tokenizer) == "json"
+    assert detect_format(tokenizer) == "json"
 
 
 NESTED = Call("add", {"a": {"b": [1, "</tool_call>"]}})
@@ -197,7 +197,7 @@ FORMS: list[tuple[Format, str, list[Call]]] = [
 
 @pytest.mark.parametrize(("form", "text", "calls"), FORMS)
 def test_each_format_is_read(form: Format, text: str, calls: list[Call]) -> None:
-    assert parse(text, form) == calls
+    assert parse_calls(text, form) == calls
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_each_format_is_read(form: Format, text: str, calls: list[Call]) -> None
     ],
 )
 def test_a_call_of_each_format_that_cannot_be_read_says_why(form: Format, text: str, problem: str) -> None:
-    (call,) = parse(text, form)
+    (call,) = parse_calls(text, form)
     assert problem in call.problem
 
 
@@ -243,7 +243,7 @@ def test_a_call_of_each_format_that_cannot_be_read_says_why(form: Format, text: 
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "[f(", "{\"name\":"])  # fmt: skip
 def test_hostile_turns_are_read_in_little_time(form: Format, piece: str) -> None:
     started = time.monotonic()
-    parse(piece * 2000, form)
+    parse_calls(piece * 2000, form)
     assert time.monotonic() - started < 5
 
 
@@ -255,9 +255,9 @@ def test_texts_become_what_the_schema_says() -> None:
     schemas = {"f": {"function": {"parameters": {"properties": properties}}}}
     values = {"n": "3", "s": "3", "b": "True", "l": '[1, "x"]', "m": "None", "other": "4"}
     body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    (call,) = parse(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>", "xml", schemas)
+    (call,) = parse_calls(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>", "xml", schemas)
     assert call.arguments == {"n": 3, "s": "3", "b": True, "l": [1, "x"], "m": None, "other": "4"}
-    (wrong,) = parse("<function=f><parameter=n>three</parameter></function>", "xml", schemas)
+    (wrong,) = parse_calls("<function=f><parameter=n>three</parameter></function>", "xml", schemas)
     assert wrong.arguments == {"n": "three"}
 
 
@@ -285,7 +285,7 @@ def test_the_format_of_other_templates_is_found(name: str) -> None:
 
     tokenizer = build_tokenizer()
     tokenizer.chat_template = _CALLS + MORE_TEMPLATES[name] + _END
-    assert detect(tokenizer) == name.partition(",")[0]
+    assert detect_format(tokenizer) == name.partition(",")[0]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_template_whose_calls_cannot_be_read_is_an_error(written: str) -> None
     tokenizer = build_tokenizer()
     tokenizer.chat_template = _CALLS + written + _END
     with pytest.raises(ToolError, match="cannot be read"):
-        detect(tokenizer)
+        detect_format(tokenizer)
 
 
 def test_a_prompt_that_opens_a_thought_hides_no_mark() -> None:
@@ -311,4 +311,4 @@ def test_a_prompt_that_opens_a_thought_hides_no_mark() -> None:
         "deepseek": MORE_TEMPLATES["deepseek"],
     }.items():
         tokenizer.chat_template = _CALLS + call + _END + "{% if add_generation_prompt %}<think>{% endif %}"
-        assert detect(tokenizer) == name
+        assert detect_format(tokenizer) == name

@@ -11,14 +11,14 @@ from posttrain.data import gym
 from posttrain.errors import ToolError
 from posttrain.recipe.tool_sections import Environment
 from posttrain.tools.environments import Environments, Reply
-from posttrain.tools.load import environment_class
+from posttrain.tools.load import load_environment
 
 pytest.importorskip("reasoning_gym")
 
 
 def test_attempts_and_their_discount() -> None:
     (row,) = gym.rows("chain_sum", 1, 0, {})
-    made = environment_class(Environment(use="gym", params={"attempts": 2, "discount": 0.5}), None)
+    made = load_environment(Environment(use="gym", params={"attempts": 2, "discount": 0.5}), None)
     world = Environments(made, 2, 10.0)
 
     async def played(*turns: str) -> tuple[list[Reply], float | None]:
@@ -43,7 +43,7 @@ def test_attempts_and_their_discount() -> None:
 
 
 def test_rows_of_another_kind_are_told() -> None:
-    world = Environments(environment_class(Environment(use="gym"), None), 1, 5.0)
+    world = Environments(load_environment(Environment(use="gym"), None), 1, 5.0)
     with pytest.raises(ToolError, match=r"row a7  the environment cannot begin with this row: KeyError") as told:
         asyncio.run(world.episode(0).begin({"uid": "a7", "prompt": "q", "answer": "1"}))
     assert "its columns: prompt, answer" in str(told.value)

@@ -13,8 +13,8 @@ from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.tool_sections import Environment, Tool
-from posttrain.tools.load import environment_class, load_tool
-from posttrain.tools.tool_set import offer_of
+from posttrain.tools.load import load_environment, load_tool
+from posttrain.tools.tool_set import load_tool_set
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_generate_takes_tools_too() -> None:
 )
 def test_an_environment_s_parameters_are_checked(params: dict[str, Any], told: str) -> None:
     with pytest.raises(ToolError, match=told):
-        environment_class(Environment(use="gym", params=params), None)
+        load_environment(Environment(use="gym", params=params), None)
 
 
 def test_a_tool_s_parameters_have_types(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def may_show(folder: Path, **values: Any) -> Any:
     }
     rest |= {"model": {"path": "tiny", "lora": {"rank": 4}, "parallel": {"tensor": 2}}, "run": {"steps": 1}}
     recipe = load_dict({**rest, **values}, base_dir=folder, where="r.yaml").recipe
-    offer = offer_of(recipe, build_tokenizer(), folder)
+    offer = load_tool_set(recipe, build_tokenizer(), folder)
     assert offer is not None
     return recipe, offer.shows
 

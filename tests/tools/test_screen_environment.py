@@ -16,7 +16,7 @@ from posttrain.errors import DataError
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.tool_sections import Environment
 from posttrain.registry import load_function
-from posttrain.tools.load import environment_class
+from posttrain.tools.load import load_environment
 
 ROW = screen(1, random.Random(3), types=True)
 FIRST, SECOND = ROW["prompt"].removeprefix("Click ").split(", then ")[:2]
@@ -24,7 +24,7 @@ WORD = ROW["prompt"].split()[-1].rstrip(".")
 
 
 def begin(row: dict[str, Any], **params: Any) -> Any:
-    world = environment_class(Environment(use="screen", params=params), None)()
+    world = load_environment(Environment(use="screen", params=params), None)()
     world.reset(row)
     return world
 

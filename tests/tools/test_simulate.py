@@ -12,7 +12,7 @@ import pytest
 from posttrain.errors import ToolError
 from posttrain.recipe.tool_sections import Environment
 from posttrain.tools.environments import Environments, Simulations
-from posttrain.tools.load import environment_class
+from posttrain.tools.load import load_environment
 from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 
@@ -115,7 +115,7 @@ def test_simulations_that_are_late_name_the_key() -> None:
 
 def test_a_class_without_actions_is_refused() -> None:
     with pytest.raises(ToolError, match="has no method `actions`"):
-        environment_class(Environment(use="gym", simulations=3), None)
+        load_environment(Environment(use="gym", simulations=3), None)
 
 
 class Fork(Ladder):

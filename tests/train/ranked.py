@@ -278,7 +278,7 @@ def train(job: dict[str, Any]) -> None:
 
     def watched(ctx: Any, step: int, rollouts: Any, *batches: Any) -> Any:
         found = shard_batches(ctx, step, rollouts, *batches)
-        held.append([len(rollouts), len(found[0].mine), sum(rollout.is_here for rollout in rollouts)])
+        held.append([len(rollouts), len(found[0].mine), sum(rollout.is_local for rollout in rollouts)])
         return found
 
     rl.shard_batches = watched

@@ -3,7 +3,7 @@
 import torch
 from torch import tensor
 
-from posttrain.batch import Prompt, Rollout, Segment, on_device, ranges
+from posttrain.batch import Prompt, Rollout, Segment, concatenate_ranges, to_device
 from posttrain.train.collate import completion_positions, pad_right, rollout_batch, sequences_of
 
 NAN = float("nan")
@@ -57,12 +57,12 @@ def test_the_state_before_a_token_predicts_it() -> None:
 
 
 def test_numbers_keep_their_kind() -> None:
-    assert on_device([]).dtype == torch.long and on_device([], dtype=torch.bool).dtype == torch.bool
-    assert on_device([2**40]).tolist() == [2**40]
-    assert on_device(tensor([1, 2]), torch.device("cpu"), torch.int32).dtype == torch.int32
+    assert to_device([]).dtype == torch.long and to_device([], dtype=torch.bool).dtype == torch.bool
+    assert to_device([2**40]).tolist() == [2**40]
+    assert to_device(tensor([1, 2]), torch.device("cpu"), torch.int32).dtype == torch.int32
 
 
 def test_ranges_stand_behind_each_other() -> None:
-    assert ranges([3, 0, 2]).tolist() == [0, 1, 2, 0, 1]
-    assert ranges([2, 1, 0], [5, 0, 9]).tolist() == [5, 6, 0]
-    assert ranges([]).tolist() == [] and ranges([0]).dtype == torch.long
+    assert concatenate_ranges([3, 0, 2]).tolist() == [0, 1, 2, 0, 1]
+    assert concatenate_ranges([2, 1, 0], [5, 0, 9]).tolist() == [5, 6, 0]
+    assert concatenate_ranges([]).tolist() == [] and concatenate_ranges([0]).dtype == torch.long

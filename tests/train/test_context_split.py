@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.batch import ranges
+from posttrain.batch import concatenate_ranges
 from posttrain.errors import ModelError
 from posttrain.models import tiny
 from posttrain.train import attention
@@ -36,7 +36,7 @@ def test_parts_attend_as_the_whole_line_does(lengths: list[int], count: int, sha
     if shared:
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
         spans = [span for n, at in enumerate(starts) for span in ([(0, 1)] if n else []) + [(at, lengths[n])]]
-        sources = ranges([size for _, size in spans], [at for at, _ in spans])
+        sources = concatenate_ranges([size for _, size in spans], [at for at, _ in spans])
         line = Packed.with_shared_keys(lengths, [n + (i > 0) for i, n in enumerate(lengths)], sources, CPU)
     whole = attend(*inputs, line, window)
     weights = torch.randn_like(whole)

@@ -52,7 +52,7 @@ def test_a_rank_that_does_not_train_on_a_rollout_has_its_numbers_by_row_only() -
     parts = pack([one], by_row=True)
     assert sum(map(len, parts)) < 1000
     (found,) = unpack(parts)
-    assert one.is_here and not found.is_here and (found.length, found.sampled_length, found.text) == (4002, 4000, "")
+    assert one.is_local and not found.is_local and (found.length, found.sampled_length, found.text) == (4002, 4000, "")
     assert (found.reward, found.scores, found.prompt, found.finish) == (0.5, {"score": 1.0}, prompt, "stop")
     for read in (lambda: found.ids, lambda: found.sampled, lambda: list(found.segments[0].ids)):
         with pytest.raises(LookupError, match="these tokens are on another rank"):
