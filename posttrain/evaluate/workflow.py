@@ -25,7 +25,7 @@ from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
 from posttrain.rollout.continuation import Shape, bind_coroutine
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator
-from posttrain.rollout.template import Between
+from posttrain.rollout.template import TurnSeparator
 from posttrain.shapes.protocol import Asked, Grade, Row
 from posttrain.workflows.protocol import Call, Caller, Messages, OutOfRoom
 
@@ -42,7 +42,7 @@ class WorkflowRunner:
     run: Callable[[Mapping[str, Any], Caller], Awaitable[None]]
     data: Data
     tokenizer: Any
-    between: Between
+    between: TurnSeparator
     reader: ImageReader | None = None  # for a vision model
     train: Sequence[str] | None = None  # roles whose calls are rows; None = all
     late: frozenset[str] = frozenset()  # roles whose calls a later step may train on
@@ -157,7 +157,7 @@ def bind_workflow(
     longest_prompt = max(len(prompt.ids) for prompt in prompts)
     longest = section.max_prompt_tokens or longest_prompt + 2 * max_new_tokens + 512
     late = frozenset(getattr(learner, "late", ()))
-    between = Between(tokenizer)
+    between = TurnSeparator(tokenizer)
     runner = WorkflowRunner(section.use, key, longest, run, data, tokenizer, between, reader, train, late, adapter_of)
     return Shape(
         component.name,

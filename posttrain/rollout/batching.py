@@ -136,6 +136,7 @@ class StepSampler:
             yield alone if is_concurrent(self.engine) else ask, ask
 
     async def _draw_alone(self, number: int, times: Iterator[int], queries: tuple[SampleQuery, ...]) -> list[Sampled]:
+        """Sample the queries of one rollout at a ConcurrentEngine."""
         engine, time = self.engine, next(times)
         assert is_concurrent(engine)
         version, logprobs = engine.version, number < self.wanted
@@ -158,8 +159,8 @@ class StepSampler:
             found |= {number: list(itertools.islice(grades, len(made))) for number, made in rows.items()}
         queries = {number: made for number, made in asked.items() if isinstance(made, tuple)}
         for k, greedy in itertools.product(range(max(map(len, queries.values()), default=0)), (False, True)):
-            mine = {n: made[k] for n, made in queries.items() if len(made) > k and made[k].greedy is greedy}
-            for number, rollout in self._draw_together(mine, self._sampling_for(greedy), self.seed(time, k)):
+            asking = {n: made[k] for n, made in queries.items() if len(made) > k and made[k].greedy is greedy}
+            for number, rollout in self._draw_together(asking, self._sampling_for(greedy), self.seed(time, k)):
                 segment = replace(rollout.segments[0], versions=rollout.versions)
                 found[number].append(Sampled(segment, rollout.finish, rollout.version))
         return found
@@ -167,6 +168,8 @@ class StepSampler:
     def _draw_together(
         self, queries: Mapping[int, SampleQuery], sampling: Sampling, seed: int
     ) -> Iterable[tuple[int, Rollout]]:
+        """Sample one query of each of these rollouts in one call of the engine; yield (rollout's number, sampled
+        rollout)."""
         if not queries:
             return ()
         n, logprobs = self.batch.n, self.batch.logprobs

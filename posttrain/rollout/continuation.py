@@ -23,7 +23,7 @@ from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import SampleQuery, StepSampler
 from posttrain.rollout.engine import Engine, GenerationBatch, check_fits
-from posttrain.rollout.template import Between
+from posttrain.rollout.template import TurnSeparator
 from posttrain.seeds import derive
 from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
 
@@ -89,7 +89,7 @@ class Shape:
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
         """Return the tokens of a user message after the model's token `last`, with at most `most` tokens of
         its text."""
-        return Between(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
+        return TurnSeparator(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, without special tokens."""
@@ -207,10 +207,10 @@ def generate_shaped(
     drawn: list[int] = []
 
     async def make(number: int) -> list[Rollout]:
-        place, own = divmod(number, n)
+        place, index = divmod(number, n)
         prompt = prompts[place]
-        group = batch.first_group + place + (group_stride * own if shape.own_group else 0)
-        trajectory = (batch.first_group + place) * MOST_ROLLOUTS + own
+        group = batch.first_group + place + (group_stride * index if shape.own_group else 0)
+        trajectory = (batch.first_group + place) * MOST_ROLLOUTS + index
 
         def as_rollouts(rows: Sequence[Row]) -> list[Rollout]:
             made = partial(_as_rollout, shape, prompt, group, trajectory, engine.version)

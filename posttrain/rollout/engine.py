@@ -79,9 +79,9 @@ class Generator(Protocol):
 
         limits: maximum number of completion tokens for each prompt, at most sampling.max_new_tokens (the default).
         """
-        mine = range(len(prompts)) if share is None else share
+        numbers = range(len(prompts)) if share is None else share
         return self.generate_batch(
-            GenerationBatch(prompts, n, sampling, seed, mine, first_group, logprobs, done, limits)
+            GenerationBatch(prompts, n, sampling, seed, numbers, first_group, logprobs, done, limits)
         )
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:

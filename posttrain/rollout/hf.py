@@ -75,9 +75,9 @@ class TransformersEngine(StatelessEngine):
         with eval_mode(self.model), self.loaded.autocast():
             if rows and not self.checked:
                 self._check_cache()
-            by_adapter = [list(own) for _, own in itertools.groupby(rows, lambda r: adapters[r // n])]
+            by_adapter = [list(group) for _, group in itertools.groupby(rows, lambda r: adapters[r // n])]
             size = self.batch_size
-            for chunk in [own[at : at + size] for own in by_adapter for at in range(0, len(own), size)]:
+            for chunk in [group[at : at + size] for group in by_adapter for at in range(0, len(group), size)]:
                 owners = [row // n for row in chunk]
                 texts = [(tuple(prompts[p].ids), prompts[p].shown if self.loaded.images else ()) for p in owners]
                 place = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # each distinct prompt is run once
@@ -140,10 +140,10 @@ class TransformersEngine(StatelessEngine):
                     if name in trained:
                         weight.copy_(trained[name])
                 return
-            own = dict(dense_weights(self.model))
+            target = dict(dense_weights(self.model))
             with weight_stream(model, names="modules") as whole:
                 for name, weight in whole:
-                    own[name].copy_(weight)
+                    target[name].copy_(weight)
 
 
 @contextlib.contextmanager

@@ -105,8 +105,8 @@ class LocalServer:
         text = vllm_start.read_log(self.log)
         if code > 0 and (error := vllm_start.last_error(text)):
             return f"vLLM on {self.place} {how}: {error}; its output is in {self.log}"
-        said = text.strip().splitlines()[-LAST_LINES:]
-        last = "; its last lines:\n    " + "\n    ".join(said) + "\n  " if said else "; "
+        last_lines = text.strip().splitlines()[-LAST_LINES:]
+        last = "; its last lines:\n    " + "\n    ".join(last_lines) + "\n  " if last_lines else "; "
         return f"vLLM on {self.place} {how}{last}its output is in {self.log}"
 
     def close(self) -> None:

@@ -108,11 +108,11 @@ class ServedEngine(VllmEngine):
     def pause_engines(self) -> None:
         """Pause all servers (`VllmEngine.pause_engines`). A pause interrupts the requests of all ranks, so it begins
         once no rank sends new ones."""
-        here = {client.number: reason(client.lost) for client in self.clients if client.lost is not None}
+        here = {client.session_id: reason(client.lost) for client in self.clients if client.lost is not None}
         for lost in self.ranks.gather_results(nullcontext(), lambda: here):
             for client in self.clients:
-                if client.lost is None and client.number in lost:
-                    client.lost = ServerLost(lost[client.number], where=client.name)
+                if client.lost is None and client.session_id in lost:
+                    client.lost = ServerLost(lost[client.session_id], where=client.name)
         self.ranks.gather_results(nullcontext(), self._pause)
 
     def _pause(self) -> None:
@@ -144,10 +144,10 @@ class ServedEngine(VllmEngine):
 
     def _follow(self, sessions: Sequence[Session]) -> None:
         """Have a client for each server that rank 0 has, and for no other."""
-        known = {client.number: client for client in self.clients}
-        new = [self.servers.client(one.url).join(one) for one in sessions if one.number not in known]
-        known |= {client.number: client for client in loop.run_all(new)}
-        self.clients = [known.pop(session.number) for session in sessions]
+        known = {client.session_id: client for client in self.clients}
+        new = [self.servers.client(one.url).join(one) for one in sessions if one.session_id not in known]
+        known |= {client.session_id: client for client in loop.run_all(new)}
+        self.clients = [known.pop(session.session_id) for session in sessions]
         for client, session in zip(self.clients, sessions, strict=True):
             client.adapter = session.adapter
         close_all(known.values())
@@ -201,6 +201,7 @@ class ServedEngine(VllmEngine):
         return found
 
     async def _open_and_pause(self, client: ServerClient) -> None:
+        """Open a session with a new server and pause it, within OPEN_S."""
         async with asyncio.timeout(OPEN_S):
             await client.open(self.servers.wanted, wait=False)
             await client.pause()

@@ -65,7 +65,7 @@ class Session:
     name: str
     url: str
     socket: str
-    number: str
+    session_id: str
     workers: int
     adapter: str | None
     about: dict[str, Any] = field(repr=False)
@@ -106,7 +106,7 @@ class ServerClient(EngineClient):
         self._session_task: asyncio.Task[None] | None = None  # holds the session; done when the server is gone
         self._in_progress: set[asyncio.Task[Any]] = set()
         self._answered = 0.0  # when the server last answered anything
-        self.number = ""  # id of the session
+        self.session_id = ""  # id of the session
         self._lost_future: asyncio.Future[None] | None = None  # done once the server is lost
 
     @property
@@ -158,7 +158,7 @@ class ServerClient(EngineClient):
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
         if not begun.done():
             raise self._connection_error() if self._session_task.done() else self._timeout_error()
-        self.number = self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
+        self.session_id = self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
 
     def session(self) -> Session:
         """Return what another process of this run needs to `join`."""
@@ -168,7 +168,7 @@ class ServerClient(EngineClient):
         """Use the session that another process of this run has opened. Returns this client."""
         vars(self).update(vars(session))
         self._connect()
-        self._http.headers[vllm_process.SESSION_HEADER] = self.number
+        self._http.headers[vllm_process.SESSION_HEADER] = self.session_id
         return self
 
     async def _wait_until_ready(self, wait: bool) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class ServerClient(EngineClient):
                     raise self._connection_error()
             answer = asked.result()
         except http_library().TransportError as cause:
-            if not self.number:
+            if not self.session_id:
                 raise
             raise self._connection_error(cause) from cause
         finally:
@@ -393,10 +393,10 @@ class ServerClient(EngineClient):
             return ServerLost(what, where=self.name, hint=RESUME)
         if status == 409:
             return self._busy_error(values.get("works_for"))
-        said = values.get("error", values)
-        said = said.get("message", said) if isinstance(said, dict) else said
+        message = values.get("error", values)
+        message = message.get("message", message) if isinstance(message, dict) else message
         kind = EngineError if status < 500 else RequestFailed if path == GENERATE else ServerLost
-        return kind(f"vLLM refused a request with status {status}: {said}", where=self.name)
+        return kind(f"vLLM refused a request with status {status}: {message}", where=self.name)
 
     def _busy_error(self, who: str | None) -> EngineError:
         return EngineError(
@@ -424,11 +424,11 @@ class ServerClient(EngineClient):
             cause = self._session_task.exception()
         if isinstance(cause, EngineError):
             return cause.copy()  # each waiting request raises its own copy
-        told = self.process.describe_exit(EXIT_WAIT_S) if self.process else ""
+        exit_report = self.process.describe_exit(EXIT_WAIT_S) if self.process else ""
         return ServerLost(
-            told or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
-            where="" if told else self.name,
-            hint=RESUME + ("" if told else ", once `posttrain serve` is ready there again"),
+            exit_report or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
+            where="" if exit_report else self.name,
+            hint=RESUME + ("" if exit_report else ", once `posttrain serve` is ready there again"),
         )
 
     def _unreachable_error(self, why: str, waited: float) -> EngineError:

@@ -118,8 +118,8 @@ def _start(
             try:
                 await clients[-1].open(servers.wanted)
             except EngineError as cause:
-                if said := vllm_start.last_error(vllm_start.read_log(log)):
-                    raise vllm_start.error_with_hint(said, spec.section, "did not start").at(str(log)) from cause
+                if error := vllm_start.last_error(vllm_start.read_log(log)):
+                    raise vllm_start.error_with_hint(error, spec.section, "did not start").at(str(log)) from cause
                 raise
 
     try:

@@ -238,6 +238,8 @@ class SharedClient(EngineClient):
         self._answers = asyncio.create_task(self._read_answers())
 
     async def _read_answers(self) -> None:
+        """Resolve the futures of calls as their answers arrive; at the end of the connection fail those that still
+        wait."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 number, value, error = await read(self._reader)
@@ -256,6 +258,8 @@ class SharedClient(EngineClient):
         self._waiting.clear()
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
+        """Make a call at the hub and return its result or raise its error. Cancelling it cancels the call at
+        the hub."""
         if self.ended is not None:
             raise self.ended.copy()
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()

@@ -26,7 +26,7 @@ _START: list[Message] = [{"role": "user", "content": "x8question"}]
 _CALL = {"type": "function", "function": {"name": "x8", "arguments": {}}}
 
 
-class Between:
+class TurnSeparator:
     """Computes the tokens from the end of a turn of the model to the start of its next turn."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None, reader: ImageReader | None = None) -> None:
@@ -42,18 +42,18 @@ class Between:
         If the turn ended with an end-of-sequence token, no other is added; after a stop string the turn is closed here.
         Special tokens in the texts are neutralized: a tool cannot write a turn of another role.
         """
-        return self._encode(self._text(last, reply, limit))
+        return self._encode(self._render_reply(last, reply, limit))
 
     def segment(self, last: int, reply: Sequence[Message], limit: int) -> Segment:
         """Return the same tokens as a segment, with the images of the messages (their `images`, each of which has a
         PLACE in the content) and as many image tokens as the model has features. Raises ToolError for a model without
         vision."""
         images = tuple(image for message in reply for image in message.get("images", ()))
-        text = self._text(last, reply, limit)
+        text = self._render_reply(last, reply, limit)
         ids = self._encode(text)
         if not images:
             return Segment("tool", ids)
-        assert self.reader is not None  # otherwise `_text` has raised
+        assert self.reader is not None  # otherwise `_render_reply` has raised
         first, *others = text.split(self.reader.placeholder)
         seen = (self.reader.read(image).text + rest for image, rest in zip(images, others, strict=True))
         whole = self._encode(first + "".join(seen))
@@ -62,8 +62,10 @@ class Between:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _text(self, last: int, reply: Sequence[Message], limit: int) -> str:
-        shown = [{**m, "content": self._content(m, limit)} for m in reply]
+    def _render_reply(self, last: int, reply: Sequence[Message], limit: int) -> str:
+        """Return the text between the two turns. Raises ToolError if the model, or its chat template, cannot show the
+        images."""
+        shown = [{**m, "content": self._render_content(m, limit)} for m in reply]
         count = sum(len(m.get("images", ())) for m in reply)
         if count and self.reader is None:
             raise ToolError("a tool returned an image, and the model takes no images", hint="use a vision model")
@@ -82,18 +84,19 @@ class Between:
             tail = tail[len(end.text) :]
         return tail
 
-    def _content(self, message: Message, limit: int) -> str:
+    def _render_content(self, message: Message, limit: int) -> str:
         """Return a message's text of at most `limit` tokens, with MARK in place of its images."""
         text = str(message["content"])
         if not message.get("images"):
-            return self._plain(text, limit)
+            return self._neutralize(text, limit)
         parts = []
         for part in text.split(PLACE):
-            parts.append(self._plain(part, limit))
+            parts.append(self._neutralize(part, limit))
             limit = max(0, limit - len(self._encode(parts[-1])))
         return MARK.join(parts)
 
-    def _plain(self, text: str, limit: int) -> str:
+    def _neutralize(self, text: str, limit: int) -> str:
+        """Return the text with its special tokens broken up, truncated to `limit` tokens."""
         for special in self.special:
             if len(special) > 1:
                 text = text.replace(special, f"{special[0]} {special[1:]}")

@@ -19,7 +19,7 @@ from posttrain.errors import ToolError
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.batching import SampleQuery, StepSampler
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator, check_fits
-from posttrain.rollout.template import Between, check_template
+from posttrain.rollout.template import TurnSeparator, check_template
 from posttrain.seeds import derive
 from posttrain.shapes.protocol import Sampled
 from posttrain.tools.environments import Episode, World
@@ -84,7 +84,7 @@ class TurnEngine(Generator):
         """reader: of a vision model."""
         self.engine, self.world, self.tokenizer = engine, world, tokenizer
         self.eos_ids = frozenset(eos_ids)
-        self.between = Between(tokenizer, eos_ids, reader)
+        self.separator = TurnSeparator(tokenizer, eos_ids, reader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -137,7 +137,7 @@ class TurnEngine(Generator):
                     )
                     last = len(row.turns) + 1 == sampling.max_turns
                     stop = "time" if late else "turns" if last else ""
-                    await self._take(row, drawn, episode, sampling, budget, stop)
+                    await self._append_turn(row, drawn, episode, sampling, budget, stop)
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value, returns=returns)
             return row.rollout(self.engine.version, await episode.score())
         except ToolError as error:  # the environment breaks its contract
@@ -148,7 +148,7 @@ class TurnEngine(Generator):
         finally:
             await episode.close()
 
-    async def _take(
+    async def _append_turn(
         self, row: Trajectory, drawn: Sampled, episode: Episode, sampling: Sampling, budget: int, stop: str
     ) -> None:
         """Add a turn and its reply to the rollout. budget: maximum number of tokens of the rollout. stop: why this turn
@@ -167,7 +167,7 @@ class TurnEngine(Generator):
         row.ended = reply.ended or stop
         shown = None
         if not row.ended:
-            segment = self.between.segment(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)
+            segment = self.separator.segment(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)
             if row.used + len(segment.ids) >= budget:
                 row.ended = "tokens"
             else:

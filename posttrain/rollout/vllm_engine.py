@@ -343,8 +343,8 @@ class VllmEngine(Generator):
         mixes up prompt log-probs of two adapters in one batch."""
         found: dict[tuple[EngineClient, str | None], list[float]] = {}
         for name in self.loaded.adapters or (None,):
-            said = run_on_living(self.clients, methodcaller("score", self.ids, name))
-            found |= {(client, name): logps for client, logps in said.items()}
+            scores = run_on_living(self.clients, methodcaller("score", self.ids, name))
+            found |= {(client, name): logps for client, logps in scores.items()}
         return found
 
     def _check(self, expected: TrainerLogps, version: int) -> None:
@@ -352,7 +352,7 @@ class VllmEngine(Generator):
         Raises EngineError."""
         tolerance = logp_tolerance(self.spec.dtype, other_kernels=True)
         hint = "rollout.engine: transformers samples with the trainer's own weights"
-        found = {place: ProbeResult(tuple(said), expected[place[1]]) for place, said in self._engine_logps().items()}
+        found = {place: ProbeResult(tuple(logps), expected[place[1]]) for place, logps in self._engine_logps().items()}
         self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found.values())
         if not self.gap <= tolerance:
             raise EngineError(
@@ -375,7 +375,7 @@ class VllmEngine(Generator):
         """Return the gap between engine and trainer (`Engine.probe`): the largest one, over engines and adapters."""
         expected = self._trainer_logps(model)
         self.wake()
-        return max(mean_gap(said, expected[name]) for (_, name), said in self._engine_logps().items())
+        return max(mean_gap(logps, expected[name]) for (_, name), logps in self._engine_logps().items())
 
     def sleep(self) -> None:
         """With vllm.sleep: free the memory of weights and cache until `wake`. Otherwise do nothing.

@@ -98,6 +98,7 @@ class Guard:
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Check key, path and session of a request, and pass it on or reject it."""
         headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
         path = scope["path"]
         if not hmac.compare_digest(_digest(headers.get("authorization", "").removeprefix("Bearer ")), self.key):

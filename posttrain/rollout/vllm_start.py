@@ -401,25 +401,25 @@ def error_of(cause: Exception, section: Vllm, what: str, log: Path | None = None
     takes precedence."""
     text = "; ".join(e["msg"] for e in cause.errors()) if isinstance(cause, ValidationError) else str(cause)
     first = text.strip().splitlines()[0] if text.strip() else ""
-    said = f"{type(cause).__name__}: {first}" if first else type(cause).__name__
-    return error_with_hint(last_error(read_log(log)) or said, section, what)
+    message = f"{type(cause).__name__}: {first}" if first else type(cause).__name__
+    return error_with_hint(last_error(read_log(log)) or message, section, what)
 
 
-def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
+def error_with_hint(message: str, section: Vllm, what: str) -> EngineError:
     """Return an EngineError with the hint that fits vLLM's message."""
     hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
-    if "head_dim" in said or "head size" in said.lower():
+    if "head_dim" in message or "head size" in message.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
-    elif "CompileError" in said:
+    elif "CompileError" in message:
         hint = (
             "rollout.vllm.enforce_eager: true starts without compiling; on a CPU the path of vLLM's cache must have no"
             " space: VLLM_CACHE_ROOT, by default in the home directory"
         )
-    elif "No space left on device" in said:
+    elif "No space left on device" in message:
         hint = "/dev/shm or the folder for temporary files is full; a container gets a larger /dev/shm by --shm-size"
-    elif "memory" in said.lower() or "cache blocks" in said.lower():
+    elif "memory" in message.lower() or "cache blocks" in message.lower():
         hint = memory_hint(section)
-    return EngineError(f"vLLM {what}: {said}", hint=hint)
+    return EngineError(f"vLLM {what}: {message}", hint=hint)
 
 
 def last_error(text: str) -> str:
@@ -442,16 +442,16 @@ def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
     text, process = read_log(log), "process"
     if died := _WORKER_DIED.search(text):
         process, code, text = f"worker process {died[1]}", int(died[2]) if died[2] else None, text[: died.start()]
-    said = last_error(text)
+    error = last_error(text)
     killed = "" if code is None or code >= 0 else f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    if killed or (died and code is None and not said):
+    if killed or (died and code is None and not error):
         short = ": the system does this when memory runs out"
         return EngineError(
             f"vLLM's {process} {killed or 'has ended'}{short if code in (None, -signal.SIGKILL) else ''}",
             hint="go on with the same command and --resume",
         )
-    if said:
-        return error_with_hint(said, section, "failed")
+    if error:
+        return error_with_hint(error, section, "failed")
     return EngineError(f"vLLM's {process} ended with code {code}", hint=f"its output is in {log}")
 
 

@@ -146,11 +146,11 @@ def _signal(running: Sequence[_Running], number: signal.Signals) -> None:
 def _error(failed: _Running) -> UserError | RunError:
     tail = list(failed.tail)
     starts = [i for i, line in enumerate(tail) if line.startswith(ERROR)]
-    said = "\n".join(tail[starts[-1] :] if starts else tail[-15:]).removeprefix(ERROR)
+    message = "\n".join(tail[starts[-1] :] if starts else tail[-15:]).removeprefix(ERROR)
     kind = UserError if failed.process.returncode == UserError.exit_code else RunError
     code = failed.process.returncode
     ended = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-    return kind(f"{failed.child.name} {ended}: {said}", hint=f"its whole output is in {failed.child.log}")
+    return kind(f"{failed.child.name} {ended}: {message}", hint=f"its whole output is in {failed.child.log}")
 
 
 class _Display:

@@ -245,9 +245,11 @@ def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
     word, runs = _runs_beside(path)
     runs = {name: found for name, found in runs.items() if found != path}
     differs = {name: _differing_value(found, resolved) for name, found in runs.items()}
-    mine = [runs[name] for name, key in differs.items() if key is None and not (runs[name] / "summary.json").exists()]
-    if mine:
-        named = ", ".join(map(str, mine))
+    unfinished = [
+        runs[name] for name, key in differs.items() if key is None and not (runs[name] / "summary.json").exists()
+    ]
+    if unfinished:
+        named = ", ".join(map(str, unfinished))
         yield f"unfinished runs of this recipe: {named}; to go on with one: Ctrl-C, then --output DIR --resume"
     near = nearest(word, [name for name, key in differs.items() if key], alike=0.7)
     if near:

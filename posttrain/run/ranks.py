@@ -149,6 +149,8 @@ def given_devices() -> list[str] | None:
 
 @dataclass
 class _Process:
+    """A launched rank: its process and its newest output."""
+
     rank: int
     popen: subprocess.Popen[str]
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))  # last lines of output; empty for rank 0
@@ -318,19 +320,19 @@ def _report(first: _Process, processes: Sequence[_Process], received: Sequence[i
     code = first.popen.returncode
     if first.reader is not None:
         first.reader.join(timeout=5)
-    said = "\n".join(line for line in first.tail if line)
+    output = "\n".join(line for line in first.tail if line)
     if code < 0 and -code in received:
         raise Interrupted(f"stopped by {signal.Signals(-code).name} before the first step", number=-code)
     if code < 0:
         raise RunError(
             f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
-            allowed=f"its last output:\n{said}" if said else "",
+            allowed=f"its last output:\n{output}" if output else "",
             hint=f"{OUT_OF_MEMORY_HINT if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
     who = (
-        "" if said.startswith("rank ") else f"rank {first.rank}: "
+        "" if output.startswith("rank ") else f"rank {first.rank}: "
     )  # names the failed rank: train/rank_failure_monitor.py
-    terminal.note(f"{who}{said or f'ended with {code}'}")
+    terminal.note(f"{who}{output or f'ended with {code}'}")
     return specific or code
 
 
