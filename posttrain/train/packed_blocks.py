@@ -22,15 +22,15 @@ MAX_PADDING = 2.0  # upper limit of attention scores computed in a block, as a m
 
 
 class Block(NamedTuple):
-    """A padded batch of U parts of a line, of length L each.
+    """A padded batch of U parts of a line, of at most L tokens each.
 
-    places [U,L]: position of each token in the line. inside [U,L]: which cells hold a token. near [U,1,L,L]: attention
+    indices [U,L]: position of each token in the line. filled [U,L]: which cells hold a token. mask [U,1,L,L]: attention
     mask, True where a token (dim 2) attends to another (dim 3).
     """
 
-    places: Tensor
-    inside: Tensor
-    near: Tensor
+    indices: Tensor
+    filled: Tensor
+    mask: Tensor
 
 
 def attend_in_blocks(
@@ -43,11 +43,11 @@ def attend_in_blocks(
     grouped = query.shape[1] != key.shape[1]
     lines = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T,heads,dim]
     found = []
-    for places, inside, near in blocks:
-        q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2) for x in lines)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=grouped)
-        found.append(out.transpose(1, 2)[inside])
-    order = torch.cat([places[inside] for places, inside, _ in blocks])
+    for indices, filled, mask in blocks:
+        q, k, v = (x.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2) for x in lines)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        found.append(out.transpose(1, 2)[filled])
+    order = torch.cat([indices[filled] for indices, filled, _ in blocks])
     return torch.cat(found).index_select(0, order.argsort())[None]
 
 
@@ -75,21 +75,21 @@ def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
     positions = concatenate_ranges(packed.lengths, skipped.tolist())
     blocks = []
     for chosen in _group_alike(sizes):
-        tokens = [_places_of(packed, parts[n], starts.tolist()) for n in chosen]
-        places = pad_sequence(tokens, batch_first=True)
-        width = places.shape[1]
-        inside = torch.arange(width) < torch.tensor([len(own) for own in tokens])[:, None]
-        row, at = rows[places], positions[places]
+        tokens = [_token_indices(packed, parts[n], starts.tolist()) for n in chosen]
+        indices = pad_sequence(tokens, batch_first=True)
+        width = indices.shape[1]
+        filled = torch.arange(width) < torch.tensor([len(own) for own in tokens])[:, None]
+        row, at = rows[indices], positions[indices]
         prompt = (row[:, None] == firsts[row][:, :, None]) & (at[:, None] < skipped[row][:, :, None])
-        near = ((row[:, :, None] == row[:, None]) | prompt) & (at[:, None] <= at[:, :, None]) & inside[:, None]
+        mask = ((row[:, :, None] == row[:, None]) | prompt) & (at[:, None] <= at[:, :, None]) & filled[:, None]
         if window is not None:
-            near &= at[:, :, None] - at[:, None] < window
-        near |= torch.eye(width, dtype=torch.bool)  # an empty cell attends to itself: a fully masked row would give NaN
-        blocks.append(Block(*(x.to(packed.borders.device) for x in (places, inside, near[:, None]))))
+            mask &= at[:, :, None] - at[:, None] < window
+        mask |= torch.eye(width, dtype=torch.bool)  # an empty cell attends to itself: a fully masked row would give NaN
+        blocks.append(Block(*(x.to(packed.borders.device) for x in (indices, filled, mask[:, None]))))
     return blocks
 
 
-def _places_of(packed: Packed, part: Sequence[int], starts: Sequence[int]) -> Tensor:
+def _token_indices(packed: Packed, part: Sequence[int], starts: Sequence[int]) -> Tensor:
     """Return the positions in the line of the tokens of these rows."""
     return concatenate_ranges([packed.lengths[row] for row in part], [starts[row] for row in part])
 

@@ -48,8 +48,8 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
         # The first token of a row has no predecessor, so it is never scored.
         scored = [count - max(len(prompt), 1) for count, (prompt, _) in zip(whole, sides, strict=True)]
         labels = ids.clone()
-        for start, count, wanted in zip(starts, own, scored, strict=False):
-            labels[start : start + count - wanted] = IGNORED
+        for start, count, scored_count in zip(starts, own, scored, strict=False):
+            labels[start : start + count - scored_count] = IGNORED
         spans: list[tuple[int, int]] = []  # (start, length) of the attended tokens: the shared prompt, then the row
         for row, (start, count) in enumerate(zip(starts, own, strict=False)):
             spans += [(starts[row - 1], shared[row]), (start, count)] if shared[row] else [(start, count)]
@@ -71,9 +71,9 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
 
 def _cells(scored: Sequence[int], order: Sequence[int]) -> Tensor:
     """Return the index of each scored token of the line in a flat table whose row n is row `order[n]` of the line."""
-    place = {row: n for n, row in enumerate(order)}
+    table_row = {row: n for n, row in enumerate(order)}
     width = max(scored)
-    return concatenate_ranges(scored, [place[row] * width for row in range(len(scored))])
+    return concatenate_ranges(scored, [table_row[row] * width for row in range(len(scored))])
 
 
 def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -94,24 +94,26 @@ def packs_exactly(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """
     if not use_packed_attention(loaded.model) or any(_ends_in_image(loaded, pair) for pair in pairs):
         return False
-    tried = [_cut_short(pair) for pair in (pairs[0], pairs[-1]) if not pair.images]
+    probes = [_cut_short(pair) for pair in (pairs[0], pairs[-1]) if not pair.images]
     if any(pair.images for pair in pairs):
-        tried += _pairs_with_image(loaded)
-    batch = make_packing_collator(loaded.device)([dataclasses.asdict(pair) for pair in tried])
-    given = {name: batch[name] for name in ("input_ids", "position_ids", "packed")}
-    if loaded.images is not None and any(pair.images for pair in tried):
-        given[IMAGES] = RowImages(loaded.images, tuple(pair.images for pair in tried))
+        probes += _pairs_with_image(loaded)
+    batch = make_packing_collator(loaded.device)([dataclasses.asdict(pair) for pair in probes])
+    inputs_on_host = {name: batch[name] for name in ("input_ids", "position_ids", "packed")}
+    if loaded.images is not None and any(pair.images for pair in probes):
+        inputs_on_host[IMAGES] = RowImages(loaded.images, tuple(pair.images for pair in probes))
     training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad(), loaded.autocast(), short_windows(causal_of(loaded.model)):
         inputs = image_inputs(
-            loaded.model, {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in given.items()}
+            loaded.model, {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in inputs_on_host.items()}
         )
         line = loaded.model(**inputs, use_cache=False).logits[0].float()
         ends = line.split(list(batch["packed"].lengths))
-        alone = [_logits_alone(loaded, pair, side) for pair in tried for side in (pair.chosen_ids, pair.rejected_ids)]
+        separate = [
+            _logits_alone(loaded, pair, side) for pair in probes for side in (pair.chosen_ids, pair.rejected_ids)
+        ]
     loaded.model.train(training)
-    gap = max(float((a[-len(e) :] - e).abs().max() / a.abs().max()) for a, e in zip(alone, ends, strict=True))
+    gap = max(float((a[-len(e) :] - e).abs().max() / a.abs().max()) for a, e in zip(separate, ends, strict=True))
     half = loaded.half is not None or loaded.model.dtype != torch.float32
     return gap < (3e-2 if half else 1e-3)
 
@@ -140,8 +142,8 @@ def _logits_alone(loaded: LoadedModel, pair: Pair, side: Sequence[int]) -> Tenso
     with one.
     """
     row = torch.tensor([[*pair.prompt_ids, *side]], device=loaded.device)
-    shown = loaded.images.plain_inputs(loaded.model, pair.images, row) if loaded.images and pair.images else {}
-    logits: Tensor = loaded.model(input_ids=row, attention_mask=torch.ones_like(row), **shown, use_cache=False).logits[
-        0
-    ]
+    image_kwargs = loaded.images.plain_inputs(loaded.model, pair.images, row) if loaded.images and pair.images else {}
+    logits: Tensor = loaded.model(
+        input_ids=row, attention_mask=torch.ones_like(row), **image_kwargs, use_cache=False
+    ).logits[0]
     return logits.float()

@@ -38,9 +38,9 @@ def shares_prompts(loaded: LoadedModel) -> bool:
     states = Extras(hidden=True)
     with eval_mode(model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(model)):
         found = completion_scores(model, line, 3, packed=True, share=True, extras=states)["hidden"]
-        alone = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
+        separate = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
     half = loaded.half is not None or causal_of(model).dtype in HALF
-    return relative_gap(found, torch.cat(alone)) < (0.1 if half else 1e-3)
+    return relative_gap(found, torch.cat(separate)) < (0.1 if half else 1e-3)
 
 
 def packs_images(loaded: LoadedModel) -> bool:
@@ -51,8 +51,8 @@ def packs_images(loaded: LoadedModel) -> bool:
     """
     assert loaded.images is not None
     image, tokenizer = probe_image(), loaded.tokenizer
-    shown = tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
-    rows = Sequences(((*shown, 11, 12), (*shown, 13, 14)), (len(shown),) * 2, ((image,), (image,)))
+    prompt = tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
+    rows = Sequences(((*prompt, 11, 12), (*prompt, 13, 14)), (len(prompt),) * 2, ((image,), (image,)))
     states = functools.partial(
         completion_scores, loaded.model, rows, 2, extras=Extras(hidden=True), reader=loaded.images
     )

@@ -234,8 +234,8 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     width = max(answers)
     with torch.no_grad(), eval_mode(p.loaded.model):
         passed = _in_parts(p, sequences, range(len(cells)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
-    for places, answer_length, logp in zip(cells.values(), answers, passed["logp"].cpu(), strict=True):
-        for row, turn in places:
+    for cells_of_pass, answer_length, logp in zip(cells.values(), answers, passed["logp"].cpu(), strict=True):
+        for row, turn in cells_of_pass:
             found[row, turn] = logp[:answer_length].mean()
     return found
 
@@ -337,9 +337,9 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
         firsts.setdefault(group, row)
     rows = list(firsts.values())
     ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
-    shown = [() if sequences.images is None else sequences.images[r][: sequences.shown_in_prompt(r)] for r in rows]
+    images = [() if sequences.images is None else sequences.images[r][: sequences.shown_in_prompt(r)] for r in rows]
     adapters = sequences.select(rows).adapters
-    prompts = dataclasses.replace(with_images(ids, (1,) * len(ids), shown), adapters=adapters, own=sequences.own)
+    prompts = dataclasses.replace(with_images(ids, (1,) * len(ids), images), adapters=adapters, own=sequences.own)
     width = max(max(prompts.lengths) - 1, 1)
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
@@ -401,9 +401,9 @@ def _among_ranks(p: TrainContext, sequences: Sequences, rows: Sequence[int], run
     if sequences.own or p.ranks.count > len(rows) * p.ranks.model_parallel_size:
         return p.ranks.run_passes(in_parts, p, sequences, rows, run)  # all these rows, on each rank
     units = sharing_units(p, sequences.select(rows))
-    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], units)]
-    own = p.ranks.run_passes(in_parts, p, dataclasses.replace(sequences, own=True), mine, run)
-    return {name: p.ranks.sum(value) for name, value in own.items()}
+    own_rows = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], units)]
+    results = p.ranks.run_passes(in_parts, p, dataclasses.replace(sequences, own=True), own_rows, run)
+    return {name: p.ranks.sum(value) for name, value in results.items()}
 
 
 def shortest(sequences: Sequences) -> int:
@@ -415,5 +415,5 @@ def shortest(sequences: Sequences) -> int:
 def _top_k(p: TrainContext) -> int:
     """Return the largest `top_k` that a component asks for."""
     parts = [part for part in p.objective.every_part if part.needs & {"topk_logp", "topk_chosen"}]
-    asked = [part.params.get("top_k", TOP_K) for part in parts]
-    return max(asked, default=TOP_K)
+    sizes = [part.params.get("top_k", TOP_K) for part in parts]
+    return max(sizes, default=TOP_K)

@@ -193,23 +193,23 @@ def length_stats(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
 
 def advice(report: Mapping[str, Any], recipe: RlRecipe) -> list[str]:
     """Return what to change before the run, the most important first; empty if nothing stands out."""
-    found, signal, now = [], report["signal"], recipe.rollout
+    found, signal, rollout = [], report["signal"], recipe.rollout
     if report["cut"] > HIGH_TRUNCATION:
         found.append(
-            f"{report['cut']:.0%} of the completions are cut: rollout.max_new_tokens={2 * now.max_new_tokens} or a "
+            f"{report['cut']:.0%} of the completions are cut: rollout.max_new_tokens={2 * rollout.max_new_tokens} or a "
             "stop string, or SFT on complete answers first"
         )
     if signal["signal/share"] < LOW_SIGNAL:
-        found.append(_more_signal(report, now.group_size))
+        found.append(_more_signal(report, rollout.group_size))
     if signal["signal/too_easy"] > MANY_EASY:
         found.append(f"{signal['signal/too_easy']:.0%} of the groups are all right: use harder prompts")
     if signal["signal/unscored"] > 0:
         found.append("some answers could not be scored: `posttrain reward test RECIPE` shows why")
-    if signal["signal/dropped"] > MANY_EASY and now.max_gen_batches == 1:
+    if signal["signal/dropped"] > MANY_EASY and rollout.max_gen_batches == 1:
         found.append("`keep` drops groups that differ, and nothing replaces them: rollout.max_gen_batches=4")
-    if report["generation_rounds"] >= now.max_gen_batches > 1:
+    if report["generation_rounds"] >= rollout.max_gen_batches > 1:
         found.append(
-            f"`keep` passes too few groups to fill a step in {now.max_gen_batches} rounds: the run would stop. Use "
+            f"`keep` passes too few groups to fill a step in {rollout.max_gen_batches} rounds: the run would stop. Use "
             "prompts of middling difficulty, or raise rollout.max_gen_batches"
         )
     return found
@@ -218,8 +218,8 @@ def advice(report: Mapping[str, Any], recipe: RlRecipe) -> list[str]:
 def _more_signal(report: Mapping[str, Any], size: int) -> str:
     signal = report["signal"]
     text = f"only {signal['signal/share']:.0%} of the groups have a signal"
-    now = report["larger_groups"].get(size, 0.0)
-    better = {n: share for n, share in report["larger_groups"].items() if n > size and share > now + MIN_GAIN}
+    current = report["larger_groups"].get(size, 0.0)
+    better = {n: share for n, share in report["larger_groups"].items() if n > size and share > current + MIN_GAIN}
     if better:
         n = min(better)
         text += f"; with rollout.group_size={n} about {better[n]:.0%} would hold right and wrong answers"

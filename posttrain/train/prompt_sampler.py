@@ -51,8 +51,8 @@ class StepSampler:
         """
         component = load_component(recipe.sampler, recipe.base_dir)
         missing = sorted(getattr(component.function, "__abstractmethods__", ()))  # these prevent instantiation
-        made: Any = None if missing else component.function(**recipe.sampler.params)
-        missing = missing or [name for name in METHODS if not callable(getattr(made, name, None))]
+        sampler: Any = None if missing else component.function(**recipe.sampler.params)
+        missing = missing or [name for name in METHODS if not callable(getattr(sampler, name, None))]
         if missing:
             raise RecipeError(
                 f"sampler `{recipe.sampler.use}` has no method `{missing[0]}`",
@@ -60,7 +60,7 @@ class StepSampler:
                 hint="derive the class from posttrain.curriculum.protocol.Sampler, and give it `propose`",
             )
         found = cls(
-            sampler=made,
+            sampler=sampler,
             order=PromptSampler(
                 len(prompts), recipe.rollout.prompts_per_step, recipe.run.seed, shuffle=recipe.data.shuffle
             ),

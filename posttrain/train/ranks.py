@@ -113,16 +113,16 @@ class SeveralRanks(Ranks):
         return distributed.run_all_or_raise(function, *args)
 
     def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        mine = distributed.capture(function, *args)
+        own = distributed.capture(function, *args)
         with waiting:
-            return distributed.gather_or_raise(mine)
+            return distributed.gather_or_raise(own)
 
     def gather_rollouts(
         self, waiting: AbstractContextManager[None], by_row: bool, function: Callable[..., T], *args: Any
     ) -> list[T]:
-        mine = distributed.capture(function, *args)
+        own = distributed.capture(function, *args)
         with waiting:
-            return rollout_exchange.gather_rollouts(mine, by_row=by_row)
+            return rollout_exchange.gather_rollouts(own, by_row=by_row)
 
     def send_tokens(self, rollouts: Sequence[Rollout], owners: Sequence[int]) -> None:
         rollout_exchange.send_tokens(rollouts, owners, self.model_parallel_size)

@@ -95,7 +95,7 @@ class Record:
                 self.progress.note(line)
 
     @contextmanager
-    def add(self, state: State, values: dict[str, Any], made: StepResult) -> Iterator[None]:
+    def add(self, state: State, values: dict[str, Any], result: StepResult) -> Iterator[None]:
         """Context manager around the save of the finished step.
 
         Everything is written and displayed before the save except the row of metrics, which is written after it, even
@@ -104,10 +104,10 @@ class Record:
         canary_metrics, alarms = self.canaries.add(state.step, values)
         values |= canary_metrics
         if self.settings.keep_rollouts:
-            own = saved_rollouts.build_saved(made.scored, made.measured, made.logp)
-            if (saved := saved_rollouts.gather_saved(own, made.rows_of)) is not None:
+            own = saved_rollouts.build_saved(result.scored, result.measured, result.logp)
+            if (saved := saved_rollouts.gather_saved(own, result.rows_of)) is not None:
                 saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
-        self.samples.write(state.step, made.samples(self.settings.samples_per_step))
+        self.samples.write(state.step, result.samples(self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)
         signal = signal_note(values) if self.trained_rewards else None
         if warning := update_note(values, self.optim, self.model, signal) or signal:
@@ -128,9 +128,9 @@ class Record:
         failed = {name for calls in newest for name in (*calls.errors, *calls.timeouts) if calls.count_failures(name)}
         new = sorted(failed - self.failing)
         self.failing |= failed
-        made = sum(calls.calls for calls in newest)
+        count = sum(calls.calls for calls in newest)
         return [
-            f"reward {name}: {sum(calls.count_failures(name) for calls in newest)} of {made} calls failed in step"
+            f"reward {name}: {sum(calls.count_failures(name) for calls in newest)} of {count} calls failed in step"
             f" {state.step} and left rows unscored; later failures are counted in rewards/{name}/errors and /timeouts"
             for name in new
         ]

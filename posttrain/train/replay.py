@@ -127,14 +127,14 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     rows_of = assign_rows(ctx, assigned, sequences.lengths, [rows])
     own = rows_of.select_batch(assigned)
     stats = UpdateStats(torch.zeros(own.mask.shape, device=own.mask.device))
-    made = update_once(ctx, own, rows_of.select_sequences(sequences), rows, state.step, stats, rows_of)
+    updates = update_once(ctx, own, rows_of.select_sequences(sequences), rows, state.step, stats, rows_of)
     ages = [state.step - one.stored.step for one in more if one.stored is not None]
     return {
         "replay/apart_rows": len(more),
         "replay/apart_age": sum(ages) / len(ages),
         "replay/apart_loss": float(stats.sums.get("loss", 0.0)),
         "replay/apart_grad_norm": _mean(stats.norms),
-        "replay/updates": int(made),
+        "replay/updates": int(updates),
     }
 
 

@@ -47,15 +47,15 @@ class ReplayStore:
         section = recipe.replay
         if section is None:
             return None
-        made = load_component(section, recipe.base_dir).function(**section.params)
+        kind = load_component(section, recipe.base_dir).function(**section.params)
         for method in ("replace", "add", "store"):
-            if not callable(getattr(made, method, None)):
+            if not callable(getattr(kind, method, None)):
                 raise RecipeError(
                     f"replay `{section.use}` has no method `{method}`",
                     where="replay",
                     hint="derive the class from posttrain.replay.protocol.Replay",
                 )
-        return cls(made, section.use, section.limit, prompts, steps=steps, seed=recipe.run.seed)
+        return cls(kind, section.use, section.limit, prompts, steps=steps, seed=recipe.run.seed)
 
     @property
     def trains_apart(self) -> bool:

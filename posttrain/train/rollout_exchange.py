@@ -27,13 +27,13 @@ from posttrain.train.distributed import Captured
 T = TypeVar("T")
 
 
-def gather_rollouts(mine: Captured[T], *, by_row: bool = False) -> list[T]:
+def gather_rollouts(own: Captured[T], *, by_row: bool = False) -> list[T]:
     """Gather values that hold rollouts from all ranks (`distributed.gather_or_raise`).
 
     This rank's value is returned as the same object. by_row: rollouts of other ranks come without tokens and text
     (`RemoteTokens`).
     """
-    packed = distributed.capture(pack, mine.value, by_row) if mine.error is None else Captured[Any](None, mine.error)
+    packed = distributed.capture(pack, own.value, by_row) if own.error is None else Captured[Any](None, own.error)
     lengths = distributed.gather_or_raise(Captured(list(map(len, packed.value or ())), packed.error))
     flat = torch.from_numpy(np.concatenate([np.frombuffer(part, np.uint8) for part in packed.value]))
     gathered = distributed.gather_bytes(flat, [sum(sizes) for sizes in lengths])
@@ -41,7 +41,7 @@ def gather_rollouts(mine: Captured[T], *, by_row: bool = False) -> list[T]:
     for rank, (data, sizes) in enumerate(zip(gathered, lengths, strict=True)):
         ends = np.cumsum(sizes).tolist()
         parts = [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        values.append(mine.value if rank == distributed.rank() else unpack(parts))
+        values.append(own.value if rank == distributed.rank() else unpack(parts))
     return values
 
 

@@ -105,5 +105,5 @@ def _segment(values: Mapping[str, Any]) -> Segment:
 
 
 def _images(values: Mapping[str, Any]) -> PromptImages:
-    shown = tuple(Image(**image) for image in values["shown"])
-    return PromptImages(shown, tuple(values["short_ids"]), values["length"])
+    images = tuple(Image(**image) for image in values["shown"])
+    return PromptImages(images, tuple(values["short_ids"]), values["length"])

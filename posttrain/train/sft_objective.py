@@ -185,9 +185,9 @@ def score_examples(loaded: LoadedModel, examples: Sequence[Example]) -> list[Ten
     verify_head(loaded, sequences)
     lengths = sequences.lengths
     out = [torch.zeros(length) for length in lengths]
-    mine = data_parallel.my_rows(lengths)
-    for micro in micro_batches([lengths[n] for n in mine], MICRO_TOKENS, packed=packed):
-        rows = [mine[n] for n in micro]
+    own_rows = data_parallel.my_rows(lengths)
+    for micro in micro_batches([lengths[n] for n in own_rows], MICRO_TOKENS, packed=packed):
+        rows = [own_rows[n] for n in micro]
         width = max(lengths[row] for row in rows) - 1  # the first token has no predecessor
         with loaded.autocast():
             found = completion_logprobs(loaded.model, sequences.select(rows), width, packed=packed)[0].cpu()

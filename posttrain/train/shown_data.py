@@ -86,8 +86,8 @@ def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
     limit = max(recipe.rollout.max_new_tokens, 1)
     column = recipe.solutions.column if recipe.solutions else ""
     given = solution_completions(prompts, column, tokenizer, recipe.data, limit, None, reader) if column else {}
-    shown = {sample["uid"] for sample in report["samples"]}
-    by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in shown}
+    sampled_uids = {sample["uid"] for sample in report["samples"]}
+    by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in sampled_uids}
 
     def part(prompt: str, completion: str = "", fate: str = TRAINED) -> dict[str, Any]:
         runs = [{"text": prompt, "fate": PROMPT}, *([{"text": completion, "fate": fate}] if completion else [])]
@@ -97,11 +97,11 @@ def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
 
     for sample in report["samples"]:
         prompt = by_uid[sample["uid"]]
-        for one in variants_if_unsolved(variants, prompt) if variants else ():
-            trained = one.begin_is == "trained"
-            begun = variants.decode(one.begin) if trained and variants else ""
-            asked = variants.apply(prompt, one).text if variants else prompt.text
-            sample["parts"][one.name] = part(asked.removesuffix(begun) if begun else asked, begun)
+        for variant in variants_if_unsolved(variants, prompt) if variants else ():
+            trained = variant.begin_is == "trained"
+            begun = variants.decode(variant.begin) if trained and variants else ""
+            prompt_text = variants.apply(prompt, variant).text if variants else prompt.text
+            sample["parts"][variant.name] = part(prompt_text.removesuffix(begun) if begun else prompt_text, begun)
         if prompt.uid in given and recipe.solutions and recipe.solutions.in_group:
             sample["parts"]["given solution"] = part(prompt.text, tokenizer.decode(list(given[prompt.uid])))
     if column or (variants and recipe.prompt_variants and recipe.prompt_variants.may("solution")):

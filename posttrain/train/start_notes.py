@@ -97,8 +97,8 @@ def shared_rows_note(trained: Sequence[Mapping[str, Any]], held_out: Prepared[An
     """Return a note if evaluation rows ask the same question, word for word, as training rows; else ""."""
     if held_out is None:
         return ""
-    asked = [text for row in held_out.rows if (text := duplicates.question(row)).strip()]
-    shared = duplicates.match_same_words(asked, [duplicates.question(row) for row in trained])
+    questions = [text for row in held_out.rows if (text := duplicates.question(row)).strip()]
+    shared = duplicates.match_same_words(questions, [duplicates.question(row) for row in trained])
     if not shared:
         return ""
     return (

@@ -373,14 +373,14 @@ def find_differing_gradients(causal: nn.Module) -> list[str]:
     weights = {name: weight for name, weight in causal.named_parameters() if isinstance(weight, DTensor)}
     meshes = (weight.device_mesh for weight in weights.values())
     group = next(mesh for mesh in meshes if TENSOR in (mesh.mesh_dim_names or ())).get_group(TENSOR)
-    wrong = []
+    differing = []
     for name, weight in weights.items():
         if weight.grad is not None and TENSOR not in (weight.device_mesh.mesh_dim_names or ()):
             gradient = local(weight.grad)
             spread = reduce(gradient, group, dist.ReduceOp.MAX) - reduce(gradient, group, dist.ReduceOp.MIN)
             if gradient.numel() and float(spread.abs().max()) > 0.05 * float(gradient.abs().max()):
-                wrong.append(name)
-    return wrong
+                differing.append(name)
+    return differing
 
 
 def base_layer(module: Any) -> Any:

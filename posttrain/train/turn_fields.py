@@ -85,11 +85,11 @@ def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | Non
 
     similarity: see `state_numbers`.
     """
-    shown = [[r.prompt.text, *_replies(r)[:-1]] for r in rollouts]
-    groups = [r.group for r, texts in zip(rollouts, shown, strict=True) for _ in texts]
-    numbers = iter(number_states([text for texts in shown for text in texts], groups, similarity))
-    own = [[next(numbers) for _ in texts] for texts in shown]
-    return pad_rows([_of_turn(r, ids) for r, ids in zip(rollouts, own, strict=True)], width, 0, np.int64)
+    contexts = [[r.prompt.text, *_replies(r)[:-1]] for r in rollouts]
+    groups = [r.group for r, texts in zip(rollouts, contexts, strict=True) for _ in texts]
+    numbers = iter(number_states([text for texts in contexts for text in texts], groups, similarity))
+    ids_of_row = [[next(numbers) for _ in texts] for texts in contexts]
+    return pad_rows([_of_turn(r, ids) for r, ids in zip(rollouts, ids_of_row, strict=True)], width, 0, np.int64)
 
 
 def _token_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:

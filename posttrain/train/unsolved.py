@@ -65,8 +65,8 @@ def supervise(ctx: TrainContext, state: checkpoint.State, rollouts: Sequence[Rol
             rewards.setdefault(rollout.prompt.uid, []).append(rollout.reward)
     failed = [uid for uid, own in rewards.items() if has_failed(own, section.fail_value)]
     buffer = [(str(uid), int(step)) for uid, step in state.memory.get(MEMORY, ())]
-    again = [entry for entry in buffer if section.dedupe and entry[0] in failed]
-    buffer = with_newest(buffer, [(uid, state.step) for uid in failed], again)
+    repeated = [entry for entry in buffer if section.dedupe and entry[0] in failed]
+    buffer = with_newest(buffer, [(uid, state.step) for uid in failed], repeated)
     chosen, buffer = take_batch(buffer, section.size)
     state.memory = {**state.memory, MEMORY: [list(entry) for entry in buffer]}
     values: dict[str, Any] = {"sft/collected": len(failed), "sft/buffer": len(buffer), "sft/rows": len(chosen)}
@@ -104,11 +104,11 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
     rows_of = assign_rows(supervised, batch, sequences.lengths, parts)
     batch, sequences = rows_of.select_batch(batch), rows_of.select_sequences(sequences)
     stats = UpdateStats(torch.zeros(batch.mask.shape, device=batch.mask.device))
-    made = sum(update_once(supervised, batch, sequences, rows, step, stats, rows_of) for rows in parts)
+    updates = sum(update_once(supervised, batch, sequences, rows, step, stats, rows_of) for rows in parts)
     tokens = max(float(stats.sums["tokens"]), 1.0)
     return {
         "sft/loss": float(stats.sums["loss"]) / len(parts),
         "sft/nll": float(stats.sums["nll"]) / tokens,
-        "sft/updates": made,
+        "sft/updates": updates,
         "sft/grad_norm": sum(stats.norms) / max(len(stats.norms), 1),
     }

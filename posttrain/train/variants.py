@@ -58,8 +58,8 @@ class PromptVariants:
         if section is None:
             return None
         component = load_component(section, recipe.base_dir)
-        made = inspect.isclass(component.function)
-        planner = component.function(**section.params) if made else Stateless(component.function, section.params)
+        is_class = inspect.isclass(component.function)
+        planner = component.function(**section.params) if is_class else Stateless(component.function, section.params)
         solutions = solution_tokens(prompts, section.solution, tokenizer) if section.may("solution") else {}
         found = cls(component.name, planner, recipe.data, tokenizer, shown or dict, solutions, reader)
         room = max(map(len, solutions.values()), default=0) + _longest_text(section.params, tokenizer)
@@ -67,7 +67,7 @@ class PromptVariants:
 
     def ask(self, prompt: Prompt, rounds: Sequence[Outcome], *, step: int, seed: int, memory: Any) -> list[Variant]:
         """Return the variants of a prompt's next round. An error in a user's function names the prompt's row."""
-        asked = Asked(
+        request = Asked(
             uid=prompt.uid,
             question=self.question(prompt),
             row=prompt.row,
@@ -80,7 +80,7 @@ class PromptVariants:
             memory=memory,
         )
         try:
-            found = list(self.planner.plan(asked))
+            found = list(self.planner.plan(request))
         except UserError:
             raise
         except Exception as error:
@@ -127,15 +127,15 @@ class PromptVariants:
         if prompt.images is not None:
             variant = replace(variant, fills={k: text.replace(images.PLACE, "") for k, text in variant.fills.items()})
         if not self.section.chat:
-            asked = variant.ask(str(row["prompt"]))
-            return {**row, "prompt": asked if variant.system is None else f"{variant.system}\n\n{asked}"}
+            text = variant.ask(str(row["prompt"]))
+            return {**row, "prompt": text if variant.system is None else f"{variant.system}\n\n{text}"}
         messages = [dict(message) for message in render.prompt_messages(row, self._section(variant))]
         last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
             messages[last]["content"] = variant.ask(str(messages[last]["content"]))
         if variant.system is not None:
-            others = [message for message in messages if message["role"] != "system"]
-            messages = [{"role": "system", "content": variant.system}, *others]
+            without_system = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": variant.system}, *without_system]
         return {**row, "messages": None, "prompt": messages}
 
     def question(self, prompt: Prompt) -> str:
@@ -257,9 +257,11 @@ def _finish(
 
 def _tried_growth(variants: PromptVariants, prompts: Sequence[Prompt]) -> int:
     """Return the most tokens that variants of a few prompts add to the prompt, for texts that a kind writes itself."""
-    few = prompts[:: max(1, len(prompts) // TRIALS)][:TRIALS]
-    tried = [(p, one) for p in few for draw in range(TRIALS) for one in variants_if_unsolved(variants, p, draw=draw)]
-    return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in tried), default=0)
+    sample = prompts[:: max(1, len(prompts) // TRIALS)][:TRIALS]
+    trials = [
+        (p, one) for p in sample for draw in range(TRIALS) for one in variants_if_unsolved(variants, p, draw=draw)
+    ]
+    return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in trials), default=0)
 
 
 def variants_if_unsolved(variants: PromptVariants, prompt: Prompt, most: int = 8, draw: int = 0) -> list[Variant]:

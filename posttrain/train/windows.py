@@ -39,7 +39,7 @@ def gather_unfinished(
     """
     found = ctx.ranks.gather_rollouts(ctx.watchdog.phase("gather"), False, continue_share, ctx, state, counts)
     continued = sorted(itertools.chain(*(rollouts for rollouts, _ in found)), key=lambda r: r.group)
-    calls = [one for _, made in found for one in made]
+    calls = [call for _, reward_calls in found for call in reward_calls]
     if calls:
         calls = [combine_calls(calls)]
         ctx.ranks.run(failures.add, calls[0])

@@ -86,19 +86,19 @@ def learn_from(
     """
     assert shape.learn is not None
     if shape.key == "rollout.shape":
-        kept = shape.learn(memory.get(shape.name), list(map(_as_ended, filter(_is_scored, rollouts))), step)
-        if not isinstance(kept, Remembered):
-            raise _wrong_learned(shape, kept, "posttrain.shapes.protocol.Remembered")
-        return LearnedStep(list(rollouts), [], [], {**memory, shape.name: kept.memory}, dict(kept.metrics))
-    now, late = ([rollout for rollout in rollouts if rollout.scored is scored] for scored in (True, False))
+        remembered = shape.learn(memory.get(shape.name), list(map(_as_ended, filter(_is_scored, rollouts))), step)
+        if not isinstance(remembered, Remembered):
+            raise _wrong_learned(shape, remembered, "posttrain.shapes.protocol.Remembered")
+        return LearnedStep(list(rollouts), [], [], {**memory, shape.name: remembered.memory}, dict(remembered.metrics))
+    scored_rows, late = ([rollout for rollout in rollouts if rollout.scored is scored] for scored in (True, False))
     found = shape.learn(memory.get(shape.name), _outcomes(rollouts), step)
     if not isinstance(found, Learned):
         raise _wrong_learned(shape, found, "posttrain.workflows.protocol.Learned")
-    wanted = {row["prompt"] for row, _ in found.again}
-    by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted} if wanted else {}
+    uids = {row["prompt"] for row, _ in found.again}
+    by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in uids} if uids else {}
     first = 1 + max((one.group % GROUP_STRIDE for one in rollouts), default=0)
     again = [_as_stored(row, by_uid, advantage, first + k) for k, (row, advantage) in enumerate(found.again)]
-    return LearnedStep(now, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
+    return LearnedStep(scored_rows, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
 
 
 def _wrong_learned(shape: Shape, found: Any, allowed: str) -> RecipeError:
@@ -120,10 +120,10 @@ def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:
         assert rollout.call is not None and rollout.trajectory is not None
         rows.setdefault(rollout.trajectory, {})[rollout.call.number] = rollout
     found = []
-    for own in rows.values():
-        first = next(iter(own.values()))
+    for rows_by_call in rows.values():
+        first = next(iter(rows_by_call.values()))
         assert first.call is not None
-        calls = tuple(_as_made(call, own.get(n)) for n, call in enumerate(first.call.calls))
+        calls = tuple(_as_made(call, rows_by_call.get(n)) for n, call in enumerate(first.call.calls))
         found.append(Outcome(first.prompt.uid, first.prompt.row, calls))
     return found
 
