@@ -45,7 +45,7 @@ class Rows(Section):
         ONE_SOURCE,
         Idle(
             "form = accepted|file|folder|hub and not thought_dropout",
-            "with {source}: its rows are read, not made (`run.seed` decides their order)",
+            "with {source}: its rows are read, not generated (`run.seed` decides their order)",
             note=True,
         ),
     ] = Field(0, description="seed of generated rows (gym, tasks and functions)")

@@ -102,7 +102,7 @@ class Vllm(Section):
     enforce_eager: bool = Field(False, description="start faster, generate more slowly (no CUDA graphs)")
     sleep: Annotated[
         bool,
-        Idle("server", "with `server`, which has its own GPU, and nothing to hand over"),
+        Idle("server", "with `server`, which has its own GPU"),
         Idle("stage != rl and engine = vllm", "in {stage}: nothing else needs the engine's memory", note=True),
     ] = Field(False, description="free the engine's memory during the update")
     merge_adapter: Annotated[

@@ -48,7 +48,7 @@ class FormatConsensus(Section):
 
 
 NO_BASELINE = Idle("not baseline", "without a run to compare with", "write `eval.baseline`")
-ONE_SAMPLE = Idle("samples = 1", "with one completion a prompt", "write `eval.samples`, e.g. 8", note=True)
+ONE_SAMPLE = Idle("samples = 1", "with one completion per prompt", "write `eval.samples`, e.g. 8", note=True)
 
 
 class EvalSettings(Section):

@@ -87,9 +87,9 @@ class MergeParameters(Section):
         None, description="lora_combine: how adapters are combined"
     )
     rank: Positive | None = Field(None, description="lora_combine, svd: rank of the result")
-    int8_mask: Annotated[
-        bool | None, Idle("", ": it is a matter of mergekit's memory, not of the result", note=True)
-    ] = Field(None, description="accepted from mergekit's files; has no effect here")
+    int8_mask: Annotated[bool | None, Idle("", ": it only affects mergekit's memory use", note=True)] = Field(
+        None, description="accepted from mergekit's files; has no effect here"
+    )
 
 
 class MergeModel(Section):

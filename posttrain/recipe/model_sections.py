@@ -117,7 +117,7 @@ class Parallel(Section):
         Positive,
         Refused(
             "tensor > 1 and divergence in kl.needs",
-            "`{kl.use}` compares whole vocabularies, which GPUs divide among them",
+            "`{kl.use}` compares whole vocabularies, which the GPUs divide",
             "write `shard` in its place",
         ),
     ] = Field(
@@ -196,16 +196,16 @@ class Model(Section):
         Literal["nf4"] | None,
         Refused(
             "quantize and not lora and stage = sft|dpo|rl",
-            "4-bit weights cannot be trained themselves",
+            "4-bit weights cannot be trained directly",
             "add `lora: {}` to `model`",
         ),
     ] = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
     attention: Annotated[
         Literal["auto", "eager", "sdpa", "flash_attention_2"],
-        Idle("path = tiny|tiny-vision", "with {path}, which is made here", note=True),
+        Idle("path = tiny|tiny-vision", "with {path}, which posttrain builds itself", note=True),
         Idle(
             "stage = eval|generate and engine.engine = vllm",
-            "with engine.engine vllm, which attends in its own way",
+            "with engine.engine vllm, which uses its own attention kernels",
             note=True,
         ),
     ] = Field("auto", description="attention implementation; auto: the default of transformers")
@@ -239,7 +239,7 @@ class Model(Section):
         Refused("parallel and shard", "model.shard is short for it", "remove model.shard"),
         Refused(
             "parallel.follows_plan and quantize",
-            "4-bit weights are packed in one row, and `tensor` and `expert` divide columns and experts",
+            "4-bit weights are packed into one row, which `tensor` and `expert` cannot divide",
             "write `shard` in its place, or remove `quantize`",
         ),
         Refused(
@@ -254,7 +254,7 @@ class Model(Section):
         ),
         Refused(
             "divided and prox_logp in reads",
-            "the average of the weights is a copy of the whole model, and no rank has one",
+            "the average of the weights is a copy of the whole model, and no rank holds all of it",
             "remove it, or write `loss: decoupled_ppo`",
         ),
         Refused(
@@ -263,7 +263,7 @@ class Model(Section):
         ),
         Refused(
             "divided and solutions.sft",
-            "a second optimiser would keep weights of its own",
+            "a second optimizer would keep its own copy of the weights",
             "remove it, or `solutions.sft`",
         ),
     ] = Field(
@@ -272,7 +272,7 @@ class Model(Section):
     )
     half_weights: Annotated[
         bool,
-        Refused("half_weights and lora", "an adapter's weights are few, and float32", "remove it"),
+        Refused("half_weights and lora", "an adapter's weights are few and stay in float32", "remove it"),
         Refused("half_weights and divided", "a divided model computes in bfloat16 layer by layer already", "remove it"),
         Refused(
             "half_weights and dtype != auto|bfloat16",
@@ -280,12 +280,10 @@ class Model(Section):
             "write bfloat16",
         ),
         Refused("half_weights and prox_logp in reads", "an average would be rounded in every update", "remove it"),
-        Refused(
-            "half_weights and opponent", "an opponent that follows slowly would be rounded in every step", "remove it"
-        ),
+        Refused("half_weights and opponent", "a slowly moving opponent would be rounded in every step", "remove it"),
         Refused(
             "half_weights and not divided and solutions.sft",
-            "a second optimiser would keep weights of its own",
+            "a second optimizer would keep its own copy of the weights",
             "remove it, or `solutions.sft`",
         ),
     ] = Field(
@@ -295,7 +293,7 @@ class Model(Section):
     )
     compile: Annotated[
         bool,
-        Refused("compile and quantize", "4-bit weights are unpacked by kernels that no graph holds", "remove it"),
+        Refused("compile and quantize", "4-bit weights are unpacked by kernels that cannot be compiled", "remove it"),
         Refused(
             "compile and parallel.expert > 1",
             "the number of tokens of an expert varies, which a compiled graph cannot hold",
@@ -328,7 +326,7 @@ class Model(Section):
         Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
     ] = Field(None, description="Jinja file that replaces the tokenizer's chat template")
     trust_remote_code: Annotated[
-        bool, Idle("path = tiny|tiny-vision", "with {path}, which is made here", note=True)
+        bool, Idle("path = tiny|tiny-vision", "with {path}, which posttrain builds itself", note=True)
     ] = Field(False, description="run the Python code that comes with the model")
 
     @property

@@ -28,7 +28,7 @@ class PromptVariants(ComponentSection):
         str,
         Refused(
             "acts and begins_answer in needs",
-            "`{use}` begins the answer, and with `tools` or an `environment` it is divided into turns",
+            "`{use}` writes the start of the answer, which `tools` or an `environment` divide into turns",
             "choose one that writes into the prompt",
         ),
     ]
@@ -55,17 +55,17 @@ class PromptSamplerSection(ComponentSection):
         ),
         Refused(
             "row_loss in needs and loss.is_group_loss",
-            "`{use}` reads the loss of each row, and loss `{loss.use}` has one value a group",
+            "`{use}` reads the loss of each row, and loss `{loss.use}` has one value per group",
             "write a loss by token, such as `loss: clip`",
         ),
         Refused(
             "unequal in needs and prompt_variants",
-            "`{use}` and prompt_variants `{prompt_variants.use}` both divide rollouts",
+            "`{use}` and prompt_variants `{prompt_variants.use}` both assign rollouts to prompts",
             ONE_SIZE,
         ),
         Refused(
             "unequal in needs and solutions.in_group",
-            "`{use}` divides rollouts, and `solutions` adds to each group",
+            "`{use}` assigns rollouts to prompts, and `solutions` adds to each group",
             ONE_SIZE,
         ),
     ] = "uniform"
@@ -133,14 +133,13 @@ class Advantage(ComponentSection):
         str,
         Refused(
             "shared_reward in rollout.shape.needs and not trajectory_ids in needs and not is_function",
-            "`{rollout.shape.use}` gives a rollout several rows and one reward, and `{use}` leaves rows without a "
-            "reward "
-            "at 0",
+            "`{rollout.shape.use}` gives a rollout several rows and one reward, and `{use}` gives rows without a "
+            "reward an advantage of 0",
             "write `advantage: trajectory`",
         ),
         Refused(
             "goes_on in rollout.shape.needs and not finished in needs and not is_function",
-            "`{rollout.shape.use}` has rollouts that have not ended, and `{use}` compares their rewards",
+            "`{rollout.shape.use}` has unfinished rollouts, and `{use}` compares their rewards",
             "write `advantage: extended_gae`",
         ),
     ] = "group"
@@ -216,7 +215,7 @@ class Loss(ComponentSection):
         ONE_ROW,
         Refused(
             "is_group_loss and aggregation != seq_mean_token_mean and not has_kl and not regularisers",
-            "does nothing: loss `{use}` has one value a group",
+            "does nothing: loss `{use}` has one value per group",
             "remove it",
         ),
     ] = Field("seq_mean_token_mean", description="how tokens and rows are weighted in the mean")
@@ -275,7 +274,7 @@ class Kl(ComponentSection):
         ),
         Refused(
             "has_kl and use = full and model.offload_reference",
-            "`full` reads the reference's head in every update, and `model.offload_reference` takes it away",
+            "`full` reads the reference's head in every update, which `model.offload_reference` moves to the host",
             "remove `model.offload_reference`",
         ),
     ] = "k3"

@@ -149,7 +149,7 @@ class RlRecipe(ToolUseStage, Tracked):
         list[CorrectionSection],
         Refused(
             "corrections and loss.is_group_loss",
-            "loss `{loss.use}` has one value a group: there are no tokens to weight",
+            "loss `{loss.use}` has one value per group: there are no tokens to weight",
             "remove them",
         ),
     ] = Field(default_factory=list, description="weights and masks on the policy-gradient term")

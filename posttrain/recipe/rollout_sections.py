@@ -143,7 +143,7 @@ class Rollout(EngineSection, Sampling):
         Refused("engine = stored and group_size > 1", f"{STORED_ROWS}, and a row has one", "write 1"),
         Refused(
             "groups in sampler.needs and group_size = 1",
-            "`{sampler.use}` divides the rollouts of a step among prompts, and there is 1 for each",
+            "`{sampler.use}` divides the rollouts of a step among prompts, and each prompt has only 1",
             "write 2 or more",
         ),
         Refused(

@@ -255,7 +255,7 @@ class GenerateRecipe(ToolUseStage):
     search: Annotated[
         Search | None,
         Refused("search and acts", "a search has no tools and no environment", "remove `search`, or them"),
-        Refused("search and samples > 1", "a search finds one completion a prompt", "leave `samples` out"),
+        Refused("search and samples > 1", "a search finds one completion per prompt", "leave `samples` out"),
         Refused("search and sampling.stop", "`sampling.stop` would end a search's steps", "write `search.ends`"),
         Refused(
             "search and sampling.temperature = 0",
@@ -282,7 +282,7 @@ class GenerateRecipe(ToolUseStage):
         ),
         Refused(
             "tree and not tree in tree.shape.needs and not tree.shape.is_function",
-            "`{tree.shape.use}` grows no tree",
+            "`{tree.shape.use}` samples no tree",
             "write mcts, step_values or episodes",
         ),
         Refused(

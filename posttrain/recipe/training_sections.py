@@ -71,7 +71,7 @@ class Optim(Section):
         Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"],
         Refused(
             "use = muon and model.lora",
-            "Muon makes updates of whole matrices orthogonal, and an adapter trains two factors of each",
+            "Muon orthogonalizes the update of a whole matrix, and an adapter trains two factors of it",
             "write `optim.use: adamw`",
         ),
         Refused(
@@ -91,7 +91,7 @@ class Optim(Section):
         ),
         Refused(
             "use = adamw_8bit|paged_adamw_8bit and model.divided and not model.lora",
-            "8-bit moments have a scale for every 256 numbers of a weight, and a GPU's part may end within them",
+            "8-bit moments have one scale per block of 256 numbers, and a GPU's part may end inside a block",
             "write `optim.use: adamw`",
         ),
     ] = Field(
@@ -169,7 +169,10 @@ class TrainBatch(Section):
     packing: Annotated[
         bool,
         Idle(
-            "micro_size = 1 or size = 1", "with one row a forward pass", "write a larger `batch.micro_size`", note=True
+            "micro_size = 1 or size = 1",
+            "with one row per forward pass",
+            "write a larger `batch.micro_size`",
+            note=True,
         ),
     ] = Field(False, description="concatenate short rows into one sequence (sft)")
 

@@ -203,7 +203,7 @@ def test_what_cannot_stand_beside_a_tree_is_refused(tmp_path: Path, changes: Val
 
 
 def test_a_shape_without_trees_and_unknown_keys_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="`chunks` grows no tree"):
+    with pytest.raises(RecipeError, match="`chunks` samples no tree"):
         recipe_of(tmp_path, {"use": "chunks"})
     with pytest.raises(RecipeError, match="withd"):
         recipe_of(tmp_path, {"use": "step_values", "withd": 2})

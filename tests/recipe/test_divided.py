@@ -26,14 +26,14 @@ BASE: dict[str, Any] = {
         (
             {"parallel": {"tensor": 2}, "lora": {}, "quantize": "nf4"},
             {},
-            "model.parallel: 4-bit weights are packed in one row",
+            "model.parallel: 4-bit weights are packed into one row",
         ),
         (
             {"parallel": {"tensor": 2}, "gradient_checkpointing": "selective"},
             {},
             "model.gradient_checkpointing: keeping attention outputs",
         ),
-        ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments have a scale for every 256"),
+        ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments have one scale per block of 256"),
         ({"parallel": {"context": 2}, "compile": True}, {}, "model.compile: compiled layers are untested with context"),
         ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),
         (

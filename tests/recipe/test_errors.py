@@ -385,4 +385,4 @@ def test_all_that_a_search_cannot_stand_beside_is_told_with_its_line(errors: Err
         """
     )
     assert found.count("r.yaml:6:1  search: ") == 3 and found.count("r.yaml:7:1  tree: ") == 3
-    assert "search: a search finds one completion a prompt\n  hint: leave `samples` out" in found
+    assert "search: a search finds one completion per prompt\n  hint: leave `samples` out" in found

@@ -144,7 +144,7 @@ def test_the_whole_distribution_comes_nearer_to_the_teachers(distill: Make, rows
                 "kl": {"use": "full", "coef": 1.0, "reference": "teacher"},
                 "model": {"path": "tiny", "offload_reference": True},
             },
-            "takes it away",
+            "moves to the host",
         ),
     ],
 )

@@ -515,7 +515,7 @@ def test_a_rank_that_fails_alone_ends_those_that_wait_for_it(train: Train, folde
 
 
 def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train, folder: Path) -> None:
-    """CoPG has one value a group; GAE reads values, and its critic learns. Three ranks, two prompts:
+    """CoPG has one value per group; GAE reads values, and its critic learns. Three ranks, two prompts:
     one rank has nothing to sample, nothing to score and, with whole groups, nothing to train on."""
     plain = {k: v for k, v in RL.items() if k not in ("algorithm", "advantage", "kl", "controllers", "batch")}
     rollout = {"prompts_per_step": 2, "group_size": 5, "max_new_tokens": 8}

@@ -250,7 +250,7 @@ def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
     """It would do nothing."""
     batch, _ = rows()
     objective = Objective.from_preset("copg", select=[{"use": "high_entropy_tokens"}])
-    with pytest.raises(UserError, match="`copg` has one value a group"):
+    with pytest.raises(UserError, match="`copg` has one value per group"):
         objective.compute_advantages(batch.replace(entropy=torch.zeros(4, 2)))
 
 

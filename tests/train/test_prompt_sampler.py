@@ -210,7 +210,7 @@ def _prompt(n: int) -> Any:
     [
         ({"sampler": "xrpo", "rollout": {"group_size": 1}}, "divides the rollouts of a step among prompts"),
         ({"sampler": "pcl", "rollout": {"staleness": 1}}, "hidden states of prompts while its weights may be changing"),
-        ({"sampler": "gdro", "loss": "disco"}, "has one value a group"),
+        ({"sampler": "gdro", "loss": "disco"}, "has one value per group"),
         ({"factors": ["prompt_gdro"]}, "a sampler that bins prompts"),
         ({"keep": "kl_rollback", "kl": {"coef": 0.1}}, "a sampler that sets it"),
         (
