@@ -34,7 +34,7 @@ def prompt_gdro(
     `paper`: the weight is exp(eta clip(S, +-score_clip)), at most max_weight. score_clip was not confirmed.
     """
     assert batch.bins is not None
-    found = selection.weights_of_bins(
+    found = selection.compute_bin_weights(
         batch.bins.tolist(),
         batch.sampler_state.get("scores", {}),
         eta=eta,

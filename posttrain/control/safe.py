@@ -65,7 +65,7 @@ class Safe:
         rewards = [*state["rewards"], reward][-2 * WINDOW :]
         short = 0.9 * state["kl_short"] + 0.1 * kl
         velocity = self._velocity(state, reward)
-        phase = phase_of(rewards)
+        phase = classify_phase(rewards)
         threshold = min(max((self.base + velocity.pop("adjustment")) * FACTORS[phase], 0.1), 0.6)
         above = max(short - threshold, 0.0)
         pressure = max(0.5, self.entropy_floor / (entropy + 0.1))
@@ -91,7 +91,7 @@ class Safe:
         return {"ema": ema, "integral": integral, "error": error, "adjustment": adjustment}
 
 
-def phase_of(rewards: list[float]) -> str:
+def classify_phase(rewards: list[float]) -> str:
     """Return the phase of training from all rewards so far (the last 100 are enough)."""
     if len(rewards) < WINDOW:
         return "WARMUP"

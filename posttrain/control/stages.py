@@ -33,13 +33,13 @@ class Stages:
         return {}
 
     def value(self, state: Mapping[str, Any], step: int) -> float:
-        return self.values[stage_of(step, self.until)]
+        return self.values[find_stage(step, self.until)]
 
     def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
         return dict(state)
 
 
-def stage_of(step: int, until: Sequence[int]) -> int:
+def find_stage(step: int, until: Sequence[int]) -> int:
     """Return the index of the stage that a step belongs to."""
     return sum(step >= end for end in until)
 

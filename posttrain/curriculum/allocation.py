@@ -29,7 +29,7 @@ def priority(count: int, std: float, total: int, *, alpha: float = 0.05, explore
     return half_width(count, std, alpha) - half_width(max(count, 1) + 1, std, alpha), bonus
 
 
-def grant(
+def grant_rollouts(
     counts: Sequence[int],
     stds: Sequence[float],
     *,
@@ -66,7 +66,7 @@ def grant(
     return given
 
 
-def spread_of(rewards: Sequence[float | None]) -> float:
+def reward_std(rewards: Sequence[float | None]) -> float:
     """Compute the standard deviation (ddof 1) of the known rewards; 0 for fewer than two."""
     known = [value for value in rewards if value is not None]
     return stdev(known) if len(known) > 1 else 0.0
@@ -139,7 +139,7 @@ def choose_arms(
     return dict(zip(bins, reached[best][1], strict=True))
 
 
-def updated_arms(
+def update_arm_scores(
     arms: Sequence[int],
     scores: Mapping[str, Sequence[float]],
     chosen: Mapping[str, int],
@@ -184,7 +184,7 @@ def shadow_price(
     return mu + dual_lr * (count_rollouts(counts, chosen) / sum(counts.values()) - mean)
 
 
-def by_variance(rates: Sequence[float], *, budget: int, least: int = 2, most: int = 12) -> list[int]:
+def allocate_by_variance(rates: Sequence[float], *, budget: int, least: int = 2, most: int = 12) -> list[int]:
     """Return rollouts n_i in least..most that sum to `budget` and minimise sum p_i (1-p_i) / n_i; exact.
 
     Greedy: the next rollout goes to the largest v/n - v/(n+1); ties: to the prompt with fewer rollouts, then to the

@@ -63,7 +63,7 @@ def mean_accuracy(results: Mapping[int, tuple[float, float]]) -> float:
     return sum(reached * problems for reached, problems in results.values()) / count if count else 0.0
 
 
-def retirement(
+def check_retirement(
     d_history: Sequence[float],
     acc_history: Sequence[float],
     *,
@@ -79,19 +79,19 @@ def retirement(
     or the least-squares slope of its last history_len difficulties is not positive. With fewer than history_len
     difficulties the slope counts as 1.
     """
-    zero_run = run_length([accuracy == 0 for accuracy in acc_history])
-    max_run = run_length([d >= d_max for d in d_history])
-    slope = slope_of(d_history[-history_len:]) if len(d_history) >= history_len else 1.0
+    zero_run = count_trailing_true([accuracy == 0 for accuracy in acc_history])
+    max_run = count_trailing_true([d >= d_max for d in d_history])
+    slope = fit_slope(d_history[-history_len:]) if len(d_history) >= history_len else 1.0
     retire = zero_run >= zero_limit or max_run >= max_limit or slope <= 0
     return {"retire": retire, "slope": slope, "zero_run": zero_run, "max_run": max_run}
 
 
-def run_length(flags: Sequence[bool]) -> int:
+def count_trailing_true(flags: Sequence[bool]) -> int:
     """Return the length of the run of True at the end of flags."""
     return next((n for n, flag in enumerate(reversed(flags)) if not flag), len(flags))
 
 
-def slope_of(values: Sequence[float]) -> float:
+def fit_slope(values: Sequence[float]) -> float:
     """Compute the least-squares slope of values against 0, 1, 2, ...; 0 for fewer than two."""
     middle, mean = (len(values) - 1) / 2, sum(values) / max(len(values), 1)
     spread = sum((i - middle) ** 2 for i in range(len(values)))
@@ -115,6 +115,6 @@ def environment_weight(
     None).
     """
     recent = d_history[-history_len:]
-    learning = 1.0 if len(recent) < 3 else 1 - math.exp(-max(0.0, slope_of(recent)) / slope_scale)
+    learning = 1.0 if len(recent) < 3 else 1 - math.exp(-max(0.0, fit_slope(recent)) / slope_scale)
     waiting = 1.0 if age is None else min(1.0, age / age_scale)
     return alpha * learning + beta * waiting

@@ -22,7 +22,7 @@ def add_counts(tallies: Mapping[str, Sequence[float]], groups: Sequence[Group]) 
     return found
 
 
-def rate(tallies: Mapping[str, Sequence[float]], uid: str, unseen: float) -> float:
+def estimate_pass_rate(tallies: Mapping[str, Sequence[float]], uid: str, unseen: float) -> float:
     """Return the pass rate of a prompt; `unseen` if none of its rollouts was judged."""
     judged, right = tallies.get(uid, (0, 0))
     return right / judged if judged else unseen
@@ -51,7 +51,7 @@ def learnability(pass_rate: float, beta: float = 1.0) -> tuple[float, float]:
 # --- bins of pass@k (arXiv 2601.19280, kishanpb/verl-gdro) ---
 
 
-def any_right(correct: Sequence[float | None]) -> int:
+def any_correct(correct: Sequence[float | None]) -> int:
     """Return 1 if any rollout of a prompt is correct, else 0."""
     return int(any(value is not None and value > 0.5 for value in correct))
 
@@ -62,7 +62,7 @@ def windowed_mean(indicators: Sequence[int], length: int) -> float:
     return sum(recent) / len(recent) if recent else 0.0
 
 
-def bin_of(
+def assign_bin(
     estimate: float,
     edges: Sequence[float],
     *,
@@ -97,7 +97,7 @@ def ecdf(values: Sequence[float]) -> list[float]:
     return [bisect_right(ordered, value) / len(ordered) for value in values]
 
 
-def middle(values: Sequence[float], low: float = 0.25, high: float = 0.75, min_keep: int = 0) -> list[bool]:
+def select_middle(values: Sequence[float], low: float = 0.25, high: float = 0.75, min_keep: int = 0) -> list[bool]:
     """Return a mask of the values with low <= ecdf <= high. Equal values have the same ecdf, so a large block of ties
     may be excluded whole; if fewer than `min_keep` values pass, ranks replace the ecdf (ties: earlier ones first)."""
     kept = [low - SLACK <= share <= high + SLACK for share in ecdf(values)]

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.curriculum.allocation import (
+    allocate_by_variance,
     arm_probabilities,
     arms_between,
     budget_for,
-    by_variance,
     choose_arms,
     shadow_price,
-    updated_arms,
+    update_arm_scores,
 )
-from posttrain.curriculum.difficulty import add_counts, any_right, bin_of, rate, windowed_mean
+from posttrain.curriculum.difficulty import add_counts, any_correct, assign_bin, estimate_pass_rate, windowed_mean
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.curriculum.selection import averaged_losses
+from posttrain.curriculum.selection import update_bin_losses
 from posttrain.errors import UserError
 from posttrain.registry import register
 
@@ -82,11 +82,11 @@ class Gdro(Sampler):
             if group.bin is not None and group.bin >= 0:
                 bins[group.uid] = group.bin
         for group in groups:
-            pushed = [*history.get(group.uid, []), any_right(group.correct)]
+            pushed = [*history.get(group.uid, []), any_correct(group.correct)]
             history[group.uid] = pushed[-self.history_len :] if self.history_len else pushed
         rows = [(g.bin, g.loss) for g in groups if g.bin is not None and g.loss is not None for _ in g.rewards]
         row_bins, row_losses = [number for number, _ in rows], [loss for _, loss in rows]
-        scores = averaged_losses(
+        scores = update_bin_losses(
             state["scores"],
             row_bins,
             row_losses,
@@ -112,7 +112,7 @@ class Gdro(Sampler):
         return prompts * group_size, self._largest(group_size)
 
     def _bin(self, state: State, uid: str) -> int:
-        return bin_of(
+        return assign_bin(
             windowed_mean(state["history"].get(uid, []), self.history_len),
             self.edges,
             previous=state["bins"].get(uid),
@@ -134,8 +134,8 @@ class Gdro(Sampler):
         budget = budget_for(group_size, counts)
         least, most = self._smallest(pool.group_size), self._largest(pool.group_size)
         if self.allocation == "variance":
-            rates = [rate(state["tallies"], uid, 0.5) for uid in uids]
-            return by_variance(rates, budget=budget, least=least, most=most)
+            rates = [estimate_pass_rate(state["tallies"], uid, 0.5) for uid in uids]
+            return allocate_by_variance(rates, budget=budget, least=least, most=most)
         if self.allocation == "uniform" or not state["arms"]:  # no results yet: the mean for all
             return [group_size] * len(uids)
         arms = arms_between(least, most)
@@ -160,7 +160,7 @@ class Gdro(Sampler):
         scores = {**{name: [0.0] * len(arms) for name in chosen}, **state["arms"]}
         counts = {name: sum(str(group.bin) == name for group in trained) for name in chosen}
         return {
-            "arms": updated_arms(arms, scores, chosen, losses, mu=state["mu"], mean=mean, mode=self.mode),
+            "arms": update_arm_scores(arms, scores, chosen, losses, mu=state["mu"], mean=mean, mode=self.mode),
             "mu": shadow_price(state["mu"], counts, chosen, mean=mean, dual_lr=self.dual_lr),
         }
 

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from posttrain.curriculum.dials import (
     Mode,
+    check_retirement,
     environment_weight,
     mean_accuracy,
     next_difficulty,
     next_stage,
     propose_levels,
-    retirement,
 )
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.curriculum.selection import weighted_draw
+from posttrain.curriculum.selection import draw_weighted
 from posttrain.errors import UserError
 from posttrain.options import Column
 from posttrain.registry import register
@@ -55,11 +55,11 @@ class NextLevel(Sampler):
                 f"threshold {self.threshold}, k {self.k}, window {self.window}, earlier {self.earlier}",
                 allowed="a threshold in (0, 1], whole numbers of 1 or more, a share below 1",
             )
-        levels_of(pool, self.column)
+        group_by_level(pool, self.column)
         return {"stage": 0, "seen": []}
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
-        by_level = levels_of(pool, self.column)
+        by_level = group_by_level(pool, self.column)
         order, stage, draw = sorted(by_level), int(state["stage"]), random.Random(request.seed)
         past = [n for level in order[:stage] for n in by_level[level]]
         count = round(self.earlier * request.prompts) if past else 0
@@ -70,10 +70,10 @@ class NextLevel(Sampler):
         return Plan(prompts, [request.group_size] * len(prompts))
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
-        order = sorted(levels_of(pool, self.column))
+        order = sorted(group_by_level(pool, self.column))
         stage, seen = int(state["stage"]), list(state["seen"])
         rows = [group for group in groups if pool.rows[group.prompt][self.column] == order[stage]]
-        seen = [*seen, *(rate for group in rows if (rate := pass_at(group, self.k)) is not None)]
+        seen = [*seen, *(rate for group in rows if (rate := estimate_pass_at_k(group, self.k)) is not None)]
         if len(seen) < self.window:
             return {"stage": stage, "seen": seen}
         rate = sum(seen[-self.window :]) / self.window
@@ -211,7 +211,7 @@ class Scaler(Sampler):
         ]
         weights = weights if any(weights) else [1.0] * len(names)
         count = min(self.active, request.prompts, len(names))
-        return [names[n] for n in weighted_draw(weights, count, draw.random)]
+        return [names[n] for n in draw_weighted(weights, count, draw.random)]
 
     def _results(
         self, groups: Sequence[Group], pool: Pool, levels: Mapping[str, Mapping[int, list[int]]]
@@ -238,7 +238,7 @@ class Scaler(Sampler):
             entries = history[name]
             stopped = (
                 entries
-                and retirement(
+                and check_retirement(
                     [entry[0] for entry in entries],
                     [entry[1] for entry in entries],
                     history_len=self.history_len,
@@ -254,7 +254,7 @@ class Scaler(Sampler):
         return {**state, "active": active, "history": history, "retired": retired}
 
 
-def levels_of(pool: Pool, column: str) -> dict[int, list[int]]:
+def group_by_level(pool: Pool, column: str) -> dict[int, list[int]]:
     """Return level -> prompts of that level. Raises UserError for a row without a level."""
     found: dict[int, list[int]] = {}
     for number, row in enumerate(pool.rows):
@@ -276,7 +276,7 @@ def draw_new(among: Sequence[int], count: int, taken: Sequence[int], draw: rando
     return found
 
 
-def pass_at(group: Group, k: int) -> float | None:
+def estimate_pass_at_k(group: Group, k: int) -> float | None:
     """Compute the unbiased pass@k of a group's judged rollouts (k at most their number); None if none was judged."""
     known = [value for value in group.correct if value is not None]
     if not known:

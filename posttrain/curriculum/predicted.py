@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.curriculum.selection import nearest_to
+from posttrain.curriculum.selection import select_nearest
 from posttrain.registry import register
 
 
@@ -47,7 +47,7 @@ class Pcl(Sampler):
         if request.step < self.warmup_steps or not request.values:
             places = list(range(min(request.prompts, len(request.stream))))
         else:
-            places = nearest_to(request.values, request.prompts, self.target)
+            places = select_nearest(request.values, request.prompts, self.target)
         prompts = [request.stream[place] for place in places]
         return Plan(prompts, [request.group_size] * len(prompts))
 

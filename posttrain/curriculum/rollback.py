@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from posttrain.curriculum.difficulty import middle
+from posttrain.curriculum.difficulty import select_middle
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.registry import register
 from posttrain.seeds import derive
@@ -126,7 +126,7 @@ class Taco(Sampler):
         now = state["pool"]
         if self.band:
             seen = [n for n in range(len(pool)) if pool.uids[n] in state["rewards"]]
-            stay = middle([state["rewards"][pool.uids[n]] for n in seen], self.low, self.high, self.min_keep)
+            stay = select_middle([state["rewards"][pool.uids[n]] for n in seen], self.low, self.high, self.min_keep)
             now = [n for n, ok in zip(seen, stay, strict=True) if ok] or now
         aside = {numbers[uid] for uid in state["buffer"] if uid in numbers}
         epoch = state["epoch"] + 1

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.curriculum.allocation import grant, spread_of
+from posttrain.curriculum.allocation import grant_rollouts, reward_std
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.curriculum.selection import greedy_failures
+from posttrain.curriculum.selection import find_greedy_failures
 from posttrain.errors import UserError
 from posttrain.registry import register
 
@@ -59,9 +59,9 @@ class Xrpo(Sampler):
         prompts, counts = [g.prompt for g in request.seen], [len(g.rewards) for g in request.seen]
         left = request.group_size * len(prompts) - sum(counts)
         rounds_left = max(self.rounds - request.round, 1)
-        given = grant(
+        given = grant_rollouts(
             counts,
-            [spread_of(group.rewards) for group in request.seen],
+            [reward_std(group.rewards) for group in request.seen],
             budget=-(-left // rounds_left),
             alpha=self.alpha,
             explore=self.explore,
@@ -101,7 +101,7 @@ class SelfCuration(Sampler):
         if not request.seen:
             return Plan(request.stream, [1] * len(request.stream), again=True, measure=True)
         values = [group.correct[0] if self.metric == "correct" else group.rewards[0] for group in request.seen]
-        _, padded = greedy_failures(
+        _, padded = find_greedy_failures(
             values, solved_value=self.solved_value, divisor=self.divisor, at_least=self.at_least
         )
         prompts = [request.seen[n].prompt for n in padded][: request.prompts]
@@ -110,7 +110,7 @@ class SelfCuration(Sampler):
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
         tried = [group for group in groups if group.measured]
         values = [group.correct[0] if self.metric == "correct" else group.rewards[0] for group in tried]
-        kept, _ = greedy_failures(values, solved_value=self.solved_value, at_least=self.at_least)
+        kept, _ = find_greedy_failures(values, solved_value=self.solved_value, at_least=self.at_least)
         return {"tried": len(tried), "solved": len(tried) - len(kept)}
 
     def metrics(self, state: State) -> dict[str, float]:

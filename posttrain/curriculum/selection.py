@@ -52,12 +52,12 @@ def curriculum_stage(
     return Stage(number, allowed, [weight / sum(weights) for weight in weights])
 
 
-def nearest_to(values: Sequence[float], count: int, target: float = 0.5) -> list[int]:
+def select_nearest(values: Sequence[float], count: int, target: float = 0.5) -> list[int]:
     """Return the indices of the `count` values nearest to `target`, nearest first (ties: the first); PCL."""
     return sorted(range(len(values)), key=lambda n: (abs(values[n] - target), n))[:count]
 
 
-def lowest_pass_rates(pool: Sequence[int], rates: Callable[[int], float | None], keep: int) -> list[int]:
+def select_lowest_pass_rates(pool: Sequence[int], rates: Callable[[int], float | None], keep: int) -> list[int]:
     """Return the `keep` prompts of a pool with the lowest pass rate, lowest first (ties: the first); all if the pool is
     smaller (DRIVE, arXiv 2511.06307). Raises DataError if a prompt has no pass rate."""
     found = {prompt: rates(prompt) for prompt in pool}
@@ -73,7 +73,7 @@ def fold_copies(fold_solved: Sequence[float], hard: Sequence[float], copies: int
     return [0 if ok else copies if is_hard else 1 for ok, is_hard in zip(fold_solved, hard, strict=True)]
 
 
-def greedy_failures(
+def find_greedy_failures(
     greedy_rewards: Sequence[float | None], *, solved_value: float = 1.0, divisor: int = 1, at_least: bool = False
 ) -> tuple[list[int], list[int]]:
     """Return (indices whose greedy reward is not `solved_value`, these repeated from the front to a multiple of
@@ -100,7 +100,7 @@ class Split(NamedTuple):
     dropped: list[int]
 
 
-def by_reasoning(
+def split_by_reasoning(
     scores: Sequence[float | None], *, sft_max: float = 2, rl_min: float = 4, middle: Middle = "sft"
 ) -> Split:
     """Split rows by a score of the reasoning they need: <= sft_max for SFT, >= rl_min for RL, in between as `middle`
@@ -116,7 +116,7 @@ def _side(score: float, sft_max: float, rl_min: float, middle: Middle) -> str:
     return "sft" if score <= sft_max else "rl" if score >= rl_min else middle
 
 
-def weighted_draw(weights: Sequence[float], count: int, uniform: Callable[[], float]) -> list[int]:
+def draw_weighted(weights: Sequence[float], count: int, uniform: Callable[[], float]) -> list[int]:
     """Draw `count` indices with probability proportional to the weights, without replacement; once all are drawn, all
     can be drawn again. uniform: returns draws from [0, 1)."""
     able = [n for n, weight in enumerate(weights) if weight > 0]
@@ -137,7 +137,7 @@ class BinWeights(NamedTuple):
     rows: list[float]
 
 
-def weights_of_bins(
+def compute_bin_weights(
     row_bins: Sequence[int],
     scores: Mapping[str, float],
     *,
@@ -179,7 +179,7 @@ def weights_of_bins(
     return BinWeights({str(b): q[b] for b in present}, [min(q[b] / mean_q, max_weight) for b in row_bins])
 
 
-def averaged_losses(
+def update_bin_losses(
     scores: Mapping[str, float],
     row_bins: Sequence[int],
     row_losses: Sequence[float],

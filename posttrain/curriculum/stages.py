@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain import source_locations
-from posttrain.curriculum.difficulty import add_counts, rate
+from posttrain.curriculum.difficulty import add_counts, estimate_pass_rate
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.curriculum.selection import Mode, Stage, curriculum_stage, stage_at, weighted_draw
+from posttrain.curriculum.selection import Mode, Stage, curriculum_stage, draw_weighted, stage_at
 from posttrain.errors import DataError, UserError, count_noun
 from posttrain.options import PartialColumn
 from posttrain.registry import register
@@ -73,7 +73,7 @@ class CurriculumStage(Sampler):
         taken = set(request.taken)
         weights = [0.0 if n in taken else p for n, p in enumerate(stage.probabilities)]
         weights = weights if any(weights) else stage.probabilities
-        prompts = weighted_draw(weights, request.prompts, random.Random(request.seed).random)
+        prompts = draw_weighted(weights, request.prompts, random.Random(request.seed).random)
         return Plan(prompts, [request.group_size] * len(prompts))
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
@@ -94,7 +94,7 @@ class CurriculumStage(Sampler):
 
     def _difficulty(self, state: State, n: int, pool: Pool) -> float:
         if self.column is None:
-            return 1 - rate(state["tallies"], pool.uids[n], 1 - self.unseen)
+            return 1 - estimate_pass_rate(state["tallies"], pool.uids[n], 1 - self.unseen)
         value = pool.rows[n].get(self.column)
         return self.unseen if value is None or value != value else float(value)
 

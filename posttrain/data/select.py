@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.curriculum.selection import by_reasoning, choose_pass_rates, fold_copies, lowest_pass_rates
+from posttrain.curriculum.selection import choose_pass_rates, fold_copies, select_lowest_pass_rates, split_by_reasoning
 from posttrain.data.decontaminate import flag_contaminated
 from posttrain.errors import DataError, count_noun
 from posttrain.path_resolution import find
@@ -98,7 +98,7 @@ def keep_pass_rates(rows: Sequence[Row], rule: PassRate, base_dir: Path) -> list
     band = [rows[n] for n in indices]
     if rule.lowest is None:
         return band
-    chosen = set(lowest_pass_rates(range(len(band)), lambda n: rates[band[n]["uid"]], rule.lowest))
+    chosen = set(select_lowest_pass_rates(range(len(band)), lambda n: rates[band[n]["uid"]], rule.lowest))
     return [row for n, row in enumerate(band) if n in chosen]
 
 
@@ -111,7 +111,7 @@ def keep_reasoning_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
     scores = [row.get(rule.column) for row in rows]
     if strange := [s for s in scores if s is not None and not isinstance(s, int | float)]:
         raise DataError(f"data.select.reasoning: column {rule.column} holds {strange[0]!r:.40}, no number")
-    split = by_reasoning(scores, sft_max=rule.sft_max, rl_min=rule.rl_min, middle=rule.middle)
+    split = split_by_reasoning(scores, sft_max=rule.sft_max, rl_min=rule.rl_min, middle=rule.middle)
     checkable = [n for n in split.rl if rows[n].get("answer") is not None]
     moved = [n for n in split.rl if n not in set(checkable) and rows[n].get("completion") is not None]
     sides = {"sft": sorted([*split.sft, *moved]), "rl": checkable}

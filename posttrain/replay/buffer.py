@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.curriculum.selection import weighted_draw
+from posttrain.curriculum.selection import draw_weighted
 from posttrain.errors import UserError
 from posttrain.registry import register
 from posttrain.replay.protocol import Replay, Request, Row, Stock
@@ -45,7 +45,7 @@ class SelectiveSampleBuffer(Replay):
         empty = sum(abs(row.advantage) <= TAU for row in fresh)
         weights = self._buffer(stored, request)[1]
         count = min(empty, int(self.fraction * len(fresh)), sum(weight > 0 for weight in weights))
-        return sorted(weighted_draw(weights, count, random.Random(request.seed).random))
+        return sorted(draw_weighted(weights, count, random.Random(request.seed).random))
 
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
         kept = self._buffer([*stored, *fresh], request)[0]

@@ -55,12 +55,12 @@ class Compensation(Replay):
 
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
         gone = set(self._full_batch(len(fresh), stored, request))
-        stay = [n for n in self._young(stored, request) if n not in gone]
+        stay = [n for n in self._select_young(stored, request) if n not in gone]
         return Stock(stay, [n for n, row in enumerate(fresh) if abs(row.left_out) > TAU])
 
-    def _young(self, stored: Sequence[Row], request: Request) -> list[int]:
+    def _select_young(self, stored: Sequence[Row], request: Request) -> list[int]:
         return [n for n, row in enumerate(stored) if self.max_age is None or request.age(row) <= self.max_age]
 
     def _full_batch(self, rows: int, stored: Sequence[Row], request: Request) -> list[int]:
-        young, size = self._young(stored, request), self.size or rows
+        young, size = self._select_young(stored, request), self.size or rows
         return young[:size] if len(young) >= size else []

@@ -50,7 +50,7 @@ class Success(Replay):
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
         join = [n for n, row in enumerate(fresh) if row.reward is not None and row.reward > self.success_min]
         stay = [n for n, row in enumerate(stored) if not self._is_too_old(row, request)]
-        gone = oldest([*(stored[n].uid for n in stay), *(fresh[n].uid for n in join)], self.capacity)
+        gone = find_oldest([*(stored[n].uid for n in stay), *(fresh[n].uid for n in join)], self.capacity)
         return Stock(
             [place for n, place in enumerate(stay) if n not in gone],
             [place for n, place in enumerate(join, len(stay)) if n not in gone],
@@ -92,7 +92,7 @@ def has_failed(rewards: Sequence[float | None], *, std_max: float = 0.05, mean_m
     return bool(known) and pstdev(known) < std_max and fmean(known) < mean_max
 
 
-def oldest(uids: Sequence[str], capacity: int) -> set[int]:
+def find_oldest(uids: Sequence[str], capacity: int) -> set[int]:
     """Return the indices of entries that `capacity` later entries of the same uid follow."""
     seen: dict[str, int] = {}
     gone = set()

@@ -134,15 +134,15 @@ async def episodes(
                 node, count = children[0], 1
                 for child in children[1:]:  # turns that end the episode immediately are paths too
                     if tree.over[child]:
-                        rows.append((child, end(tree, child)))
-            rows.append((node, end(tree, node)))
+                        rows.append((child, score_end(tree, child)))
+            rows.append((node, score_end(tree, node)))
     finally:
         for made in tree.worlds:
             made.close()
     return [tree.row(node, score) for node, score in rows]
 
 
-def end(tree: EpisodeTree, node: int) -> float | None:
+def score_end(tree: EpisodeTree, node: int) -> float | None:
     """Return the environment's score of a finished path and add it to the path's nodes; None counts as 0."""
     score = tree.worlds[node].score()
     tree.back_up(node, float(score or 0.0))

@@ -38,7 +38,7 @@ async def serial_exit(
     answer; `answer_only` excludes the copied thought. With group_size n a prompt has n such groups.
     """
     (whole,) = await asked.sample([asked.prompt])
-    thought = tokens_before(whole.written, close, asked.decode)
+    thought = count_tokens_before(whole.written, close, asked.decode)
     cuts = draw_cuts(thought, num_exits, asked.random())
     closing = asked.encode(inducer)
     answers = await asked.sample([(*asked.prompt, *whole.ids[:cut], *closing) for cut in cuts], answer_tokens)
@@ -63,7 +63,7 @@ def draw_cuts(tokens: int, count: int, random: random.Random) -> list[int]:
     return sorted({random.randint(1, tokens) for _ in range(count)}) if tokens else []
 
 
-def tokens_before(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> int:
+def count_tokens_before(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> int:
     """Return the number of tokens that decode to the text before the first `text`; all tokens if it does not occur."""
     found = decode(ids).find(text) if text else -1
     if found < 0:

@@ -105,7 +105,7 @@ async def grow(tree: Tree, node: int, asked: Asked, *, width: int, segment_token
     return children
 
 
-def status_of(grade: Grade, finish: str) -> int:
+def classify_end(grade: Grade, finish: str) -> int:
     """Return 1 = right, -1 = wrong, 0 = unfinished: not judged, or truncated and not right."""
     if grade.correct:
         return 1
@@ -167,7 +167,7 @@ class TreeSearch:
         fresh = [Row(asked.prompt, (one.segment,), one.finish) for one in await asked.sample([asked.prompt] * count)]
         given = [Row(asked.prompt, (Segment("given", tuple(ids)),), "stop") for ids in kept]
         ends = [1] * len(given)
-        ends += [status_of(grade, row.finish) for grade, row in zip(await asked.grade(fresh), fresh, strict=True)]
+        ends += [classify_end(grade, row.finish) for grade, row in zip(await asked.grade(fresh), fresh, strict=True)]
         return [
             replace(row, nodes=(Node(number, float(end or self.unfinished), 1.0),))
             for number, (row, end) in enumerate(zip([*given, *fresh], ends, strict=True), 1)
@@ -219,7 +219,7 @@ class TreeSearch:
             if reached := [child for child in children if tree.ended[child]]:
                 rows = [tree.row(end) for end in reached]
                 grades = await asked.grade(rows)
-                spare |= {n: status_of(g, r.finish) for n, g, r in zip(reached, grades, rows, strict=True)}
+                spare |= {n: classify_end(g, r.finish) for n, g, r in zip(reached, grades, rows, strict=True)}
                 back_up_best(reached)
                 node = self._choose(tree)
             else:

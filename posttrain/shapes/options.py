@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.errors import UserError, count_noun
 from posttrain.registry import register
-from posttrain.shapes.exits import tokens_before
+from posttrain.shapes.exits import count_tokens_before
 from posttrain.shapes.protocol import Asked, Row
 
 SECOND = '\n<second permutation="{permutation}">{answer}</second>'
@@ -46,7 +46,7 @@ async def ask_again(
     permutation = draw_permutation(len(texts), gold, asked.random())
     again = shuffle_options(asked.decode(asked.prompt), texts, permutation)
     (whole,) = await asked.sample([asked.prompt])
-    end = tokens_before(whole.written, close, asked.decode)
+    end = count_tokens_before(whole.written, close, asked.decode)
     second = ""
     if whole.finish == "stop" and end < len(whole.written):
         thought = asked.decode(whole.written[:end])

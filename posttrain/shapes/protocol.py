@@ -140,8 +140,8 @@ class Asked:
         if limits and min(limits) < 1:
             longest = max(map(len, prompts))
             raise ValueError(
-                f"sample: a prompt of {longest} tokens; with what is sampled behind it, it may have {self.window} "
-                "(a key `answer_tokens` of the shape makes it longer)"
+                f"sample: a prompt of {longest} tokens leaves no room for a completion: together they may have "
+                f"{self.window} (a key `answer_tokens` of the shape makes it more)"
             )
         return await self.draw([tuple(prompt) for prompt in prompts], limits, greedy=greedy) if prompts else []
 

@@ -80,7 +80,7 @@ def pick_terminal(status: Sequence[float], nll: Numbers) -> int:
     return min(range(len(status)), key=lambda node: (rank[int(status[node])], nll[node], node))
 
 
-class Backed(NamedTuple):
+class BackedUp(NamedTuple):
     """value, visits: of each node, after backing up the paths."""
 
     value: list[float]
@@ -95,7 +95,7 @@ def back_up(
     paths: Sequence[Sequence[float]],
     *,
     floor: float = 0.1,
-) -> Backed:
+) -> BackedUp:
     """Back up paths [leaf, z] in order; z: 1 right, -1 wrong, 0 or a small number unfinished.
 
     With L = depth of the leaf + 1, each node of the path gets one more visit, and g = max((depth + 1) / L, floor) * z
@@ -112,7 +112,7 @@ def back_up(
             elif z > 0:
                 values[node] = gain
             node = parent[node]
-    return Backed(values, counts)
+    return BackedUp(values, counts)
 
 
 # --- MedS3 (arXiv 2501.12051, pixas/MedSSS) ---

@@ -21,7 +21,7 @@ class Unreadable(ValueError):
     """Raised when the model's text is not a valid value; the message is shown to the model."""
 
 
-def json_at(text: str, at: int) -> tuple[Any, int]:
+def parse_json_at(text: str, at: int) -> tuple[Any, int]:
     """Parse the JSON value at `at`, after whitespace; returns (value, end position). Raises Unreadable."""
     while at < len(text) and text[at].isspace():
         at += 1
@@ -50,15 +50,15 @@ def check_json_value(value: Any) -> Any:
     return value
 
 
-def json_alone(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Parse a text that is one JSON value, apart from whitespace. Raises Unreadable."""
-    value, end = json_at(text, 0)
+    value, end = parse_json_at(text, 0)
     if text[end:].strip():
-        raise Unreadable("text behind it")
+        raise Unreadable("text after it")
     return value
 
 
-def call_of(value: Any) -> Call:
+def parse_call_object(value: Any) -> Call:
     """Convert a JSON object with `name` and `arguments` or `parameters`, possibly within `function`, to a call."""
     if not isinstance(value, dict):
         return Call(problem="expected a JSON object with `name` and `arguments`")
@@ -74,7 +74,7 @@ def make_call(name: str, arguments: Any) -> Call:
     """Build the call of a tool from arguments given as an object, or as JSON text of an object."""
     if isinstance(arguments, str):
         try:
-            arguments = json_alone(arguments)
+            arguments = parse_json(arguments)
         except Unreadable:
             return Call(name, problem="`arguments` is text and no JSON")
     if not isinstance(arguments, dict):

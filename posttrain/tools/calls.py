@@ -20,7 +20,7 @@ from posttrain.errors import ToolError
 from posttrain.images import Image
 from posttrain.tools.call import Call
 from posttrain.tools.load import LoadedTool
-from posttrain.tools.worker import ERROR_CHARS, MARK, read_images
+from posttrain.tools.worker import ERROR_CHARS, ERROR_PREFIX, read_images
 from posttrain.verify import pool
 from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.worker import Call as Work
@@ -102,7 +102,7 @@ class Caller:
 
     def _submit(self, call: Call, images: Sequence[Image], taken: list[pool.Pool]) -> Future[ToolCall]:
         """Queue a call. taken: holds the worker's pool while the pool runs the call, so that it can be killed."""
-        problem = self._problem(call)
+        problem = self._find_problem(call)
         if problem is None:
             return self._threads.submit(self._run_call, call, images, taken)
         answered: Future[ToolCall] = Future()
@@ -121,7 +121,7 @@ class Caller:
                 taken.clear()
                 one.abandoned = False
             self._free.append(one)
-        text, kind = self._answer(result, tool)
+        text, kind = self._format_result(result, tool)
         text, shown = read_images(text)
         if shown and not tool.shows:
             raise ToolError(
@@ -130,7 +130,7 @@ class Caller:
             )
         return ToolCall(call.name, dict(call.arguments), text, kind, seconds=result.seconds, images=shown)
 
-    def _problem(self, call: Call) -> tuple[str, CallKind] | None:
+    def _find_problem(self, call: Call) -> tuple[str, CallKind] | None:
         if call.problem:
             return f"error: the call cannot be read: {call.problem}", "malformed"
         tool = self.tools.get(call.name)
@@ -142,11 +142,11 @@ class Caller:
             return f"error: {tool.name} has no argument `{extra[0][:50]}`: {', '.join(tool.arguments)}", "malformed"
         return None
 
-    def _answer(self, result: Result, tool: LoadedTool) -> tuple[str, CallKind]:
+    def _format_result(self, result: Result, tool: LoadedTool) -> tuple[str, CallKind]:
         if result.kind == "timeout":
             return f"error: {tool.name} took longer than {tool.timeout_s:g} s", "timeout"
         if result.kind != "value":
             last = str(result.value).strip().splitlines()
             return f"error: {last[-1][:ERROR_CHARS] if last else 'the tool failed'}", "error"
         text = str(result.value).encode(errors="replace").decode()  # a tokenizer does not accept lone surrogates
-        return (f"error: {text.removeprefix(MARK)}", "error") if text.startswith(MARK) else (text, "ok")
+        return (f"error: {text.removeprefix(ERROR_PREFIX)}", "error") if text.startswith(ERROR_PREFIX) else (text, "ok")

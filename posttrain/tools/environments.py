@@ -28,7 +28,7 @@ from posttrain.tools.formats import Format, parse_calls
 from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 T = TypeVar("T")
-MOST_STATES = 4096  # cache size of action returns, in states; larger than the number of prompts of a step
+MAX_CACHED_STATES = 4096  # cache size of action returns, in states; larger than the number of prompts of a step
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Episode(Protocol):
 
 
 class World(Protocol):
-    """What all rollouts of a run act in, each in an episode of its own. Coroutines run in one event loop."""
+    """Tools or environments of a run; each rollout acts in an episode of its own. Coroutines run in one event loop."""
 
     def episode(self, number: int) -> Episode:
         """Create the episode of the rollout with this number in its step."""
@@ -244,7 +244,7 @@ class Play:
         async with self.world.measuring.setdefault(self.uid, asyncio.Lock()):
             if self.uid not in known:
                 known[self.uid] = await self._play(lambda: action_returns(self.environment, self.uid, **asked.how))
-        while len(known) > MOST_STATES:
+        while len(known) > MAX_CACHED_STATES:
             oldest = next(iter(known))
             del known[oldest], self.world.measuring[oldest]
         return known.get(self.uid, {})
@@ -294,7 +294,7 @@ class Play:
             value = await self.world.run(self.environment.score, self.world.timeout_s)
         except Exception:
             return None
-        return _number(value, "score")
+        return _check_number(value, "score")
 
     async def close(self) -> None:
         """Close the environment, once, even while a late step still runs. Exceptions are ignored."""
@@ -306,7 +306,7 @@ class Play:
                 await self.world.run(environment.close, self.world.timeout_s)
 
 
-def _number(value: Any, what: str) -> float | None:
+def _check_number(value: Any, what: str) -> float | None:
     """Return a finite number, or None. Raises ToolError for anything else, which would corrupt the advantages."""
     try:
         number = None if value is None else float(value)
@@ -334,7 +334,7 @@ def _parse_step(value: Any, max_pixels: int) -> Reply:
     if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[1], bool):
         raise ToolError(f"an environment's step returned {value!r:.80}", allowed="(observation, done[, reward])")
     observation, done, *rest = value
-    reward = _number(rest[0], "step") if rest else None
+    reward = _check_number(rest[0], "step") if rest else None
     if done:
         return Reply(reward=reward, ended="done")
     if isinstance(observation, str):

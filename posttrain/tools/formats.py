@@ -34,7 +34,7 @@ class _Form:
     texts: bool = False
 
 
-_WHOLE = r"(?:\A|(?<=</think>))\s*"  # start of the turn, after its thought
+_TURN_START = r"(?:\A|(?<=</think>))\s*"  # start of the turn, after its thought
 FORMATS: dict[Format, _Form] = {
     "json": _Form(
         "<tool_call>",
@@ -48,12 +48,12 @@ FORMATS: dict[Format, _Form] = {
         texts=True,
     ),
     "llama3": _Form(
-        rf"<\|python_tag\|>|{_WHOLE}(?:```(?:json)?\s*)?(?=\[?\s*\{{\s*\"(?:name|type|function)\"\s*:)",
+        rf"<\|python_tag\|>|{_TURN_START}(?:```(?:json)?\s*)?(?=\[?\s*\{{\s*\"(?:name|type|function)\"\s*:)",
         json_calls.read_objects,
         '{"name": NAME, "parameters": {KEY: VALUE}}',
     ),
     "pythonic": _Form(
-        rf"<\|tool_call_start\|>|<\|python_start\|>|{_WHOLE}(?=\[\s*[A-Za-z_][\w.]*\()",
+        rf"<\|tool_call_start\|>|<\|python_start\|>|{_TURN_START}(?=\[\s*[A-Za-z_][\w.]*\()",
         literal_calls.read_pythonic,
         "[NAME(KEY=VALUE)]",
     ),
@@ -130,7 +130,7 @@ _ARGUMENTS = {"x8key": "x8value", "x8count": 3}
 _PROPERTIES = {"x8key": {"type": "string"}, "x8count": {"type": "integer"}}
 _SCHEMA = {"x8name": {"function": {"parameters": {"properties": _PROPERTIES}}}}
 _LAST_MARK = re.compile(r"(?:<\|[^<>]*\|>|<[^<>\s]*>|\[/?[A-Z_]+\])\s*\Z")
-_MARKS = 4  # maximum special tokens after a call: the end of its turn, and what some templates open next
+_MAX_MARKS = 4  # maximum special tokens after a call: the end of its turn, and what some templates open next
 
 
 def detect_format(tokenizer: Any) -> Format:
@@ -143,7 +143,7 @@ def detect_format(tokenizer: Any) -> Format:
     if text is None:
         return "json"
     cuts = [text]
-    for _ in range(_MARKS):
+    for _ in range(_MAX_MARKS):
         cuts.append(_LAST_MARK.sub("", cuts[-1]).rstrip())
     for right in (_is_right, _is_named):  # the second is for templates that leave arguments out
         for cut in cuts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.tools.call import Call, Unreadable, call_of, json_at, make_call
+from posttrain.tools.call import Call, Unreadable, make_call, parse_call_object, parse_json_at
 
 Found = tuple[list[Call], int]
 
@@ -21,41 +21,41 @@ def read_tagged_json(match: re.Match[str]) -> Found:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     text = match.string
     try:
-        value, end = json_at(text, match.end())
+        value, end = parse_json_at(text, match.end())
     except Unreadable as error:
         return _unreadable_call(text, match.end(), f"no JSON: {error}", "</tool_call>", ("<tool_call>", "</think>"))
-    behind = _after_blanks(text, end)
-    if text.startswith("</tool_call>", behind):
-        return [call_of(value)], behind + len("</tool_call>")
-    return _unreadable_call(text, end, "no JSON: text behind it", "</tool_call>", ("<tool_call>", "</think>"))
+    at = _skip_whitespace(text, end)
+    if text.startswith("</tool_call>", at):
+        return [parse_call_object(value)], at + len("</tool_call>")
+    return _unreadable_call(text, end, "no JSON: text after it", "</tool_call>", ("<tool_call>", "</think>"))
 
 
 def read_objects(match: re.Match[str]) -> Found:
     """Parse JSON objects, or a list of them, up to the end of the text, separated by `;`, `,` or whitespace."""
     text = match.string
     calls: list[Call] = []
-    at = _after_blanks(text, match.end())
+    at = _skip_whitespace(text, match.end())
     while at < len(text):
         try:
-            value, end = json_at(text, at)
+            value, end = parse_json_at(text, at)
         except Unreadable as error:
             return [*calls, Call(problem=f"no JSON: {error}")], len(text)
-        calls += list(map(call_of, value if isinstance(value, list) else [value]))
+        calls += list(map(parse_call_object, value if isinstance(value, list) else [value]))
         at = re.compile(r"\s*[;,]?\s*(?:```)?\s*").match(text, end).end()  # type: ignore[union-attr]
     return calls or [Call(problem="the call is empty")], len(text)
 
 
 def read_mistral(match: re.Match[str]) -> Found:
     """Parse, after `[TOOL_CALLS]`, a list of objects, or `NAME[ARGS]{...}` with an optional `[CALL_ID]ID` before."""
-    text, at = match.string, _after_blanks(match.string, match.end())
+    text, at = match.string, _skip_whitespace(match.string, match.end())
     head = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\s\[{]*\s*)?(?:\[ARGS\])?").match(text, at)
     try:
-        value, end = json_at(text, head.end() if head else at)
+        value, end = parse_json_at(text, head.end() if head else at)
     except Unreadable as error:
         return _unreadable_call(text, at, f"no JSON: {error}", None, ("[TOOL_CALLS]", "</think>"))
     if head:
         return [make_call(head[1], value)], end
-    return list(map(call_of, value if isinstance(value, list) else [value])), end
+    return list(map(parse_call_object, value if isinstance(value, list) else [value])), end
 
 
 def read_deepseek(match: re.Match[str]) -> Found:
@@ -67,13 +67,13 @@ def read_deepseek(match: re.Match[str]) -> Found:
     if head is None:
         return _unreadable_call(text, match.end(), "expected function<｜tool▁sep｜>NAME", close, (match[0], "</think>"))
     try:
-        value, end = json_at(text, head.end())
+        value, end = parse_json_at(text, head.end())
     except Unreadable as error:
         return _unreadable_call(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
-    end = fence.end() if (fence := _FENCE.match(text, end)) else _after_blanks(text, end)
+    end = fence.end() if (fence := _FENCE.match(text, end)) else _skip_whitespace(text, end)
     if text.startswith(close, end):
         return [make_call(head["old"] or head["new"], value)], end + len(close)
-    return _unreadable_call(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
+    return _unreadable_call(text, end, "no JSON: text after it", close, (match[0], "</think>"))
 
 
 def read_kimi(match: re.Match[str]) -> Found:
@@ -85,13 +85,13 @@ def read_kimi(match: re.Match[str]) -> Found:
     if head is None:
         return _unreadable_call(text, match.end(), "expected functions.NAME:0", close, (match[0], "</think>"))
     try:
-        value, end = json_at(text, head.end())
+        value, end = parse_json_at(text, head.end())
     except Unreadable as error:
         return _unreadable_call(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
-    end = _after_blanks(text, end)
+    end = _skip_whitespace(text, end)
     if text.startswith(close, end):
         return [make_call(head[1], value)], end + len(close)
-    return _unreadable_call(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
+    return _unreadable_call(text, end, "no JSON: text after it", close, (match[0], "</think>"))
 
 
 def read_harmony(match: re.Match[str]) -> Found:
@@ -100,16 +100,16 @@ def read_harmony(match: re.Match[str]) -> Found:
     name = match["name"].removeprefix("functions.")
     value: Any
     try:
-        value, end = json_at(text, match.end())
+        value, end = parse_json_at(text, match.end())
     except Unreadable as error:
         return _unreadable_call(text, match.end(), f"no JSON: {error}", "<|call|>", ("<|start|>", "<|end|>"))
-    end = _after_blanks(text, end)
+    end = _skip_whitespace(text, end)
     if end == len(text) or text.startswith(("<|call|>", "<|end|>", "<|return|>", "<|start|>"), end):
         return [make_call(name, value)], end
-    return _unreadable_call(text, end, "no JSON: text behind it", "<|call|>", ("<|start|>", "<|end|>"))
+    return _unreadable_call(text, end, "no JSON: text after it", "<|call|>", ("<|start|>", "<|end|>"))
 
 
-def _after_blanks(text: str, at: int) -> int:
+def _skip_whitespace(text: str, at: int) -> int:
     found = _BLANK.match(text, at)
     return found.end() if found else at
 

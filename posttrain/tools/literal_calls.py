@@ -11,7 +11,7 @@ from posttrain.tools.json_calls import Found
 
 _CLOSES = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 _NAMES = {"true": True, "false": False, "null": None, "none": None}
-_TRIES = 20  # maximum end marks tried as the end of a call, because arguments may contain them
+_MAX_END_MARKS = 20  # maximum end marks tried as the end of a call, because arguments may contain them
 
 
 def read_pythonic(match: re.Match[str]) -> Found:
@@ -19,56 +19,59 @@ def read_pythonic(match: re.Match[str]) -> Found:
     text, close = match.string, _CLOSES.get(match[0].strip())
     if close is None:
         end = text.rfind("]") + 1
-        behind = text[end:].strip()
-        return (_pythonic(text[match.end() : end]) if not behind else [Call(problem="text behind the call")]), len(text)
+        if text[end:].strip():
+            return [Call(problem="text after the call")], len(text)
+        return _parse_pythonic(text[match.end() : end]), len(text)
     ends: list[int] = []
     at = match.end()
-    while len(ends) < _TRIES and (found := text.find(close, at)) >= 0:
+    while len(ends) < _MAX_END_MARKS and (found := text.find(close, at)) >= 0:
         ends.append(found)
         at = found + len(close)
     if not ends:
         return [Call(problem=f"the call has no {close}")], len(text)
     for end in ends:
-        calls = _pythonic(text[match.end() : end])
+        calls = _parse_pythonic(text[match.end() : end])
         if not any(call.problem for call in calls):
             return calls, end + len(close)
-    return _pythonic(text[match.end() : ends[0]]), ends[0] + len(close)
+    return _parse_pythonic(text[match.end() : ends[0]]), ends[0] + len(close)
 
 
-def _pythonic(text: str) -> list[Call]:
+def _parse_pythonic(text: str) -> list[Call]:
     form = "expected [NAME(key=value)]"
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _read_unescaped(text.strip()) or [Call(problem=form)]
-    return [_code(node) for node in body.elts] if isinstance(body, ast.List) else [Call(problem=form)]
+    return [_parse_call_node(node) for node in body.elts] if isinstance(body, ast.List) else [Call(problem=form)]
 
 
-def _code(node: ast.expr) -> Call:
+def _parse_call_node(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         return Call(problem="expected [NAME(key=value)]")
     name = ast.unparse(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return Call(name, problem="arguments need names: NAME(key=value)")
     try:
-        return Call(name, check_json_value({str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}))
+        return Call(
+            name, check_json_value({str(keyword.arg): _parse_literal(keyword.value) for keyword in node.keywords})
+        )
     except Unreadable as error:
         return Call(name, problem=str(error))
     except RecursionError:
         return Call(name, problem="nested too deeply")
 
 
-def _literal(node: ast.expr) -> Any:
+def _parse_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(one) for one in node.elts]
+        return [_parse_literal(one) for one in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        return {str(key.value): _literal(one) for key, one in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+        return {str(key.value): _parse_literal(one) for key, one in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _literal(node.operand)
+        value = _parse_literal(node.operand)
         if isinstance(value, int | float):
             return -value
     raise Unreadable("an argument is no value, list or dict")
@@ -87,7 +90,7 @@ def _read_unescaped(text: str) -> list[Call]:
         body = ast.parse(fixed, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return [_code(node) for node in body.elts] if isinstance(body, ast.List) else []
+    return [_parse_call_node(node) for node in body.elts] if isinstance(body, ast.List) else []
 
 
 _QUOTE = '<|"|>'
@@ -101,7 +104,7 @@ def read_gemma(match: re.Match[str]) -> Found:
     """Parse `<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
     text, close = match.string, "<tool_call|>"
     try:
-        arguments, end = _gemma_object(text, match.end(), 0)
+        arguments, end = _parse_gemma_object(text, match.end(), 0)
         if not text.startswith(close, end):
             raise Unreadable(f"the call has no {close}")
         return [Call(match["name"], check_json_value(arguments))], end + len(close)
@@ -110,7 +113,7 @@ def read_gemma(match: re.Match[str]) -> Found:
         return [Call(problem=str(error))], len(text) if end < 0 else end + len(close)
 
 
-def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
+def _parse_gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if depth > DEPTH:
         raise Unreadable("nested too deeply")
     if text.startswith(_QUOTE, at):
@@ -119,13 +122,13 @@ def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
             raise Unreadable("a text has no end")
         return text[at + len(_QUOTE) : end], end + len(_QUOTE)
     if text.startswith("{", at):
-        return _gemma_object(text, at + 1, depth)
+        return _parse_gemma_object(text, at + 1, depth)
     if text.startswith("[", at):
         found, at = [], at + 1
         while not text.startswith("]", at):
-            one, at = _gemma_value(text, at, depth + 1)
+            one, at = _parse_gemma_value(text, at, depth + 1)
             found.append(one)
-            at = _past_comma(text, at, "]")
+            at = _skip_comma(text, at, "]")
         return found, at + 1
     plain = _PLAIN.match(text, at)
     if plain is None:
@@ -141,12 +144,12 @@ def _number(word: str) -> float | int:
         raise Unreadable("a number of too many digits") from None
 
 
-def _gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+def _parse_gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     """Parse an object after its `{`; returns the object and the position after it."""
     found: dict[str, Any] = {}
     while not text.startswith("}", at):
         if text.startswith(_QUOTE, at):  # keys of nested objects may be quoted
-            name, at = _gemma_value(text, at, depth)
+            name, at = _parse_gemma_value(text, at, depth)
             if not text.startswith(":", at):
                 raise Unreadable("a key has no value")
             at += 1
@@ -155,12 +158,12 @@ def _gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
             if key is None:
                 raise Unreadable("expected key:value")
             name, at = key[1], key.end()
-        found[name], at = _gemma_value(text, at, depth + 1)
-        at = _past_comma(text, at, "}")
+        found[name], at = _parse_gemma_value(text, at, depth + 1)
+        at = _skip_comma(text, at, "}")
     return found, at + 1
 
 
-def _past_comma(text: str, at: int, close: str) -> int:
+def _skip_comma(text: str, at: int, close: str) -> int:
     if text.startswith(",", at):
         return at + 1
     if text.startswith(close, at):

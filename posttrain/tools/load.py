@@ -63,13 +63,13 @@ def duplicate_name_error(name: str) -> ToolError:
 def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
     """Load the tool of a recipe section."""
     if section.command:
-        return _command(section)
+        return _load_command(section)
     target = locate(str(section.use), base_dir)
     function = load_function(target, base_dir, what="tool", error=ToolError)
     _check_kind(function, target)
     name = section.name or target.rpartition(":")[2]
-    params = _params(function, name, section.params, base_dir)
-    _own_check(target, params)
+    params = _resolve_params(function, name, section.params, base_dir)
+    _run_script_check(target, params)
     schema = build_schema(function, name, params)
     sees = IMAGES in _keyword_only(function) and IMAGES not in params
     limits = (section.timeout_s, section.max_chars, section.max_pixels)
@@ -95,7 +95,9 @@ def locate(use: str, base_dir: Path | None) -> str:
     return f"{find(left, base_dir, 'tool script', ToolError)}:{name}" if left.endswith(".py") else use
 
 
-def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
+def _resolve_params(
+    function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None
+) -> dict[str, Any]:
     """Check the recipe's arguments, which must be keyword-only, and resolve Path arguments relative to the recipe."""
     own = _keyword_only(function)
     for key in given:
@@ -143,7 +145,7 @@ def _check_kind(function: Any, target: str) -> None:
         raise ToolError(f"tool {target} is a generator: it has `yield`", hint="return the whole answer instead")
 
 
-def _own_check(target: str, params: Mapping[str, Any]) -> None:
+def _run_script_check(target: str, params: Mapping[str, Any]) -> None:
     """Run the script's own check, `CHECK(name, params) -> sentences`; raises ToolError if it reports problems."""
     file, _, name = target.rpartition(":")
     check = getattr(load_module(Path(file)), "CHECK", None) if file.endswith(".py") else None
@@ -159,7 +161,7 @@ def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) 
             raise ToolError(f"{what}: parameter `{key}`: {why}, got {shown_value(value)}")
 
 
-def _command(section: Tool) -> LoadedTool:
+def _load_command(section: Tool) -> LoadedTool:
     """Make a tool from a shell command, which reads its single text argument `input` from standard input."""
     words = shlex.split(str(section.command))
     if not words or shutil.which(words[0]) is None:

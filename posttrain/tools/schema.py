@@ -38,7 +38,7 @@ def build_schema(function: Callable[..., Any], name: str, fixed: typing.Collecti
         if argument.name not in hints:
             hint = f"write `{argument.name}: str`, or another type"
             raise ToolError(f"tool {name}: argument `{argument.name}` has no type", hint=hint)
-        properties[argument.name] = _type(hints[argument.name], name, argument.name)
+        properties[argument.name] = _json_type(hints[argument.name], name, argument.name)
         if argument.name in described:
             properties[argument.name]["description"] = described[argument.name]
         if argument.default is not inspect.Parameter.empty:
@@ -49,7 +49,7 @@ def build_schema(function: Callable[..., Any], name: str, fixed: typing.Collecti
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
 
 
-def _type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
+def _json_type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
     from pydantic import PydanticUserError, TypeAdapter
 
     try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.tools.call import Call, Unreadable, json_alone
+from posttrain.tools.call import Call, Unreadable, parse_json
 from posttrain.tools.json_calls import Found
 
 _Span = tuple[int, int]
@@ -31,23 +31,23 @@ class Tags:
     lines: bool = False
     wrapped: str = ""
 
-    def value_end(self, text: str, start: int) -> tuple[int, int]:
+    def find_value_end(self, text: str, start: int) -> tuple[int, int]:
         """Return (end of the value that starts at `start`, where parsing continues); (-1, -1) if it has no end."""
         if self.lines and text.startswith("\n", start):  # then the closing tag starts a line, and inline tags are text
-            closed, _, _ = self._ends(text, start, "(?<=\n)")
+            closed, _, _ = self._find_end(text, start, "(?<=\n)")
             if closed:
                 return closed
-        closed, first, end = self._ends(text, start, "")
+        closed, first, end = self._find_end(text, start, "")
         return closed or first or (end, end)
 
-    def _ends(self, text: str, start: int, before: str) -> tuple[_Span | None, _Span | None, int]:
+    def _find_end(self, text: str, start: int, before: str) -> tuple[_Span | None, _Span | None, int]:
         """Find the end of a value: returns (its matching closing tag, or None; a fallback: the next argument or the
         first plausible closing tag; the end of the call). before: lookbehind that a tag must satisfy."""
         follows = re.compile(rf"\s*(?:{self.parameter}|{self.end_call})", re.DOTALL)
         last = rf"{self.end_call}\s*{self.wrapped}\s*(?=\Z|<\||{self.call})"
         marks = re.compile(
-            rf"{before}(?:(?P<opens>{_bare(self.parameter)})|(?P<closes>{self.end_value}))"
-            rf"|(?P<ends>{_bare(last)})|(?P<begins>{_bare(self.call)})",
+            rf"{before}(?:(?P<opens>{_drop_group_names(self.parameter)})|(?P<closes>{self.end_value}))"
+            rf"|(?P<ends>{_drop_group_names(last)})|(?P<begins>{_drop_group_names(self.call)})",
             re.DOTALL,
         )
         opened = calls = 0
@@ -91,7 +91,7 @@ class Tags:
             found = parameter.match(text, at)
             if found is None:
                 return self._unreadable_call(text, at, f"expected {self.form}")
-            stop, at = self.value_end(text, found.end())
+            stop, at = self.find_value_end(text, found.end())
             if stop < 0:
                 return self._unreadable_call(text, found.end(), f"the argument `{found['key'][:50]}` has no end")
             value = text[found.end() : stop]
@@ -107,14 +107,14 @@ class Tags:
     def _unreadable_call(self, text: str, at: int, problem: str) -> Found:
         """Return an unreadable call, and the position after its end or before the next call."""
         close = self.wrapped or self.end_call
-        found = re.compile(rf"(?P<close>{close})|(?={_bare(self.call)}|</think>)").search(text, at)
+        found = re.compile(rf"(?P<close>{close})|(?={_drop_group_names(self.call)}|</think>)").search(text, at)
         if found and found["close"]:
             return [Call(problem=problem)], found.end()
         shown = close.replace("(?:[\\w-]+:)?", "")
         return [Call(problem=f"the call has no {shown}")], found.end() if found else len(text)
 
 
-def _bare(pattern: str) -> str:
+def _drop_group_names(pattern: str) -> str:
     """Return the pattern without group names, so that patterns can be combined."""
     return re.sub(r"\?P<\w+>", "?:", pattern)
 
@@ -153,22 +153,22 @@ def apply_schema_types(call: Call, properties: Mapping[str, Any]) -> Call:
 def _value(value: Any, schema: Mapping[str, Any] | None) -> Any:
     if not isinstance(value, str) or schema is None:
         return value
-    kinds = _kinds(schema)
+    kinds = _allowed_types(schema)
     if "null" in kinds and value.strip() in ("null", "None"):
         return None
     if "string" in kinds:
         return value
     plain = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
     try:
-        return json_alone(plain)
+        return parse_json(plain)
     except Unreadable:
         return value
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
+def _allowed_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema allows; an empty set allows all."""
     kinds = schema.get("type")
     found = {kinds} if isinstance(kinds, str) else set(kinds or ())
     for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _kinds(one)
+        found |= _allowed_types(one)
     return found

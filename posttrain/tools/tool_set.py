@@ -89,14 +89,14 @@ def load_tool_set(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -
         system=explain_tools(schemas, form) if silent else None,
         shown=shown,
         given_system=recipe.data.system,  # type: ignore[attr-defined]  # every stage that acts has data
-        simulations=_simulations(recipe),
+        simulations=_load_simulations(recipe),
         limits=recipe.data.image,  # type: ignore[attr-defined]
         max_pixels=MAX_PIXELS if section is None else section.max_pixels,
         shows=any(tool.shows for tool in tools) if made is None else may_return_images(made.step),
     )
 
 
-def _simulations(recipe: ToolUseStage) -> Simulations | None:
+def _load_simulations(recipe: ToolUseStage) -> Simulations | None:
     """Return the simulation settings, with the discount of the advantage that reads them; evaluations have none."""
     section, advantage = recipe.environment, getattr(recipe, "advantage", None)
     if section is None or not section.simulations or advantage is None:

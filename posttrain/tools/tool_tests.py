@@ -94,7 +94,7 @@ def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]
     arguments: those of a correct call; missing ones are generated from the schema.
     """
     properties = tool.schema["function"]["parameters"]["properties"]
-    arguments = {**{name: _some(properties[name]) for name in tool.required}, **arguments}
+    arguments = {**{name: _example_value(properties[name]) for name in tool.required}, **arguments}
     calls: list[tuple[str, dict[str, Any]]] = []
     if tool.required:
         left = {name: value for name, value in arguments.items() if name != tool.required[0]}
@@ -107,7 +107,7 @@ def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]
     return run_calls(tool, calls)
 
 
-def _some(about: Mapping[str, Any]) -> Any:
+def _example_value(about: Mapping[str, Any]) -> Any:
     """Return a value of the schema's type."""
     return {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}.get(str(about.get("type")), "text")
 

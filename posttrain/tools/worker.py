@@ -14,8 +14,8 @@ from typing import Any
 from posttrain.images import Image, join_parts, split_pictures
 from posttrain.registry import load_function
 
-MARK = "\x00error:"  # prefix of the text of a tool's exception
-SHOWN = "\x00images:"  # prefix of a JSON list: a result's text and its images
+ERROR_PREFIX = "\x00error:"  # prefix of the text of a tool's exception
+IMAGES_PREFIX = "\x00images:"  # prefix of a JSON list: a result's text and its images
 ERROR_CHARS = 300
 
 
@@ -35,10 +35,10 @@ def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int, 
             for part in split_pictures(value, max_pixels)
         ]
     except Exception as error:
-        return MARK + f"{type(error).__name__}: {error}"[:ERROR_CHARS]
+        return ERROR_PREFIX + f"{type(error).__name__}: {error}"[:ERROR_CHARS]
     shown = _shorten(parts, max_chars)
     text, images = join_parts(shown) if len(parts) > 1 or isinstance(parts[0], Image) else (str(shown[0]), ())
-    return SHOWN + json.dumps([text, [image.source for image in images]]) if images else text
+    return IMAGES_PREFIX + json.dumps([text, [image.source for image in images]]) if images else text
 
 
 def _shorten(parts: Sequence[str | Image], max_chars: int) -> list[str | Image]:
@@ -56,9 +56,9 @@ def _shorten(parts: Sequence[str | Image], max_chars: int) -> list[str | Image]:
 
 def read_images(text: str) -> tuple[str, tuple[Image, ...]]:
     """Split a tool's result into the text for the model, with PLACE for each image, and the images."""
-    if not text.startswith(SHOWN):
+    if not text.startswith(IMAGES_PREFIX):
         return text, ()
-    shown, sources = json.loads(text.removeprefix(SHOWN))
+    shown, sources = json.loads(text.removeprefix(IMAGES_PREFIX))
     return shown, tuple(map(Image, sources))
 
 
@@ -90,13 +90,13 @@ def convert_arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any]
     found = {}
     for name, value in given.items():
         try:
-            found[name] = _as_type(TypeAdapter(hints[name]), value) if name in hints else value
+            found[name] = _convert(TypeAdapter(hints[name]), value) if name in hints else value
         except ValidationError as error:
             raise ValueError(f"argument `{name}`: {error.errors(include_url=False)[0]['msg']}") from None
     return found
 
 
-def _as_type(adapter: Any, value: Any) -> Any:
+def _convert(adapter: Any, value: Any) -> Any:
     """Validate a value against a type; a string that does not fit is tried as JSON."""
     from pydantic import ValidationError
 

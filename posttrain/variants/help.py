@@ -12,7 +12,7 @@ from posttrain.batch import Variant
 from posttrain.options import TextColumn
 from posttrain.registry import register
 from posttrain.variants.plan import Asked, Outcome
-from posttrain.variants.solutions import before_answer
+from posttrain.variants.solutions import cut_before_answer
 
 WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a symbol such as `+`
 HINT = "{prompt}\n\nHint: {hint}"
@@ -94,7 +94,7 @@ def hint_in_context(
     """
     if len(asked.rounds) == 1:
         text = str(asked.row.get(hint) or "").strip()
-        text = before_answer(text, asked.row.get("answer")) if spare_answer else text
+        text = cut_before_answer(text, asked.row.get("answer")) if spare_answer else text
         mean = asked.rounds[0].mean_reward
         if text and mean is not None and mean <= reroll_threshold:
             return [Variant("hint", user=user, fills={"hint": text}, loss_on="plain", hinted=True, apart=True)]
@@ -163,7 +163,9 @@ class SolvedExamples:
         if len(asked.rounds) > 1 or asked.rounds[0].solved:
             return []
         stored = {uid: pair for uid, pair in (asked.memory or {}).items() if uid != asked.uid}
-        near = nearest_texts(asked.question, {uid: question for uid, (question, _) in stored.items()}, self.similarity)
+        near = rank_similar_texts(
+            asked.question, {uid: question for uid, (question, _) in stored.items()}, self.similarity
+        )
         shown: list[str] = []
         for uid in near:
             text = f"{stored[uid][0]}\n{stored[uid][1]}"
@@ -185,7 +187,7 @@ class SolvedExamples:
         return dict(list(found.items())[-self.store :])
 
 
-def nearest_texts(text: str, others: Mapping[str, str], above: float = 0.0) -> list[str]:
+def rank_similar_texts(text: str, others: Mapping[str, str], above: float = 0.0) -> list[str]:
     """Return the keys of other texts with a TF-IDF cosine above `above`, most similar first; ties stay in order."""
     words = {key: Counter(re.findall(WORD, other.lower())) for key, other in others.items()}
     own = Counter(re.findall(WORD, text.lower()))

@@ -12,8 +12,8 @@ from posttrain.batch import Variant
 from posttrain.registry import register
 from posttrain.variants.plan import Asked, Outcome
 
-BEHIND = "{prompt}\n\nFor reference, the answer begins like this:\n{hint}"
-CONTINUE = (
+PREFIX_PROMPT = "{prompt}\n\nFor reference, the answer begins like this:\n{hint}"
+CONTINUE_PROMPT = (
     "{prompt}\n\nHere is the first part of a correct solution. Study it, then carry on from where it stops, without"
     " repeating it:\n{hint}"
 )
@@ -36,7 +36,7 @@ def hint_on_failure(
     ratios: tuple[float, ...] = (0.25, 0.5, 0.75),
     start_step: int = 0,
     spare_answer: bool = True,
-    user: str = BEHIND,
+    user: str = PREFIX_PROMPT,
 ) -> list[Variant]:
     """GHPO: a group without a correct answer is sampled again with an increasing part of the solution in its prompt.
 
@@ -46,7 +46,7 @@ def hint_on_failure(
     closing lines that name the row's `answer` are removed first.
     """
     text = asked.decode(asked.solution)
-    text = without_closing_answer(text, asked.row.get("answer")) if spare_answer else text
+    text = strip_closing_answer(text, asked.row.get("answer")) if spare_answer else text
     stage = len(asked.rounds)
     if stage == 0:
         return [Variant(note={"ratio": 0.0, "stage": 0})]
@@ -91,7 +91,7 @@ class SolutionPrefix:
         guided: float = 0.5,
         fraction: str | None = None,
         spare_answer: bool = True,
-        user: str = CONTINUE,
+        user: str = CONTINUE_PROMPT,
     ) -> None:
         self.fractions, self.fallback, self.guided = fractions, fallback, guided
         self.fraction, self.spare_answer, self.user = fraction, spare_answer, user
@@ -113,7 +113,7 @@ class SolutionPrefix:
 
     def _make_variant(self, asked: Asked, fraction: float, *, replaces: bool) -> Variant:
         text = asked.decode(asked.solution[: prefix_tokens(fraction, len(asked.solution))])
-        text = before_answer(text, asked.row.get("answer")) if self.spare_answer else text
+        text = cut_before_answer(text, asked.row.get("answer")) if self.spare_answer else text
         name, note = f"prefix {fraction:g}", {"fraction": fraction}
         return Variant(name, user=self.user, fills={"hint": text}, hinted=True, replaces=replaces, note=note)
 
@@ -180,14 +180,14 @@ def cut_tokens(fraction: float, length: int) -> int:
     return min(max(math.floor(fraction * length), 1), length - 1) if length > 1 else 0
 
 
-def before_answer(text: str, answer: Any) -> str:
+def cut_before_answer(text: str, answer: Any) -> str:
     """Return the text before the first occurrence of the answer as a whole word; all of it if there is none."""
     found = _answer_pattern(answer)
     match = found.search(text) if found else None
     return text[: match.start()].rstrip() if match else text
 
 
-def without_closing_answer(text: str, answer: Any) -> str:
+def strip_closing_answer(text: str, answer: Any) -> str:
     """Return the text without its last lines that name the answer; if one line remains, cut before the answer."""
     found, lines = _answer_pattern(answer), text.rstrip().split("\n")
     if not found:
@@ -195,7 +195,7 @@ def without_closing_answer(text: str, answer: Any) -> str:
     while len(lines) > 1 and (found.search(lines[-1]) or not lines[-1].strip()):
         lines.pop()
     left = "\n".join(lines)
-    return before_answer(left, answer) if len(lines) == 1 else left
+    return cut_before_answer(left, answer) if len(lines) == 1 else left
 
 
 def _answer_pattern(answer: Any) -> re.Pattern[str] | None:

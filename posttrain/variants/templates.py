@@ -174,7 +174,7 @@ class Instructions:
         places = {number: place for place, (number, _, _) in enumerate(members)}
         drawn = [(places.get(o.variant.note.get("instruction", -1)), o.mean_reward) for o in outcomes]
         known = [(place, reward) for place, reward in drawn if place is not None and reward is not None]
-        weights = moved_weights(
+        weights = update_weights(
             [w for *_, w in members], [place for place, _ in known], [[reward] for _, reward in known], ema=self.ema
         )
         members = [(n, text, weight) for (n, text, _), weight in zip(members, weights, strict=True)]
@@ -195,7 +195,7 @@ def softmax(weights: Sequence[float], temperature: float = 0.1) -> list[float]:
     return [value / sum(raised) for value in raised]
 
 
-def moved_weights(
+def update_weights(
     weights: Sequence[float], instruction: Sequence[int], rewards: Sequence[Sequence[float]], ema: float = 0.1
 ) -> list[float]:
     """Return (1 - ema) * w + ema * the mean reward of the step's groups that used the instruction; w if none did.

@@ -37,14 +37,14 @@ def find_passages(query: str, texts: Sequence[str], count: int) -> list[str]:
 def rank_passages(query: str, texts: Sequence[str]) -> list[int]:
     """Return the indices of the texts that share words with a query, by the sum of log(1 + N / document frequency) over
     the shared words; ties in their order."""
-    words = [words_of(text) for text in texts]
-    asked = words_of(query)
+    words = [split_words(text) for text in texts]
+    asked = split_words(query)
     frequency = Counter(word for own in words for word in asked & own)
     scores = [math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & own)) for own in words]
     return sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
 
 
 @functools.lru_cache(maxsize=65_536)
-def words_of(text: str) -> frozenset[str]:
+def split_words(text: str) -> frozenset[str]:
     """Return the set of lowercase words of a text."""
     return frozenset(_WORD.findall(text.lower()))

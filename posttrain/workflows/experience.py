@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from posttrain.registry import register
-from posttrain.workflows.documents import rank_passages, words_of
+from posttrain.workflows.documents import rank_passages, split_words
 from posttrain.workflows.protocol import Call, Caller, Learned, Made, Outcome, fill, last_between
 
 GUIDE = """{question}
@@ -146,7 +146,7 @@ class ActorExtractor:
         for outcome in outcomes:
             for made in outcome.by("extractor"):
                 if made.note.get("text"):
-                    number = _write(memories, made, number)
+                    number = _store_memory(memories, made, number)
         if step % self.merge_every == self.merge_every - 1:
             memories = merge_memories(memories, self.merge_above)
         memories = memories[-self.capacity :]
@@ -188,7 +188,7 @@ class ActorExtractor:
         return [(one["row"], weight * earned[one["id"]]) for one, weight in chosen]
 
 
-def _write(memories: list[Memory], made: Made, number: int) -> int:
+def _store_memory(memories: list[Memory], made: Made, number: int) -> int:
     """Add what an extractor wrote to the store, remove the memory that it replaces, and return the next id number."""
     replaced = made.note.get("replaces")
     new: Memory = {"id": f"m{number}", "text": made.note["text"], "question": made.note["question"], "row": made.row}
@@ -202,8 +202,8 @@ def merge_memories(memories: Sequence[Memory], above: float) -> list[Memory]:
     the newer one takes over the older one's count of uses."""
     kept: list[Memory] = []
     for one in reversed(memories):
-        words = words_of(one["text"])
-        same = next((other for other in kept if _overlap(words, words_of(other["text"])) >= above), None)
+        words = split_words(one["text"])
+        same = next((other for other in kept if _overlap(words, split_words(other["text"])) >= above), None)
         if same is None:
             kept.append(dict(one))
         else:

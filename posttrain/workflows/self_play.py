@@ -112,7 +112,7 @@ class ProposerSolver:
         if why:
             return question, why
         others = call.random().sample(range(len(texts)), min(self.unrelated, len(texts)))
-        shown = material(texts, queries, self.passages, others)
+        shown = collect_passages(texts, queries, self.passages, others)
         prompt = fill(self.checker, passages="\n".join(shown), question=question)
         checked = await call("checker", prompt, parent=proposed)
         said = last_between(checked.answer, "answer") or ""
@@ -142,7 +142,7 @@ class ProposerSolver:
         return Learned({"pool": pool}, metrics={"pool/questions": len(pool), "pool/asked": pooled})
 
 
-def material(texts: Sequence[str], queries: Sequence[str], count: int, others: Sequence[int]) -> list[str]:
+def collect_passages(texts: Sequence[str], queries: Sequence[str], count: int, others: Sequence[int]) -> list[str]:
     """Return the passages that the queries find, each once, followed by some other texts."""
     found = dict.fromkeys(text for query in queries for text in find_passages(query, texts, count))
     return list(found | dict.fromkeys(texts[n] for n in others))

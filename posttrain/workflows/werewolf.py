@@ -30,7 +30,7 @@ _CHOICE = re.compile(r"<player>\s*(\d+)\s*</player>")
 
 
 @dataclass
-class Table:
+class Game:
     """State of a game. Players are numbered from 1.
 
     roles: of each player. known: lines that each player has been told, in order. living: players in the game. found:
@@ -46,7 +46,7 @@ class Table:
     found: str = "nothing"
 
     @classmethod
-    def deal(cls, players: int, werewolves: int, rules: str, speak: str, rng: random.Random) -> Table:
+    def deal(cls, players: int, werewolves: int, rules: str, speak: str, rng: random.Random) -> Game:
         """Start a game: shuffle roles, and let werewolves know each other. Raises UserError for too few players."""
         if werewolves < 1 or players < 2 * werewolves + 2:
             raise UserError(
@@ -180,7 +180,7 @@ async def werewolf(
     (the first of the candidates) and `said` (whether it was used). The reward is `roles.won`.
     """
     del row
-    table = Table.deal(players, werewolves, rules, speak, call.random())
+    table = Game.deal(players, werewolves, rules, speak, call.random())
     number = 0
     while table.winner is None:
         number += 1

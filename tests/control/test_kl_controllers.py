@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.control.safe import Safe, phase_of
+from posttrain.control.safe import Safe, classify_phase
 from posttrain.control.schedules import GrpoD, RemixConvex
 
 
@@ -81,4 +81,4 @@ def test_a_step_without_measurements_changes_nothing() -> None:
     ],
 )
 def test_phases(rewards: list[float], phase: str) -> None:
-    assert phase_of(rewards) == phase
+    assert classify_phase(rewards) == phase

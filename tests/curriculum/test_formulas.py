@@ -52,7 +52,7 @@ def test_the_variance_allocation_is_the_best_of_all_choices(case: int) -> None:
     draw = random.Random(case)
     rates = [draw.random() for _ in range(3)]
     budget = draw.randint(6, 15)
-    found = allocation.by_variance(rates, budget=budget, least=2, most=6)
+    found = allocation.allocate_by_variance(rates, budget=budget, least=2, most=6)
 
     def cost(counts: tuple[int, ...]) -> float:
         return sum(p * (1 - p) / n for p, n in zip(rates, counts, strict=True))
@@ -61,29 +61,31 @@ def test_the_variance_allocation_is_the_best_of_all_choices(case: int) -> None:
     assert cost(tuple(found)) == pytest.approx(min(map(cost, choices)))
     assert sum(found) == budget
     with pytest.raises(ValueError, match="a budget of 5 rollouts"):
-        allocation.by_variance(rates, budget=5)
-    assert allocation.by_variance([0.0, 1.0, 0.0], budget=10, least=2, most=12) == [4, 3, 3], "evenly where all is 0"
+        allocation.allocate_by_variance(rates, budget=5)
+    assert allocation.allocate_by_variance([0.0, 1.0, 0.0], budget=10, least=2, most=12) == [4, 3, 3], (
+        "evenly where all is 0"
+    )
 
 
 def test_grants_go_to_the_widest_interval_and_stop_at_the_cap() -> None:
-    assert allocation.grant([4, 4, 4], [0.1, 0.5, 0.3], budget=1, explore=0.0) == [0, 1, 0]
-    given = allocation.grant([4, 4], [0.5, 0.5], budget=100, most=6)
+    assert allocation.grant_rollouts([4, 4, 4], [0.1, 0.5, 0.3], budget=1, explore=0.0) == [0, 1, 0]
+    given = allocation.grant_rollouts([4, 4], [0.5, 0.5], budget=100, most=6)
     assert given == [2, 2], "the rest of the budget is not spent"
-    assert allocation.grant([1, 4], [0.0, 0.9], budget=1) == [1, 0], "one rollout has no interval"
-    assert allocation.grant([4, 4], [0.5, 0.1], budget=5, at_once=3) == [3, 2]
+    assert allocation.grant_rollouts([1, 4], [0.0, 0.9], budget=1) == [1, 0], "one rollout has no interval"
+    assert allocation.grant_rollouts([4, 4], [0.5, 0.1], budget=5, at_once=3) == [3, 2]
 
 
 def test_a_bin_is_left_by_the_margin_only() -> None:
     edges = [0.4, 0.75]
-    assert [difficulty.bin_of(a, edges) for a in (0.0, 0.4, 0.74, 0.75, 1.0)] == [0, 1, 1, 2, 2]
+    assert [difficulty.assign_bin(a, edges) for a in (0.0, 0.4, 0.74, 0.75, 1.0)] == [0, 1, 1, 2, 2]
     wobble = [0.42, 0.38, 0.41, 0.39] * 5
-    previous = difficulty.bin_of(wobble[0], edges)
+    previous = difficulty.assign_bin(wobble[0], edges)
     for estimate in wobble:
-        previous = difficulty.bin_of(estimate, edges, previous=previous, hysteresis=0.05)
+        previous = difficulty.assign_bin(estimate, edges, previous=previous, hysteresis=0.05)
     assert previous == 1
-    assert difficulty.bin_of(0.35, edges, previous=1, hysteresis=0.05) == 0
-    assert difficulty.bin_of(0.9, edges, previous=0, hysteresis=0.1) == 2, "by the first edge on the way"
-    assert difficulty.bin_of(1.0, edges, previous=0, exclude_extremes=True) == -1
+    assert difficulty.assign_bin(0.35, edges, previous=1, hysteresis=0.05) == 0
+    assert difficulty.assign_bin(0.9, edges, previous=0, hysteresis=0.1) == 2, "by the first edge on the way"
+    assert difficulty.assign_bin(1.0, edges, previous=0, exclude_extremes=True) == -1
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.5, 1.0, 10.0])
@@ -108,20 +110,20 @@ def test_stages_nest_and_sum_to_one() -> None:
 
 def test_draws_without_replacement_follow_the_weights() -> None:
     draw = random.Random(1)
-    first = [selection.weighted_draw([1, 0, 3], 1, draw.random)[0] for _ in range(4000)]
+    first = [selection.draw_weighted([1, 0, 3], 1, draw.random)[0] for _ in range(4000)]
     assert set(first) == {0, 2} and first.count(2) / 4000 == pytest.approx(0.75, abs=0.03)
-    assert sorted(selection.weighted_draw([1, 1, 0], 2, draw.random)) == [0, 1]
-    assert sorted(selection.weighted_draw([1, 1, 0], 4, draw.random)) == [0, 0, 1, 1], "all are back"
+    assert sorted(selection.draw_weighted([1, 1, 0], 2, draw.random)) == [0, 1]
+    assert sorted(selection.draw_weighted([1, 1, 0], 4, draw.random)) == [0, 0, 1, 1], "all are back"
 
 
 def test_weights_of_bins_average_to_one_and_rise_with_the_loss() -> None:
     bins = [0, 0, 0, 1, 2, 2]
-    found = selection.weights_of_bins(bins, {"0": 0.5, "1": 0.1, "2": 2.0})
+    found = selection.compute_bin_weights(bins, {"0": 0.5, "1": 0.1, "2": 2.0})
     assert sum(found.rows) / 6 == pytest.approx(1)
     assert found.rows[4] > found.rows[0] > found.rows[3]
-    assert selection.weights_of_bins(bins, {}).rows == pytest.approx([1] * 6)
-    assert selection.weights_of_bins([1, 1], {"1": 3.0}).rows == pytest.approx([1, 1])
-    assert selection.averaged_losses({"0": 1.0}, [1, 1], [0.5, 1.5]) == {"0": 1.0, "1": 1.0}
+    assert selection.compute_bin_weights(bins, {}).rows == pytest.approx([1] * 6)
+    assert selection.compute_bin_weights([1, 1], {"1": 3.0}).rows == pytest.approx([1, 1])
+    assert selection.update_bin_losses({"0": 1.0}, [1, 1], [0.5, 1.5]) == {"0": 1.0, "1": 1.0}
 
 
 def test_what_is_set_aside_comes_back_once() -> None:
@@ -133,21 +135,21 @@ def test_what_is_set_aside_comes_back_once() -> None:
 
 
 def test_the_middle_falls_back_to_ranks_where_ties_would_leave_nothing() -> None:
-    assert difficulty.middle([1.0] * 4) == [False] * 4
-    assert difficulty.middle([1.0] * 4, min_keep=1) == [True, True, True, False]
+    assert difficulty.select_middle([1.0] * 4) == [False] * 4
+    assert difficulty.select_middle([1.0] * 4, min_keep=1) == [True, True, True, False]
 
 
 def test_pools_shrink_and_an_unmeasured_prompt_is_an_error() -> None:
     rates = {0: 0.5, 1: 0.0, 2: None, 3: 0.0}
-    assert selection.lowest_pass_rates([0, 1, 3], rates.get, 2) == [1, 3]
-    assert selection.lowest_pass_rates([0, 1], rates.get, 9) == [1, 0]
+    assert selection.select_lowest_pass_rates([0, 1, 3], rates.get, 2) == [1, 3]
+    assert selection.select_lowest_pass_rates([0, 1], rates.get, 9) == [1, 0]
     with pytest.raises(DataError, match=r"prompts \[2\] of the pool have no pass rate"):
-        selection.lowest_pass_rates([1, 2], rates.get, 1)
+        selection.select_lowest_pass_rates([1, 2], rates.get, 1)
 
 
 def test_a_split_is_a_partition() -> None:
     scores = [1, None, 3, 4.5, float("nan"), 2]
     for middle in ("sft", "rl", "drop"):
-        split = selection.by_reasoning(scores, middle=middle)
+        split = selection.split_by_reasoning(scores, middle=middle)
         assert sorted([*split.sft, *split.rl, *split.dropped]) == list(range(6))
         assert {1, 4} <= set(split.dropped)

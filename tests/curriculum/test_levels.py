@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.curriculum.levels import NextLevel, Scaler, pass_at
+from posttrain.curriculum.levels import NextLevel, Scaler, estimate_pass_at_k
 from posttrain.curriculum.protocol import Group, Pool, Request
 from posttrain.errors import UserError
 
@@ -31,10 +31,10 @@ def levels(plan: Any, of: Pool) -> Counter[int]:
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    assert pass_at(group(0, 1, 0, 0, 0), 1) == 0.25
-    assert pass_at(group(0, 1, 0, 0, 0), 3) == 0.75
-    assert pass_at(group(0, 1, 0), 3) == 1.0  # two rollouts: pass@2
-    assert pass_at(Group(prompt=0, uid="0", rewards=(1.0,), correct=(None,)), 1) is None
+    assert estimate_pass_at_k(group(0, 1, 0, 0, 0), 1) == 0.25
+    assert estimate_pass_at_k(group(0, 1, 0, 0, 0), 3) == 0.75
+    assert estimate_pass_at_k(group(0, 1, 0), 3) == 1.0  # two rollouts: pass@2
+    assert estimate_pass_at_k(Group(prompt=0, uid="0", rewards=(1.0,), correct=(None,)), 1) is None
 
 
 def test_a_level_ends_when_enough_of_its_newest_problems_are_solved() -> None:

@@ -18,7 +18,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows
-from posttrain.workflows.werewolf import RULES, SPEAK, Table
+from posttrain.workflows.werewolf import RULES, SPEAK, Game
 from tests.scripted_engines import ScriptedEngine
 
 Values = dict[str, Any]
@@ -89,7 +89,7 @@ def test_a_village_that_believes_its_seer_wins(tmp_path: Path) -> None:
 
 def test_a_table_by_hand() -> None:
     """Five players, one werewolf: it wins against one other; two know each other among six."""
-    table = Table.deal(5, 1, RULES, SPEAK, random.Random(0))
+    table = Game.deal(5, 1, RULES, SPEAK, random.Random(0))
     assert sorted(table.roles.values()) == ["seer", "villager", "villager", "villager", "werewolf"]
     wolf = table.by_role("werewolf")[0]
     assert table.winner is None
@@ -97,11 +97,11 @@ def test_a_table_by_hand() -> None:
     assert table.winner == "werewolves"
     table.living.remove(wolf)
     assert table.winner == "village"
-    pack = (two := Table.deal(6, 2, RULES, SPEAK, random.Random(0))).by_role("werewolf")
+    pack = (two := Game.deal(6, 2, RULES, SPEAK, random.Random(0))).by_role("werewolf")
     assert [two.known[player] != [] for player in range(1, 7)] == [player in pack for player in range(1, 7)]
     assert "6 players, 2 of them werewolves" in two.ask(pack[0], "Go on.")
     with pytest.raises(UserError, match="4 players with 2 werewolves"):
-        Table.deal(4, 2, RULES, SPEAK, random.Random(0))
+        Game.deal(4, 2, RULES, SPEAK, random.Random(0))
 
 
 def test_records_have_their_calls_and_a_torn_run_goes_on(tmp_path: Path) -> None:

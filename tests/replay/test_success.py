@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.replay.protocol import Request, Row
-from posttrain.replay.success import Success, has_failed, oldest
+from posttrain.replay.success import Success, find_oldest, has_failed
 
 
 def row(uid: str, reward: float | None, group: int = 0, step: int = 0) -> Row:
@@ -42,7 +42,7 @@ def test_the_newest_successes_of_a_prompt_stay() -> None:
     fresh = [row("a", 1), row("a", 0.1), row("a", None), row("b", 0.5)]
     kept = Success(capacity=2).store(fresh, stored, at(1))
     assert (list(kept.stay), list(kept.join)) == ([1, 2], [0, 3])
-    assert oldest(["a", "b", "a", "a"], 1) == {0, 2}
+    assert find_oldest(["a", "b", "a", "a"], 1) == {0, 2}
 
 
 def test_old_ones_are_neither_drawn_nor_kept() -> None:

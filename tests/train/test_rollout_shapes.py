@@ -27,7 +27,7 @@ from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.rollout.engine import GenerationBatch
 from posttrain.shapes.budgets import answer_at_budgets
-from posttrain.shapes.exits import draw_cuts, tokens_before
+from posttrain.shapes.exits import count_tokens_before, draw_cuts
 from posttrain.shapes.protocol import Row
 from tests.scripted_engines import ConcurrentScriptedEngine
 
@@ -509,5 +509,5 @@ def test_cuts_are_distinct_and_end_where_the_thought_ends() -> None:
     def decode(ids: Any) -> str:
         return "".join(words[i] for i in ids)
 
-    assert tokens_before([0, 1, 2, 3, 4], "</think>", decode) == 2
-    assert tokens_before([0, 1, 4], "</think>", decode) == 3
+    assert count_tokens_before([0, 1, 2, 3, 4], "</think>", decode) == 2
+    assert count_tokens_before([0, 1, 4], "</think>", decode) == 3

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.curriculum.difficulty import add_counts, rate
+from posttrain.curriculum.difficulty import add_counts, estimate_pass_rate
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler
 
 
@@ -16,7 +16,7 @@ class EasiestFirst(Sampler):
         return {"tallies": {}}
 
     def propose(self, state: dict[str, Any], request: Request, pool: Pool) -> Plan:
-        rates = [rate(state["tallies"], uid, unseen=0.5) for uid in pool.uids]
+        rates = [estimate_pass_rate(state["tallies"], uid, unseen=0.5) for uid in pool.uids]
         prompts = sorted(range(len(pool)), key=lambda n: -rates[n])[: request.prompts]
         return Plan(prompts, [request.group_size - self.saved * (rates[n] == 1) for n in prompts])
 
