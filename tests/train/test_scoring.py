@@ -183,7 +183,7 @@ def test_one_reward_that_hangs_costs_its_own_rows(
     counts = [row["rewards/one_hangs/timeouts"] for row in rows]
     assert len(rows) == 2 and 0 < sum(counts) <= 4
     first = next(step for step, count in enumerate(counts) if count)
-    told = f"reward one_hangs: {counts[first]} of 24 calls failed in step {first + 1}, unscored"
+    told = f"reward one_hangs: {counts[first]} of 24 calls failed in step {first + 1} and left rows unscored"
     said = capfd.readouterr().err
     assert told in said and said.count("reward one_hangs:") == 1
     assert all(row["signal/share"] >= 5 / 6 for row in rows)
@@ -228,8 +228,8 @@ def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(
     """40 groups come at once; no worker ever has more than a twentieth of a second of them, and nothing is left."""
     (tmp_path / "rewards.py").write_text("import time\ndef slow(completion): return time.sleep(0.01) or 1.0\n")
     sent: list[int] = []
-    give = Worker.give
-    monkeypatch.setattr(Worker, "give", lambda self, chunk: (sent.append(len(chunk)), give(self, chunk))[1])
+    send_chunk = Worker.send_chunk
+    monkeypatch.setattr(Worker, "send_chunk", lambda self, chunk: (sent.append(len(chunk)), send_chunk(self, chunk))[1])
     with Scorer([Reward(use="rewards.py:slow")], Scoring(workers=2), tmp_path) as scorer:
         with EarlyScoring(scorer, 0) as early:
             for group in range(40):
