@@ -324,7 +324,7 @@ class Objective:
             elif self.whole_groups:
                 raise UserError(
                     f"{part.key} `{part.name}` removes tokens from a per-token loss, "
-                    f"but loss `{self.surrogate.name}` has one value a group",
+                    f"but loss `{self.surrogate.name}` has one value per group",
                     hint="remove it, or use a selection that also removes its tokens from the denominators",
                 )
             else:
