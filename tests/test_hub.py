@@ -12,7 +12,7 @@ import pytest
 
 from posttrain import hub
 from posttrain.models.model_paths import Place
-from posttrain.models.stored_names import modules_of
+from posttrain.models.stored_names import list_module_names
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +83,8 @@ def test_modules_of_a_cached_model_are_known_and_those_of_experts_are_not(cache:
     folder.mkdir(parents=True)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.q_proj.weight": "a"}}))
-    assert modules_of(Place("hub", "org/x")) == {"q_proj", "lm_head"}
+    assert list_module_names(Place("hub", "org/x")) == {"q_proj", "lm_head"}
     index.write_text(json.dumps({"weight_map": {"model.layers.0.mlp.experts.0.w1.weight": "a"}}))
-    assert modules_of(Place("hub", "org/x")) == frozenset()
+    assert list_module_names(Place("hub", "org/x")) == frozenset()
     index.write_text("{")
-    assert modules_of(Place("hub", "org/x")) == frozenset() == modules_of(Place("hub", "org/other"))
+    assert list_module_names(Place("hub", "org/x")) == frozenset() == list_module_names(Place("hub", "org/other"))

@@ -79,7 +79,7 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
     from posttrain.data.inspect import inspect
     from posttrain.data.rows import load_rows
     from posttrain.evaluate import data_audit
-    from posttrain.models.load import config_of, load_eos_ids, load_image_reader, load_tokenizer, positions
+    from posttrain.models.load import config_of, load_eos_ids, load_image_reader, load_tokenizer, max_positions
 
     base_dir = recipe.base_dir
     tokenizer = load_tokenizer(recipe.model, base_dir)
@@ -90,7 +90,7 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
     found = inspect(stage, recipe.data, tokenizer, base_dir, eos, 0, single=single, rules=rules, reader=reader)
     rows = load_rows(recipe.data, base_dir)
     sampling = getattr(recipe, "rollout", None) or getattr(recipe, "sampling", None)
-    window = positions(config_of(recipe.model, base_dir))
+    window = max_positions(config_of(recipe.model, base_dir))
     rewards = getattr(recipe, "rewards", None)
     golds = data_audit.check_golds(rewards, recipe.scoring, base_dir, rows) if rewards else None
     columns = ["label", *([golds["column"]] if golds and "column" in golds else [])]

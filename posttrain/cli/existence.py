@@ -71,7 +71,7 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
         lora = Lora.model_validate(given)
     except ValidationError:  # reported by the schema
         return
-    adapters.check_start(place.path, lora, name)
+    adapters.check_continue(place.path, lora, name)
 
 
 DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # GPU device files: no library needed
@@ -94,11 +94,11 @@ ALL_LINEAR = "all-linear"  # value of `lora.targets`: every linear layer except 
 def check_targets(name: str, targets: object, base_dir: Path) -> None:
     """Raise ModelError if a name in `lora.targets` matches no module of a model on this machine."""
     from posttrain.models.model_paths import locate
-    from posttrain.models.stored_names import modules_of
+    from posttrain.models.stored_names import list_module_names
 
     if isinstance(targets, str) and targets != ALL_LINEAR and (hint := did_you_mean(targets, [ALL_LINEAR])):
         raise ModelError(f"`{targets}` names no module", allowed=f"{ALL_LINEAR}, or a list of names", hint=hint)
-    known = modules_of(locate(name, base_dir)) if isinstance(targets, list) else ()
+    known = list_module_names(locate(name, base_dir)) if isinstance(targets, list) else ()
     for target in targets if isinstance(targets, list) and known else ():
         last = str(target).rpartition(".")[2]
         if last not in known:

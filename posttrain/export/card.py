@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain import hub
 from posttrain.export.source import Source, adapter_base, licence_of
-from posttrain.models.lineage import find_run, merge_inputs, start_models, trace_lineage
+from posttrain.models.lineage import find_run_of_model, merge_inputs, start_models, trace_lineage
 from posttrain.recipe.merging import UNWEIGHTED
 from posttrain.run.atomic_io import read_json
 from posttrain.run.environment import packages
@@ -187,7 +187,7 @@ def _name_all(models: Iterable[str]) -> str:
 
 def _model_name(model: str) -> str:
     """Return the display name of a model: its run if known, with the checkpoint's name for a checkpoint."""
-    run = find_run(model)
+    run = find_run_of_model(model)
     if run is None:
         return _drop_folders(model)
     part = Path(model).expanduser().resolve().name

@@ -12,7 +12,7 @@ import torch
 from posttrain.errors import MergeError, PosttrainError, RunError
 from posttrain.merge.blocks import one_thread
 from posttrain.merge.sources import Source
-from posttrain.models.load import positions
+from posttrain.models.load import max_positions
 
 TEXT = "The capital of France is Paris. 17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
 TOKENS = 32  # for a model without a tokenizer
@@ -31,7 +31,7 @@ def ids(tokenizer: Source, model: Source) -> list[int]:
     found: list[int] = []
     if tokenizer.vocabulary is not None:
         found = [i for i in AutoTokenizer.from_pretrained(tokenizer.folder)(TEXT)["input_ids"] if i < size]
-    return (found or [i % size for i in range(TOKENS)])[: positions(config)]
+    return (found or [i % size for i in range(TOKENS)])[: max_positions(config)]
 
 
 def logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Piece, Plan, make_plan
 from posttrain.merge.sources import Source
 from posttrain.merge.stream import Changes, Tally, check_written, write_merged
-from posttrain.models.vision import part_of
+from posttrain.models.vision import find_part
 from posttrain.recipe.merge_sections import Filtered
 from posttrain.recipe.merging import ARGUMENTS, UNWEIGHTED
 from posttrain.recipe.stages import MergeRecipe
@@ -268,7 +268,7 @@ def _describe_source(source: Source) -> dict[str, str]:
 
 def _changed_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
     """Return for a vision model how many tensors of each part (language, projector, vision) changed, of how many."""
-    parts = {name: part_of(name) for name in plan.out}
+    parts = {name: find_part(name) for name in plan.out}
     if "vision" not in parts.values():
         return {}
     every, moved = Counter(parts.values()), Counter(parts[name] for name in changes.changed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, ModelError
-from posttrain.models.resized_embeddings import resize_for
+from posttrain.models.resized_embeddings import resize_embeddings
 from posttrain.recipe.sections import Lora
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM", witho
     parts = {part for path, _ in model.named_modules() for part in path.split(".")}
     if taken := next((name for name in (first, *others) if name in parts), None):
         raise ModelError(f"model.lora.adapters: modules of the model are called `{taken}`", hint="take another name")
-    unfit = _unfit_layers(model) if lora.targets == "all-linear" else []
+    unfit = _list_unsupported_layers(model) if lora.targets == "all-linear" else []
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -119,16 +119,16 @@ def parameters_by_adapter(model: Any) -> dict[str, list[Any]]:
 READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # linear layers of a Mamba mixer whose weights the scan reads
 
 
-def _unfit_layers(model: Any) -> list[str]:
+def _list_unsupported_layers(model: Any) -> list[str]:
     """Return names of linear layers that cannot carry an adapter.
 
     These are layers that return something other than a matrix product (routers of experts), and layers of a Mamba mixer
     whose weights are passed to its scan, bypassing an adapter.
     """
-    return [*_no_plain_layers(model), *_layers_of_scans(model)]
+    return [*_list_router_layers(model), *_list_scan_layers(model)]
 
 
-def _layers_of_scans(model: Any) -> list[str]:
+def _list_scan_layers(model: Any) -> list[str]:
     """Return layers whose weights a state-space mixer (it has a convolution, decays `A_log` and a skip `D`) reads
     directly.
     """
@@ -137,7 +137,7 @@ def _layers_of_scans(model: Any) -> list[str]:
     return [layer for name in mixers for key in READ_BY_SCAN if (layer := f"{name}.{key}") in known]
 
 
-def _no_plain_layers(model: Any) -> list[str]:
+def _list_router_layers(model: Any) -> list[str]:
     """Return linear layers that return something other than a matrix product: routers of experts, where LoRA fails."""
     from torch import nn
 
@@ -169,7 +169,7 @@ def continue_from(model: Any, folder: Path) -> Any:
 
     For a 4-bit base, into which nothing can be merged: the reference policy is the base with the old adapter.
     """
-    peft = _load(model, folder, trainable=True)
+    peft = _load_adapter(model, folder, trainable=True)
     try:
         peft.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
     except (ValueError, RuntimeError) as cause:  # PEFT supports at most one adapter with biases
@@ -187,16 +187,16 @@ def continue_from(model: Any, folder: Path) -> Any:
 
 def load_frozen(model: Any, folder: Path) -> Any:
     """Return the base with the adapter in `folder` loaded for inference."""
-    return _load(model, folder, trainable=False)
+    return _load_adapter(model, folder, trainable=False)
 
 
-def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
+def _load_adapter(model: Any, folder: Path, *, trainable: bool) -> Any:
     """Load an adapter onto the base, which is resized if the adapter needs it. Raises ModelError if weights are
     missing.
     """
     from peft import PeftModel
 
-    resize_for(model, folder)
+    resize_embeddings(model, folder)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
@@ -247,15 +247,15 @@ def layers_of(base: Any) -> dict[str, Any]:
 
 def layers_by_weight(base: Any) -> dict[str, Any]:
     """Return `layers_of` keyed by the names that the changed weights have without adapters."""
-    return {f"{without_layers(name)}.{_leaf(layer)}": layer for name, layer in layers_of(base).items()}
+    return {f"{strip_base_layer(name)}.{_weight_name(layer)}": layer for name, layer in layers_of(base).items()}
 
 
-def _leaf(layer: Any) -> str:
+def _weight_name(layer: Any) -> str:
     """Return the name of the changed weight within its module; adapters of experts store it."""
     return str(getattr(layer, "parameter_name", "weight"))
 
 
-def without_layers(name: str) -> str:
+def strip_base_layer(name: str) -> str:
     """Return the name that a weight or module of the base has without adapters; PEFT may nest several around one
     module.
     """
@@ -267,38 +267,38 @@ def merge_into_weight(layer: Any, weight: Tensor, adapter: str = "default") -> T
 
     The layer is not changed. Raises ModelError if the adapter is more than a sum.
     """
-    if more := _more_than_a_sum(layer, adapter):
-        raise _not_a_sum(more)
+    if more := _find_extra_term(layer, adapter):
+        raise _make_merge_error(more)
     return (weight.float() + layer.get_delta_weight(adapter).float()).to(weight.dtype)
 
 
-def on_experts(base: Any) -> bool:
+def adapts_experts(base: Any) -> bool:
     """Return whether an adapter of the model under a PEFT model is on experts, which are one tensor per layer."""
-    return any(_leaf(layer) != "weight" for layer in layers_of(base).values())
+    return any(_weight_name(layer) != "weight" for layer in layers_of(base).values())
 
 
-def check_addable(base: Any, adapter: str = "default") -> None:
+def check_plain_lora(base: Any, adapter: str = "default") -> None:
     """Check that `merge_into_weight`, layer by layer, gives what the PEFT model computes. Raises ModelError if not."""
     parameters = dict(base.named_parameters(remove_duplicate=False))
     uses = Counter(map(id, parameters.values()))
     layers = layers_of(base)
-    for more in filter(None, (_more_than_a_sum(layer, adapter) for layer in layers.values())):
-        raise _not_a_sum(more)
+    for more in filter(None, (_find_extra_term(layer, adapter) for layer in layers.values())):
+        raise _make_merge_error(more)
     for name in parameters:
         kind = name.split(f".{adapter}")[0].rpartition(".")[2]
         if kind in NOT_LOW_RANK:
-            raise _not_a_sum(NOT_LOW_RANK[kind])
+            raise _make_merge_error(NOT_LOW_RANK[kind])
     for name, layer in layers.items():
-        if uses[id(getattr(layer.get_base_layer(), _leaf(layer), None))] != 1:
-            raise _not_a_sum(f"a part on {name}, whose weight is tied to another or not the layer's own,")
+        if uses[id(getattr(layer.get_base_layer(), _weight_name(layer), None))] != 1:
+            raise _make_merge_error(f"a part on {name}, whose weight is tied to another or not the layer's own,")
 
 
-def is_sum(layer: Any, adapter: str = "default") -> bool:
+def is_plain_lora(layer: Any, adapter: str = "default") -> bool:
     """Return whether `merge_into_weight` gives what the layer computes."""
-    return _more_than_a_sum(layer, adapter) is None
+    return _find_extra_term(layer, adapter) is None
 
 
-def merges_by_weight(model: Any) -> bool:
+def is_merged_by_weight(model: Any) -> bool:
     """Return whether each trained adapter can be merged weight by weight (`merge_into_weight`).
 
     True if all trained weights are LoRA factors, their products are added to the base weights, and no changed weight is
@@ -308,18 +308,18 @@ def merges_by_weight(model: Any) -> bool:
     keys = getattr(base, "all_tied_weights_keys", None) or {}
     tied = {*keys, *keys.values()}
     factors = all(ADAPTER_WEIGHT.search(name) for name, p in model.named_parameters() if p.requires_grad)
-    sums = all(is_sum(layer, name) for layer in layers_of(base).values() for name in names_of(model))
+    sums = all(is_plain_lora(layer, name) for layer in layers_of(base).values() for name in names_of(model))
     return factors and sums and tied.isdisjoint(layers_by_weight(base))
 
 
-def _not_a_sum(more: str) -> ModelError:
+def _make_merge_error(more: str) -> ModelError:
     return ModelError(
         f"an adapter with {more} cannot be merged into its base here",
         hint="save it separately; the transformers engine generates with it unmerged",
     )
 
 
-def _more_than_a_sum(layer: Any, adapter: str) -> str | None:
+def _find_extra_term(layer: Any, adapter: str) -> str | None:
     """Return PEFT's name for what a layer computes besides B A x; None if nothing."""
     if getattr(layer, "use_dora", {}).get(adapter):
         return "use_dora"
@@ -346,7 +346,7 @@ def base_of(folder: Path) -> str:
     return str(base)
 
 
-def need_peft() -> None:
+def require_peft() -> None:
     """Raise MissingExtra if PEFT is not installed."""
     import importlib.util
 
@@ -354,7 +354,7 @@ def need_peft() -> None:
         raise MissingExtra("peft", "LoRA", "train")
 
 
-def check_start(folder: Path | None, lora: Lora, name: str) -> None:
+def check_continue(folder: Path | None, lora: Lora, name: str) -> None:
     """Raise ModelError for `lora.continue` if the model is not an adapter, or has another shape than the recipe's.
 
     folder: where the model is, None for `tiny` and hub ids.

@@ -49,7 +49,9 @@ def checkpoint_layers(model: Any, section: Model) -> None:
                 where="model.gradient_checkpointing",
                 hint="write `gradient_checkpointing: true`, without `activation_offloading`",
             )
-        switch = functools.partial(_set_function, causal._set_gradient_checkpointing, checkpoint_function(section))
+        switch = functools.partial(
+            _set_checkpoint_function, causal._set_gradient_checkpointing, checkpoint_function(section)
+        )
         causal._set_gradient_checkpointing = switch
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -69,6 +71,6 @@ def keep_attention(_: Any, operator: Any, *_args: Any, **_options: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _set_function(setter: Callable[..., None], run: Callable[..., Any], **options: Any) -> None:
+def _set_checkpoint_function(setter: Callable[..., None], run: Callable[..., Any], **options: Any) -> None:
     """Call transformers' own switch with our checkpoint function in place of the given one."""
     setter(**{**options, "gradient_checkpointing_func": run})

@@ -34,7 +34,7 @@ class HostMemory:
         return found
 
 
-def copy_from_pieces(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+def compact_state(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Return an optimiser's `state` with the tensors of sparsely used blocks copied out of them, for saving.
 
     `torch.save` writes whole storages, so tensors in a block of which they use less than FULL_SHARE are copied.
@@ -42,22 +42,22 @@ def copy_from_pieces(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[s
     tensors = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
     used = Counter[int]()
     for tensor in tensors:
-        used[_storage(tensor)] += tensor.nbytes
-    sparse = {_storage(t) for t in tensors if used[_storage(t)] < FULL_SHARE * t.untyped_storage().nbytes()}
+        used[_storage_id(tensor)] += tensor.nbytes
+    sparse = {_storage_id(t) for t in tensors if used[_storage_id(t)] < FULL_SHARE * t.untyped_storage().nbytes()}
     return {
         number: {
-            key: value.clone() if isinstance(value, Tensor) and _storage(value) in sparse else value
+            key: value.clone() if isinstance(value, Tensor) and _storage_id(value) in sparse else value
             for key, value in values.items()
         }
         for number, values in state.items()
     }
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def in_pieces(tensors: Iterable[Tensor], *, pinned: bool, size: int = BLOCK_BYTES) -> list[Tensor]:
+def copy_to_host(tensors: Iterable[Tensor], *, pinned: bool, size: int = BLOCK_BYTES) -> list[Tensor]:
     """Return copies of the tensors in `HostMemory`."""
     memory = HostMemory(pinned=pinned, size=size)
     return [memory.take(tensor.shape, tensor.dtype).copy_(tensor) for tensor in tensors]

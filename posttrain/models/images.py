@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.errors import DataError
 from posttrain.images import Image, open_image, png_url
-from posttrain.models.tower import Shown, image_arguments
+from posttrain.models.tower import PassImages, image_arguments
 
 CACHE_BYTES = 1 << 30  # of tensors that are reused in each epoch and in each pass of a step
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # files of a folder with an image processor
@@ -29,7 +29,7 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that tell a m
 
 
 @dataclass(frozen=True)
-class SeenImage:
+class ProcessedImage:
     """An image as the model reads it.
 
     text: its tokens, which replace the single placeholder that a chat template writes. size: width and height in
@@ -41,15 +41,15 @@ class SeenImage:
     size: tuple[int, int]
 
 
-class SeenImages:
+class ImageCache:
     """LRU cache of processed images, of at most CACHE_BYTES."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Image, SeenImage] = OrderedDict()
+        self._kept: OrderedDict[Image, ProcessedImage] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()  # tool results are read by other threads than training rows
 
-    def get(self, image: Image, read: Callable[[Image], SeenImage]) -> SeenImage:
+    def get(self, image: Image, read: Callable[[Image], ProcessedImage]) -> ProcessedImage:
         """Return the cached image, or read it."""
         with self._lock:
             if image in self._kept:
@@ -59,19 +59,19 @@ class SeenImages:
         with self._lock:
             if image not in self._kept:
                 self._kept[image] = found
-                self._bytes += _size(found)
+                self._bytes += _count_bytes(found)
             while self._bytes > CACHE_BYTES and len(self._kept) > 1:
-                self._bytes -= _size(self._kept.popitem(last=False)[1])
+                self._bytes -= _count_bytes(self._kept.popitem(last=False)[1])
         return found
 
 
 @functools.lru_cache(maxsize=2)
-def seen_by(settings: str) -> SeenImages:
+def shared_cache(settings: str) -> ImageCache:
     """Return the cache shared by all readers with these settings in this process: those of a run's data and of its
     model.
     """
     del settings
-    return SeenImages()
+    return ImageCache()
 
 
 class ImageReader:
@@ -90,9 +90,9 @@ class ImageReader:
         others = (getattr(config, name, None) for name in ("video_token_id", "audio_token_id"))
         self.token_ids = frozenset(int(i) for i in (*named, *others) if i is not None)
         settings = f"{type(processor).__name__} {self.feature_id} {processor.to_json_string()}"
-        self._seen = seen_by(settings) if shares else SeenImages()
+        self._seen = shared_cache(settings) if shares else ImageCache()
 
-    def read(self, image: Image) -> SeenImage:
+    def read(self, image: Image) -> ProcessedImage:
         """Return the image as the model reads it. Raises DataError if it cannot be read."""
         return self._seen.get(image, self._process)
 
@@ -122,7 +122,7 @@ class ImageReader:
             hint="write `<image>` in its text once per image of the row, or not at all",
         )
 
-    def _process(self, image: Image) -> SeenImage:
+    def _process(self, image: Image) -> ProcessedImage:
         picture = open_image(image)
         try:
             out = self.processor(
@@ -133,9 +133,9 @@ class ImageReader:
         text = out["text_replacement_offsets"][0][0]["replacement"]
         own = ("input_ids", "attention_mask", "text_replacement_offsets", *TOKEN_TYPES)
         tensors = {name: value for name, value in out.items() if name not in own and isinstance(value, Tensor)}
-        return SeenImage(text, tensors, picture.size)
+        return ProcessedImage(text, tensors, picture.size)
 
-    def reads_as(self, other: ImageReader) -> bool:
+    def reads_like(self, other: ImageReader) -> bool:
         """Return whether another model's reader gives the same tokens and tensors for an image."""
         own, theirs = (reader.read(probe_image()) for reader in (self, other))
         return (
@@ -177,7 +177,7 @@ class ImageReader:
         order = [distinct[image] for image in images]
         if "image_grid_thw" in tensors:
             given["image_grid_thw"] = tensors["image_grid_thw"][torch.tensor(order, device=ids.device)]
-        return {**given, **image_arguments(model, Shown(tensors, counts, order))}
+        return {**given, **image_arguments(model, PassImages(tensors, counts, order))}
 
     def positions(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor, mask: Tensor) -> Tensor | None:
         """Return positions [3,N,L] of rows ids [N,L] with these images, see `rope_positions`. mask: attention mask."""
@@ -217,7 +217,7 @@ def probe_image() -> Image:
     return Image(png_url(picture))
 
 
-def _size(seen: SeenImage) -> int:
+def _count_bytes(seen: ProcessedImage) -> int:
     return sum(tensor.nbytes for tensor in seen.tensors.values()) + len(seen.text)
 
 
@@ -230,11 +230,11 @@ def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for name in dict.fromkeys(name for part in parts for name in part):
         own = [part[name] for part in parts if name in part]
         shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in own), strict=True)]
-        joined[name] = torch.cat([_fill_up(one, shape) for one in own])
+        joined[name] = torch.cat([_pad_to(one, shape) for one in own])
     return joined
 
 
-def _fill_up(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if list(tensor.shape[1:]) == list(shape):
         return tensor
     filled = tensor.new_zeros((tensor.shape[0], *shape))

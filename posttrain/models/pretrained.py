@@ -86,7 +86,7 @@ def explain_failure(section: Model, place: Place, base_dir: Path | None, cause: 
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_progress_bars() -> Iterator[None]:
     """Suppress transformers' progress bars, and a PEFT warning about unused rank patterns.
 
     PEFT warns about its own patterns for experts' gate and up projections, which are one tensor; the patterns are used.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-def nf4(dtype: torch.dtype, *, divided: bool = False) -> Any:
+def nf4_config(dtype: torch.dtype, *, divided: bool = False) -> Any:
     """Return QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`.
 
     divided: store 4-bit numbers as tensors of `dtype`, like all other weights of a layer, so that FSDP gathers their
@@ -25,7 +25,7 @@ def nf4(dtype: torch.dtype, *, divided: bool = False) -> Any:
     )
 
 
-def leave_unpacked(model: Any) -> Any:
+def disable_repacking(model: Any) -> Any:
     """Stop bitsandbytes from repacking the weights in place; return the model.
 
     On CPUs with AVX512-BF16 the first forward pass in eval mode repacks every layer with its scales rounded to bfloat16

@@ -16,18 +16,20 @@ Shapes = Mapping[str, Sequence[int]]
 _FULL_SUFFIXES = (".weight", ".base_layer.weight", ".modules_to_save.weight", ".token_adapter.base_layer.weight")
 
 
-def resize_for(model: Any, folder: Path) -> None:
+def resize_embeddings(model: Any, folder: Path) -> None:
     """Resize the dense base's embeddings in place to the vocabulary size that the adapter in `folder` was trained with.
 
     Raises ModelError if the adapter does not store the embeddings of the added tokens.
     """
     shapes = stored_shapes(folder)
-    indices = token_indices(_config(folder))
+    indices = token_indices(_read_config(folder))
     before = model.get_input_embeddings().weight.shape[0]
-    rows = _rows(model, shapes, indices, before)
+    rows = _trained_vocabulary_size(model, shapes, indices, before)
     if rows == before:
         return
-    if missing := [name for name in _embeddings(model) if not _covers_new_rows(name, shapes, indices, before, rows)]:
+    if missing := [
+        name for name in _embedding_names(model) if not _stores_new_rows(name, shapes, indices, before, rows)
+    ]:
         raise ModelError(
             f"the adapter was trained with {count_noun(rows, 'token')}, its base has {before}, and the adapter does"
             f" not store the new embeddings of {missing[0]}",
@@ -65,20 +67,20 @@ def token_indices(config: Any) -> list[int]:
     return [token for tokens in found.values() for token in tokens] if isinstance(found, dict) else list(found)
 
 
-def _config(folder: Path) -> Any:
+def _read_config(folder: Path) -> Any:
     from peft import PeftConfig
 
     return PeftConfig.from_pretrained(str(folder))
 
 
-def _embeddings(model: Any) -> list[str]:
+def _embedding_names(model: Any) -> list[str]:
     """Return the names of the input embedding and, if it has its own weight, of the output embedding."""
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     own = [inner] if outer is None or outer.weight is inner.weight else [inner, outer]
     return [name for name, module in model.named_modules() if any(module is each for each in own)]
 
 
-def _rows(model: Any, shapes: Shapes, indices: Sequence[int], before: int) -> int:
+def _trained_vocabulary_size(model: Any, shapes: Shapes, indices: Sequence[int], before: int) -> int:
     """Return the vocabulary size of the model that the adapter was trained on."""
     both = model.get_input_embeddings(), model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if any(module is each for each in both)]
@@ -91,6 +93,6 @@ def _rows(model: Any, shapes: Shapes, indices: Sequence[int], before: int) -> in
     return max([before, *(token + 1 for token in indices)])
 
 
-def _covers_new_rows(name: str, shapes: Shapes, indices: Sequence[int], before: int, rows: int) -> bool:
+def _stores_new_rows(name: str, shapes: Shapes, indices: Sequence[int], before: int, rows: int) -> bool:
     """Return whether the adapter stores every row of this embedding beyond the base's."""
     return any(name + end in shapes for end in _FULL_SUFFIXES) or set(range(before, rows)) <= set(indices)

@@ -20,10 +20,10 @@ from posttrain.errors import RunError
 from posttrain.models import adapters, vision
 from posttrain.models.adapters import causal_of
 from posttrain.models.images import ImageReader, probe_image
-from posttrain.models.load import LoadedModel, dense, generation_config, positions
+from posttrain.models.load import LoadedModel, generation_config, load_dense_base, max_positions
 from posttrain.models.merge_adapter import merge, merged_copy
-from posttrain.models.pretrained import quiet
-from posttrain.models.quantize import leave_unpacked
+from posttrain.models.pretrained import suppress_progress_bars
+from posttrain.models.quantize import disable_repacking
 from posttrain.models.rounding_bounds import TOLERANCE, relative_gap
 from posttrain.models.save_adapter import base_is_stored, write_adapter
 from posttrain.models.weight_names import save_under_published_names
@@ -66,7 +66,7 @@ def adapters_report(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _save_into(loaded: LoadedModel, folder: Path, adapter: str | None, *, verify: bool) -> dict[str, Any]:
     """Write the model, with the given adapter, into a new folder; return its part of the report of `save`."""
     adapters.activate(loaded.model, adapter)
-    with explain_write_errors(folder), quiet():
+    with explain_write_errors(folder), suppress_progress_bars():
         folder.mkdir(parents=True)
         kind, expected = _write(loaded, folder, adapter)
         write_beside(loaded, folder)
@@ -139,7 +139,7 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
             expected = probe_logits(loaded.model, loaded.tokenizer, reader=loaded.images)
         merged = merged_copy(loaded.model)
     else:
-        peft = adapters.load_frozen(dense(origin.section, origin.base, origin.base_dir), folder / "adapter")
+        peft = adapters.load_frozen(load_dense_base(origin.section, origin.base, origin.base_dir), folder / "adapter")
         peft = peft.to(loaded.device)
         expected = probe_logits(peft, loaded.tokenizer, reader=loaded.images)
         merged = merge(peft)
@@ -173,7 +173,7 @@ def _probe_ids(model: Any, tokenizer: Any, reader: ImageReader | None = None) ->
     """Return token ids [1,T] of each probe, truncated to leave positions for new tokens; with a reader also an image
     probe.
     """
-    texts, limit = list(PROBES), positions(model.config)
+    texts, limit = list(PROBES), max_positions(model.config)
     if tokenizer.chat_template:
         texts = [chat.render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True) for text in texts]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -197,12 +197,12 @@ def verify_folder(loaded: LoadedModel, folder: Path, compare: Compare) -> dict[s
     """
     from transformers import AutoTokenizer, GenerationConfig
 
-    with quiet():
+    with suppress_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         pairs = zip(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer), strict=True)
         if not all(torch.equal(saved, own) for saved, own in pairs):
             raise RunError("the saved tokenizer gives other tokens than the one in memory", where=str(folder))
-        model = leave_unpacked(_reload(loaded, folder))
+        model = disable_repacking(_reload(loaded, folder))
         reader = None if loaded.images is None else _reload_reader(loaded.images, folder, causal_of(model).config)
         model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base has another one
         found = compare(model, tokenizer, reader, folder)
@@ -236,7 +236,7 @@ def _reload_reader(own: ImageReader, folder: Path, config: Any) -> ImageReader:
     return saved
 
 
-def _rows(model: Any) -> int:
+def _vocabulary_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
@@ -259,7 +259,7 @@ def _reload(loaded: LoadedModel, folder: Path) -> Any:
         options["quantization_config"] = quantization
     config = json.loads((folder / "adapter_config.json").read_text())
     base = kind.from_pretrained(config["base_model_name_or_path"], revision=config.get("revision"), **options)
-    if (rows := _rows(loaded.model)) != _rows(base):
+    if (rows := _vocabulary_size(loaded.model)) != _vocabulary_size(base):
         base.resize_token_embeddings(rows)
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
@@ -274,7 +274,7 @@ def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path
     if set([saved] if isinstance(saved, int) else saved or ()) != set(eos_ids):
         raise RunError(f"the saved generation config stops at {saved}, not at {list(eos_ids)}", where=str(folder))
     ids = _probe_ids(model, tokenizer)[0].to(next(model.parameters()).device)
-    new = _new_tokens(positions(model.config))
+    new = _new_tokens(max_positions(model.config))
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=True
     )[0, ids.shape[1] :].tolist()

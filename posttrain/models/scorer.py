@@ -89,11 +89,11 @@ def load(
     """
     place = model_paths.locate(section.path, base_dir)
     if is_reward_model(section, base_dir):
-        loaded = _classifier(section, base_dir)
+        loaded = _load_classifier(section, base_dir)
     elif outputs is None:
         raise ModelError(f"{section.path} is not a reward model", hint="`posttrain reward-model` trains one")
     else:
-        loaded = _from_causal(section, base_dir, outputs, seed)
+        loaded = _build_from_causal(section, base_dir, outputs, seed)
     found = loaded.model.config.num_labels
     if outputs is not None and found != outputs:
         raise ModelError(f"{section.path} has {count_noun(found, 'head')}, the recipe needs {outputs}")
@@ -126,14 +126,14 @@ def classifier_of(config: Any) -> Any:
     return type(name, (GenericForSequenceClassification, common), {"__module__": __name__})
 
 
-def _classifier(section: Model, base_dir: Path) -> LoadedModel:
+def _load_classifier(section: Model, base_dir: Path) -> LoadedModel:
     """Load a model that already is a sequence classifier."""
     from transformers import AutoModelForSequenceClassification
 
     place = model_paths.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
     options = {"dtype": pretrained.dtype_of(section), **pretrained.attention_of(section)}
-    with pretrained.quiet():
+    with pretrained.suppress_progress_bars():
         # the auto class also loads models that come with their own code
         kind = classifier_of(models.config_of(section, base_dir)) or AutoModelForSequenceClassification
         model = pretrained.from_pretrained(kind, section, place, base_dir, **options)
@@ -147,7 +147,7 @@ def _classifier(section: Model, base_dir: Path) -> LoadedModel:
     return LoadedModel(model, tokenizer, eos, int(pad), section.path, images=reader)
 
 
-def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> LoadedModel:
+def _build_from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> LoadedModel:
     """Build a classifier from the backbone of a causal language model and a fresh head."""
     causal = models.load(section.model_copy(update={"lora": None}), base_dir, seed=seed)
     config = copy.deepcopy(causal.model.config)
@@ -176,7 +176,7 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def outputs(model: Any, inputs: Mapping[str, Tensor], seen: Mapping[str, Any] | None = None) -> Tensor:
+def compute_outputs(model: Any, inputs: Mapping[str, Tensor], seen: Mapping[str, Any] | None = None) -> Tensor:
     """Return the head outputs at the last token of each row, float32 [N, outputs].
 
     seen: the result of `ImageReader.inputs` for the images of the rows.
@@ -193,7 +193,7 @@ def score_rows(
     *,
     batch_tokens: int = 16384,
 ) -> Tensor:
-    """Return `outputs` of all rows on the CPU, from forward passes of at most `batch_tokens` tokens including padding.
+    """Return `compute_outputs` of all rows on the CPU, in forward passes of at most `batch_tokens` tokens with padding.
 
     images: the images in each row.
     """
@@ -209,7 +209,7 @@ def score_rows(
         shown = [images[n] for n in part] if images is not None else []
         with loaded.autocast():
             seen = _image_inputs(loaded, shown, batch["input_ids"]) if any(shown) else None
-            found.append(outputs(loaded.model, batch, seen).cpu())
+            found.append(compute_outputs(loaded.model, batch, seen).cpu())
         start += count
     loaded.model.train(training)
     out = torch.cat(found)
@@ -229,7 +229,7 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with explain_write_errors(partial), pretrained.quiet():
+    with explain_write_errors(partial), pretrained.suppress_progress_bars():
         partial.mkdir(parents=True)
         model = merge_adapter.merged_copy(loaded.model) if loaded.is_lora else loaded.model
         dtype = loaded.half or model.dtype
@@ -244,12 +244,12 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
             loaded.images.processor.save_pretrained(partial)
         (partial / CARD).write_text(json.dumps(asdict(card), indent=1) + "\n", encoding="utf-8")
         report = {"path": str(folder), "kind": "reward model", "bytes": sync_all(partial)}
-        report["max_score_gap"] = _gap(loaded, partial)
+        report["max_score_gap"] = _compare_scores(loaded, partial)
     put_in_place(partial, folder)
     return report
 
 
-def _gap(loaded: LoadedModel, folder: Path) -> float:
+def _compare_scores(loaded: LoadedModel, folder: Path) -> float:
     """Return the largest difference between probe scores of the saved model and of the one in memory, over the largest
     score.
 

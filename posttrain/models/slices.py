@@ -30,7 +30,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Unfilled:
+class EmptyModel:
     """A model whose weights are still zeros, and the file of each weight, by parameter name."""
 
     loaded: LoadedModel
@@ -38,7 +38,7 @@ class Unfilled:
     dtype: torch.dtype  # type to which weights are rounded when read, as in a load of the whole model
 
 
-def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | None:
+def build_empty(section: Model, base_dir: Path, *, seed: int) -> EmptyModel | None:
     """Return what `models.load` gives for training, on the host, before weights are read; a fresh adapter is included.
 
     None if the weights are not safetensors of a directory under the module names: hub ids, `tiny`, adapters, GGUF,
@@ -47,27 +47,30 @@ def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | N
     place = locate(section.path, base_dir)
     if place.kind != "directory" or place.path is None or section.quantize:
         return None
-    bare = load.skeleton(section.model_copy(update={"lora": None}), base_dir, training=True, buffers=True)
+    bare = load.build_skeleton(section.model_copy(update={"lora": None}), base_dir, training=True, buffers=True)
     if bare is None or getattr(bare.model.config, "quantization_config", None) is not None:
         return None
-    stored = stored_names(place.path)
+    stored = find_stored_tensors(place.path)
     files = {
-        name: stored[alias] for name, aliases in _aliases(bare.model).items() for alias in aliases if alias in stored
+        name: stored[alias]
+        for name, aliases in _list_parameter_names(bare.model).items()
+        for alias in aliases
+        if alias in stored
     }
     if len(files) < len(list(bare.model.parameters())):
         return None
     dtype = pretrained.dtype_of(section)
-    _put_on_host(bare.model, dtype if section.lora else torch.float32)  # trained weights are float32
+    _allocate_on_host(bare.model, dtype if section.lora else torch.float32)  # trained weights are float32
     model = adapters.add(bare.model, section.lora, seed=seed) if section.lora else bare.model
     half = load.set_mode(model, section, training=True)
     if half is None and dtype in HALF:
         half = dtype
         compute_experts_in_half()
     loaded = replace(bare, model=model, half=half, origin=Origin(section, base_dir, place))
-    return Unfilled(loaded, files, dtype)
+    return EmptyModel(loaded, files, dtype)
 
 
-def stored_names(folder: Path) -> dict[str, tuple[Path, str]]:
+def find_stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
     """Return the tensors of a model folder: name -> (file, name). Empty without safetensors."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -78,7 +81,7 @@ def stored_names(folder: Path) -> dict[str, tuple[Path, str]]:
         return {name: (folder / SINGLE, name) for name in file.keys()}  # noqa: SIM118  no mapping
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
+def _list_parameter_names(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of each parameter; a tied parameter has several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -86,7 +89,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in found.values()}
 
 
-def _put_on_host(model: nn.Module, dtype: torch.dtype) -> None:
+def _allocate_on_host(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace meta parameters by zeros on the host, in pages that the system allocates on first write."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -103,10 +106,10 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(tuple(shape), integers)).view(dtype)
 
 
-def fill_parts(unfilled: Unfilled) -> None:
+def read_local_weights(unfilled: EmptyModel) -> None:
     """Read this rank's part of each weight from the files, after the model is sharded."""
     base: Any = adapters.causal_of(unfilled.loaded.model)
-    parameters = {adapters.without_layers(name): parameter for name, parameter in base.named_parameters()}
+    parameters = {adapters.strip_base_layer(name): parameter for name, parameter in base.named_parameters()}
     wanted: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, (path, stored) in unfilled.files.items():
         wanted.setdefault(path, []).append((stored, parameters[name]))
@@ -115,11 +118,11 @@ def fill_parts(unfilled: Unfilled) -> None:
             with safe_open(path, "pt") as file:
                 for stored, parameter in some:
                     whole = file.get_slice(stored)
-                    for part, of in own_slices(parameter):
+                    for part, of in list_local_slices(parameter):
                         part.copy_(whole[of].to(unfilled.dtype))
 
 
-def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+def list_local_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
     """Yield the slices of this rank's part of a parameter and their slices in the full tensor; nothing if it has no
     part.
 
@@ -141,11 +144,11 @@ def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
             parts = [piece.chunk(mesh.size(n))[mesh.get_local_rank(n) :][:1] for piece in pieces]
             owned[dim] = torch.cat([p for found in parts for p in found] or [owned[dim][:0]])
     part = parameter.to_local()
-    for runs in itertools.product(*map(_runs, owned)):
+    for runs in itertools.product(*map(_find_consecutive_runs, owned)):
         yield part[tuple(own for own, _ in runs)], tuple(of for _, of in runs)
 
 
-def _runs(numbers: Tensor) -> list[tuple[slice, slice]]:
+def _find_consecutive_runs(numbers: Tensor) -> list[tuple[slice, slice]]:
     """Return increasing numbers as runs of consecutive ones: (their indices, the numbers) as slices."""
     if not len(numbers):
         return []

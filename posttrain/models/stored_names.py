@@ -16,7 +16,7 @@ TINY_VISION = (*TINY, "fc1", "fc2", "linear_1", "linear_2", "out_proj", "patch_e
 MAX_HEADER_BYTES = 100_000_000
 
 
-def modules_of(place: Place) -> frozenset[str]:
+def list_module_names(place: Place) -> frozenset[str]:
     """Return the last name parts of a model's modules with weights (`q_proj`); empty if they cannot be determined.
 
     Empty for models with experts: their weights are stored under other names than their modules have.
@@ -27,7 +27,7 @@ def modules_of(place: Place) -> frozenset[str]:
     if folder is None:
         return frozenset()
     try:
-        names = _weights(folder)
+        names = _read_weight_names(folder)
     except (OSError, ValueError, KeyError, struct.error):  # reported when the model is loaded
         return frozenset()
     if any("expert" in name for name in names):
@@ -50,7 +50,7 @@ def reads_images(name: str, base_dir: Path) -> bool:
     return config is None or "vision_config" in config
 
 
-def _weights(folder: Path) -> list[str]:
+def _read_weight_names(folder: Path) -> list[str]:
     """Return the weight names in a folder, from its index or from the header of its one file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

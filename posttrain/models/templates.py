@@ -15,7 +15,7 @@ from posttrain.models import adapters, tiny, tiny_vision
 from posttrain.models.model_paths import Place, locate
 from posttrain.path_resolution import find
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -61,29 +61,29 @@ def read_template(path: str, chat_template: str | None, base_dir: Path | None) -
     """
     if importlib.util.find_spec("transformers") is None:
         return None
-    found = _of(locate(path, base_dir), base_dir)
+    found = _read_template_of(locate(path, base_dir), base_dir)
     if chat_template:
-        found = found or ChatTemplate(None, {name: f"<{name}>" for name in _NAMED})  # the model is not on this machine
+        found = found or ChatTemplate(None, {name: f"<{name}>" for name in _TOKEN_NAMES})  # model elsewhere
         found.chat_template = find(chat_template, base_dir, "chat template", ModelError).read_text()
     return found
 
 
-def _of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
+def _read_template_of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
     if place.kind == "tiny":
         named = {"pad_token": tiny.PAD, "bos_token": tiny.BOS, "eos_token": tiny.EOS, "unk_token": tiny.UNK}
         if place.name == "tiny-vision":
             return ChatTemplate(tiny_vision.CHAT_TEMPLATE, named, (*tiny.ROLES, tiny_vision.IMAGE))
         return ChatTemplate(tiny.CHAT_TEMPLATE, named, tiny.ROLES)
     if place.kind == "hub":
-        return _of_files({name: _cached_file(place.name, name) for name in _FILES})
+        return _read_template_files({name: _cached_file(place.name, name) for name in _FILES})
     if place.path is None:
         return None
     if place.kind == "gguf":
         with place.path.open("rb") as file:
-            return _of_gguf(file)
+            return _read_gguf_header(file)
     if place.kind == "adapter" and not (place.path / "tokenizer_config.json").is_file():
-        return _of(locate(adapters.base_of(place.path), base_dir), base_dir)
-    return _of_files({name: place.path / name for name in _FILES})
+        return _read_template_of(locate(adapters.base_of(place.path), base_dir), base_dir)
+    return _read_template_files({name: place.path / name for name in _FILES})
 
 
 # --- directories
@@ -103,7 +103,7 @@ def _cached_file(name: str, file: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _of_files(files: Mapping[str, Path | None]) -> ChatTemplate | None:
+def _read_template_files(files: Mapping[str, Path | None]) -> ChatTemplate | None:
     texts = {name: path.read_text() for name, path in files.items() if path is not None and path.is_file()}
     if "tokenizer_config.json" not in texts:
         return None
@@ -115,10 +115,10 @@ def _of_files(files: Mapping[str, Path | None]) -> ChatTemplate | None:
     added = config.get("added_tokens_decoder")
     tokens = added.values() if added else json.loads(texts.get("tokenizer.json", "{}")).get("added_tokens", [])
     special = [token["content"] for token in tokens if token.get("special")]
-    return ChatTemplate(template, {key: _text(named[key]) for key in _NAMED if named.get(key)}, special)
+    return ChatTemplate(template, {key: _token_text(named[key]) for key in _TOKEN_NAMES if named.get(key)}, special)
 
 
-def _text(token: Any) -> str:
+def _token_text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, Mapping) else str(token)
 
 
@@ -128,7 +128,7 @@ def _text(token: Any) -> str:
 def read_special_tokens(file: Path) -> dict[str, str]:
     """Return the special tokens that a GGUF file defines, among bos_token, eos_token, unk_token and pad_token."""
     with file.open("rb") as opened:
-        found = _of_gguf(opened)
+        found = _read_gguf_header(opened)
     return found.named if found else {}
 
 
@@ -136,11 +136,13 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY, _CONTROL = 8, 9, 3
 
 
-def _of_gguf(file: BinaryIO) -> ChatTemplate | None:
+def _read_gguf_header(file: BinaryIO) -> ChatTemplate | None:
     if file.read(4) != b"GGUF":
         return None
     file.seek(12, 1)  # skip the version and the number of tensors
-    header = {_value(file, _STRING): _value(file, _number(file, "I")) for _ in range(_number(file, "Q"))}
+    header = {
+        _read_value(file, _STRING): _read_value(file, _read_number(file, "I")) for _ in range(_read_number(file, "Q"))
+    }
     tokens = header.get("tokenizer.ggml.tokens", [])
     types = header.get("tokenizer.ggml.token_type", [])
     special = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
@@ -152,17 +154,17 @@ def _of_gguf(file: BinaryIO) -> ChatTemplate | None:
     return ChatTemplate(header.get("tokenizer.chat_template"), named, special)
 
 
-def _number(file: BinaryIO, code: str) -> Any:
+def _read_number(file: BinaryIO, code: str) -> Any:
     return struct.unpack(f"<{code}", file.read(struct.calcsize(code)))[0]
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
+def _read_value(file: BinaryIO, kind: int) -> Any:
     if kind == _STRING:
-        return file.read(_number(file, "Q")).decode(errors="replace")
+        return file.read(_read_number(file, "Q")).decode(errors="replace")
     if kind == _ARRAY:
-        inner, count = _number(file, "I"), _number(file, "Q")
+        inner, count = _read_number(file, "I"), _read_number(file, "Q")
         if inner in _NUMBERS:
             code = f"{count}{_NUMBERS[inner]}"
             return list(struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}"))))
-        return [_value(file, inner) for _ in range(count)]
-    return _number(file, _NUMBERS[kind])
+        return [_read_value(file, inner) for _ in range(count)]
+    return _read_number(file, _NUMBERS[kind])

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # Attribute of models changed by `run_in_every_pass`: whether a pass with gradient had images since the last update.
-EVERY_PASS = "images_since_update"
+IMAGES_SEEN = "images_since_update"
 
 
 @dataclass(frozen=True)
-class Shown:
+class PassImages:
     """Images of a pass, as the tower reads them.
 
     counts: tokens of each image. order: index of the image at each image position in the rows.
@@ -46,17 +46,17 @@ def project_patches(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride and module.groups == 1:
-            module.forward = functools.partial(_project, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_apply_patch_projection, module)  # type: ignore[method-assign]
 
 
-def _project(conv: nn.Conv3d, patches: Tensor) -> Tensor:
+def _apply_patch_projection(conv: nn.Conv3d, patches: Tensor) -> Tensor:
     """Compute a patch convolution as a linear layer over flattened patches; other inputs use the convolution."""
     if patches.shape[2:] != conv.kernel_size or conv.padding != (0, 0, 0) or conv.dilation != (1, 1, 1):
         return conv._conv_forward(patches, conv.weight, conv.bias)
     return functional.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[:, :, None, None, None]
 
 
-def image_arguments(model: Any, shown: Shown) -> dict[str, Any]:
+def image_arguments(model: Any, shown: PassImages) -> dict[str, Any]:
     """Return the forward arguments that give the model these images: their features, unless the tower runs inside the
     pass.
 
@@ -65,7 +65,7 @@ def image_arguments(model: Any, shown: Shown) -> dict[str, Any]:
     return _arguments(model, shown if runs_in_every_pass(model) else compute_features(model, shown))
 
 
-def compute_features(model: Any, shown: Shown) -> Any:
+def compute_features(model: Any, shown: PassImages) -> Any:
     """Return image features from `get_image_features`, one per image position.
 
     Each distinct image goes through the tower once, with the summed gradient of all its positions.
@@ -90,40 +90,40 @@ def run_in_every_pass(model: Any, probe: Mapping[str, Tensor]) -> None:
 
     @functools.wraps(forward)
     def run(*args: Any, **given: Any) -> Any:
-        shown = _shown_in(given.get(features))
+        shown = _find_pass_images(given.get(features))
         if shown is not None or given.get("pixel_values") is not None:
-            setattr(model, EVERY_PASS, getattr(model, EVERY_PASS) or torch.is_grad_enabled())
+            setattr(model, IMAGES_SEEN, getattr(model, IMAGES_SEEN) or torch.is_grad_enabled())
             seen = {} if shown is None else _arguments(model, compute_features(model, shown))
             return forward(*args, **{**given, **seen})
         tensors = {name: value.to(model.device) for name, value in probe.items()}
-        nothing = 0.0 * _sum(model.get_image_features(**tensors, return_dict=True))
+        nothing = 0.0 * _sum_features(model.get_image_features(**tensors, return_dict=True))
         out = forward(*args, **given)
         out.last_hidden_state = out.last_hidden_state + nothing.to(out.last_hidden_state.dtype)
         return out
 
     model.forward = run
-    setattr(model, EVERY_PASS, False)
+    setattr(model, IMAGES_SEEN, False)
 
 
 def runs_in_every_pass(model: Any) -> bool:
     """Return whether `run_in_every_pass` was applied to the model."""
-    return hasattr(model, EVERY_PASS)
+    return hasattr(model, IMAGES_SEEN)
 
 
-def take_images_seen(model: Any) -> bool:
+def pop_images_seen(model: Any) -> bool:
     """Return whether a pass with gradient had images since the last call, and reset that. Needs `run_in_every_pass`."""
-    seen: bool = getattr(model, EVERY_PASS)
-    setattr(model, EVERY_PASS, False)
+    seen: bool = getattr(model, IMAGES_SEEN)
+    setattr(model, IMAGES_SEEN, False)
     return seen
 
 
 @contextlib.contextmanager
 def without_counting_images(model: Any) -> Iterator[None]:
-    """Context whose passes do not count for `take_images_seen`."""
-    seen = getattr(model, EVERY_PASS, None)
+    """Context whose passes do not count for `pop_images_seen`."""
+    seen = getattr(model, IMAGES_SEEN, None)
     yield
     if seen is not None:
-        setattr(model, EVERY_PASS, seen)
+        setattr(model, IMAGES_SEEN, seen)
 
 
 def takes_features(model: Any) -> bool:
@@ -138,10 +138,10 @@ def _arguments(model: Any, found: Any) -> dict[str, Any]:
     return {"pixel_values": Features(found)}
 
 
-def _shown_in(argument: Any) -> Shown | None:
+def _find_pass_images(argument: Any) -> PassImages | None:
     """Return the images in an argument made by `_arguments`; None if it holds none."""
     found = argument.get("image") if isinstance(argument, dict) else getattr(argument, "found", None)
-    return found if isinstance(found, Shown) else None
+    return found if isinstance(found, PassImages) else None
 
 
 def _accept_features(kind: Any) -> None:
@@ -158,7 +158,7 @@ def _accept_features(kind: Any) -> None:
     kind.get_image_features = see_or_return
 
 
-def _reorder(features: Any, shown: Shown) -> Any:
+def _reorder(features: Any, shown: PassImages) -> Any:
     """Return features in the order of the image positions.
 
     features: a list with one entry per image, all tokens [M,H] concatenated, or tiles of all images [K,tokens,H].
@@ -170,7 +170,7 @@ def _reorder(features: Any, shown: Shown) -> Any:
     return torch.cat([parts[n] for n in shown.order]).reshape(-1, *features.shape[1:])
 
 
-def _sum(features: Any) -> Tensor:
+def _sum_features(features: Any) -> Tensor:
     """Return the sum of all features that a model reads, as a scalar."""
     read = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     parts = [part for one in read for part in ([one] if isinstance(one, Tensor) else one)]

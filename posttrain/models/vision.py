@@ -18,7 +18,7 @@ PROJECTORS = frozenset(
 )
 
 
-def part_of(name: str) -> Part:
+def find_part(name: str) -> Part:
     """Return the part of the model that a weight or module name belongs to; a text model is all `language`."""
     words = set(name.split("."))
     if words & PROJECTORS:
@@ -71,11 +71,11 @@ def processor_class(config: Any) -> Any:
     kept = [one for one in cls.get_attributes() if one != "video_processor"]
     own: dict[str, Any] = {"get_attributes": classmethod(lambda _: kept)}
     if inspect.signature(cls.__init__).parameters["video_processor"].default is inspect.Parameter.empty:
-        own["__init__"] = _with_defaults(cls.__init__)
+        own["__init__"] = _add_none_defaults(cls.__init__)
     return type(cls.__name__, (cls,), own)
 
 
-def _with_defaults(function: Any) -> Any:
+def _add_none_defaults(function: Any) -> Any:
     """Return the same function with default None for arguments without a default.
 
     transformers reads argument names from the function's code, so a wrapper function does not work.
@@ -108,7 +108,7 @@ def check_parts(model: Any, section: Model) -> None:
         if section.vision is not None:
             raise ModelError(f"model.vision is {section.vision}, but {section.path} ({name}) does not read images")
         return
-    known = any(part_of(key) == "vision" for key, _ in model.named_parameters())
+    known = any(find_part(key) == "vision" for key, _ in model.named_parameters())
     if frozen_parts(section) and not known and sees_images(model.config, section):
         raise ModelError(f"the vision tower's weights of {name} are not known", hint="write `model.vision: all`")
 
@@ -120,7 +120,7 @@ def freeze_parts(model: Any, section: Model) -> None:
     check_parts(model, section)
     frozen = frozen_parts(section)
     for name, parameter in model.named_parameters():
-        if part_of(name) in frozen:
+        if find_part(name) in frozen:
             parameter.requires_grad_(False)
 
 
@@ -131,4 +131,4 @@ def modules_without_adapters(model: Any, section: Model) -> list[str]:
     check_parts(model, section)
     frozen = frozen_parts(section)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name in linear if part_of(name) in frozen]
+    return [name for name in linear if find_part(name) in frozen]

@@ -41,12 +41,12 @@ def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.S
     stored = {id(state[tied[name]]) for name in tied if tied[name] in state}
     seen: set[int] = set()
     for name, tensor in state.items():
-        if ".lora_" in name or ".quant_state." in name or _is_quantisation_detail(name) or id(tensor) in seen:
+        if ".lora_" in name or ".quant_state." in name or _is_quantisation_state(name) or id(tensor) in seen:
             continue
         if name in tied and id(tensor) in stored:
             continue
         seen.add(id(tensor))
-        dense, plain = _dense(tensor, base.dtype, packed.get(id(tensor))), adapters.without_layers(name)
+        dense, plain = _to_dense(tensor, base.dtype, packed.get(id(tensor))), adapters.strip_base_layer(name)
         yield plain, adapters.merge_into_weight(layers[plain], dense, adapter) if plain in layers else dense
 
 
@@ -65,20 +65,20 @@ def weight_stream(
     try:
         yield itertools.chain(named)  # a reader's `yield from` cannot close the generator inside a chain
     finally:
-        read_rest(model, named)
+        drain_stream(model, named)
 
 
-def read_rest(model: Any, stream: Iterator[Any]) -> None:
+def drain_stream(model: Any, stream: Iterator[Any]) -> None:
     """Read the remaining weights of a stream of a sharded model, as all ranks must."""
     for _ in stream if isinstance(adapters.causal_of(model), FSDPModule) else ():
         pass
 
 
-def _is_quantisation_detail(name: str) -> bool:
+def _is_quantisation_state(name: str) -> bool:
     return name.endswith((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")) or ".quant_state" in name
 
 
-def _dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
+def _to_dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
     """Return the full, dequantised tensor. state: shape and scales of a 4-bit weight."""
     whole: Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     if state is None:
@@ -95,11 +95,11 @@ def published_config(loaded: LoadedModel) -> Any:
         del config.quantization_config
     config.architectures = [weight_names.class_of(adapters.causal_of(loaded.model)).__name__]
     if loaded.images is not None:
-        _state_positions(config.get_text_config(), adapters.causal_of(loaded.model))
+        _write_position_layout(config.get_text_config(), adapters.causal_of(loaded.model))
     return config
 
 
-def _state_positions(text: Any, model: Any) -> None:
+def _write_position_layout(text: Any, model: Any) -> None:
     """Write into a text configuration how height and width positions are laid out in a head.
 
     Published checkpoints of Qwen3-VL contain it. If a checkpoint does not, transformers assumes these values, but vLLM
@@ -133,14 +133,14 @@ def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
 
     base = adapters.causal_of(loaded.model)
     state = {
-        name: _alone(tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu())
+        name: _copy_if_view(tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu())
         for name, tensor in weight_names.published_stream(base, dense_weights(loaded.model))
     }
     save_torch_state_dict(state, folder)
     return folder
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _copy_if_view(tensor: Tensor) -> Tensor:
     """Return the tensor with its own storage: one expert's view of the tensor of all experts cannot be saved."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

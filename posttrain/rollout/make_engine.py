@@ -29,13 +29,13 @@ def start_early(
     """
     begun = None
     if section.engine == "vllm" and section.vllm.server is None:
-        from posttrain.models.load import skeleton
+        from posttrain.models.load import build_skeleton
         from posttrain.rollout.engine_group import group_here
         from posttrain.rollout.vllm_engine import begin_colocated
 
         with contextlib.suppress(PosttrainError):
             starts = group_here(section.vllm.tensor_parallel).is_first  # the other ranks of its group use the engine
-            if starts and (loaded := skeleton(model, base_dir, training=training)) is not None:
+            if starts and (loaded := build_skeleton(model, base_dir, training=training)) is not None:
                 begun = begin_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
     try:
         yield begun

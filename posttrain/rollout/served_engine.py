@@ -136,7 +136,7 @@ class ServedEngine(VllmEngine):
                 self._remove_lost()
                 return [client.session() for client in self.clients]
             finally:
-                weights.read_rest(model, whole)
+                weights.drain_stream(model, whole)
 
         sessions = self.ranks.gather_results(nullcontext(), update)[0]
         if not self.ranks.is_main:

@@ -103,7 +103,7 @@ def _start(
     spec = servers.spec
     if not starts:
         if spec.lora_rank is not None:
-            weights.read_rest(loaded.model, weights.dense_weights(loaded.model))
+            weights.drain_stream(loaded.model, weights.dense_weights(loaded.model))
         return
     vllm_start.require_vllm()
     folder = write_model(loaded, spec, scratch / "engine-model")

@@ -107,7 +107,7 @@ def make_shared(
                 starting.close()
                 raise
         elif spec.lora_rank is not None:
-            weights.read_rest(loaded.model, weights.dense_weights(loaded.model))
+            weights.drain_stream(loaded.model, weights.dense_weights(loaded.model))
         path = paths[group.first]
         assert path is not None
         client = SharedClient(path, ranks.rank(), group.place, group.size, *hubs)

@@ -55,7 +55,7 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     """Return what an engine for this model is started with. Raises RecipeError for a window that is too short, and for
     an adapter that vLLM cannot load."""
     for name in loaded.adapters:
-        adapters.check_addable(loaded.model.get_base_model(), name)
+        adapters.check_plain_lora(loaded.model.get_base_model(), name)
     rank = None if section.merge_adapter else adapter_rank(loaded)
     if rank is not None:
         vllm_start.check_adapter(loaded.model.get_base_model())
@@ -68,8 +68,8 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
 def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> StartingEngine:
     """Start vLLM beside the trainer, up to the point where it loads the model; `make_colocated` lets it continue.
 
-    loaded: a skeleton without weights suffices (`models.load.skeleton`). An engine that needs neither the weights nor a
-    measurement of the GPU's free memory continues on its own.
+    loaded: a skeleton without weights suffices (`models.load.build_skeleton`). An engine that needs neither the weights
+    nor a measurement of the GPU's free memory continues on its own.
     """
     vllm_start.require_vllm()
     spec = spec_of(section, loaded, max_len)

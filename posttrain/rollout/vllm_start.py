@@ -254,7 +254,7 @@ def check_adapter(base: Any) -> None:
     for adapters in a model with experts, wherever the adapters are.
     """
     hint = "set `rollout.vllm.merge_adapter: true`: vLLM then gets merged weights"
-    if adapters.on_experts(base):
+    if adapters.adapts_experts(base):
         hint += "; or name `model.lora.targets` without experts and router, e.g. [q_proj, k_proj, v_proj, o_proj]"
         raise RecipeError("vLLM cannot load an adapter on experts separately from their weights", hint=hint)
     if not torch.cuda.is_available() and getattr(base.config.get_text_config(), "num_experts_per_tok", None):

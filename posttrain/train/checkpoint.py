@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from posttrain import terminal
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models import save_adapter, weight_names
-from posttrain.models.host_memory import copy_from_pieces
+from posttrain.models.host_memory import compact_state
 from posttrain.models.load import LoadedModel
-from posttrain.models.pretrained import quiet
+from posttrain.models.pretrained import suppress_progress_bars
 from posttrain.models.save_adapter import adapter_folders, adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
@@ -133,7 +133,7 @@ def save(
         write_more = partial(_write_all_but_weights, state, loaded, critic, scalars, save_more)
         parts = divided_checkpoint.moments_of(moments, names)
         return divided_checkpoint.save(root, state.step, loaded, parts, keep, write_more, wait=wait)
-    moments["state"] = copy_from_pieces(moments["state"])
+    moments["state"] = compact_state(moments["state"])
     exact = optim.state_dict_with_masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     if alone and loaded.is_sharded and not on_every_rank:
@@ -341,7 +341,7 @@ def load_weights(loaded: LoadedModel, folder: Path) -> dict[str, torch.Tensor]:
             weights, missing, unexpected = weights | stored, missing + lacking, unexpected + unknown
     else:
         try:
-            with quiet():
+            with suppress_progress_bars():
                 weights = weight_names.read(loaded.model, folder)
         except Exception as cause:
             raise RunError(f"checkpoint {folder} cannot be loaded: {cause}") from cause

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ModelError
-from posttrain.models.adapters import without_layers
+from posttrain.models.adapters import strip_base_layer
 from posttrain.train.tensor_split import Part, base_layer, run_experts, wild_name
 
 WEIGHTS = "grouped_gemm"  # plan style of weights whose first dimension is the experts
@@ -34,7 +34,7 @@ def experts_of(causal: Any) -> dict[str, Any]:
     found = {name: module for name, module in causal.named_modules() if plan.get(wild_name(name)) in MODULES}
     for name, module in found.items():
         leaves = [leaf for leaf, weight in base_layer(module)._parameters.items() if weight is not None]
-        if any(plan.get(f"{wild_name(without_layers(name))}.{leaf}") != WEIGHTS for leaf in leaves):
+        if any(plan.get(f"{wild_name(strip_base_layer(name))}.{leaf}") != WEIGHTS for leaf in leaves):
             found = {}
             break
     if not found:

@@ -24,7 +24,7 @@ from torch import Tensor
 from posttrain.errors import RunError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
-from posttrain.models.pretrained import quiet
+from posttrain.models.pretrained import suppress_progress_bars
 from posttrain.models.save import (
     adapters_report,
     compare_logits,
@@ -90,7 +90,7 @@ def _is_written_by_weight(loaded: LoadedModel) -> bool:
     origin = loaded.origin
     if is_resized(loaded) or (origin is not None and origin.section.quantize is not None):
         return False
-    return base_is_stored(loaded) or adapters.merges_by_weight(loaded.model)
+    return base_is_stored(loaded) or adapters.is_merged_by_weight(loaded.model)
 
 
 def save_sharded_adapters(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def save_sharded_adapters(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
 def _save_adapter(loaded: LoadedModel, folder: Path, name: str) -> dict[str, Any]:
     """Save one adapter, merged into its base if the base is not stored elsewhere."""
     adapters.activate(loaded.model, name)
-    with loaded.autocast(), quiet():
+    with loaded.autocast(), suppress_progress_bars():
         expected = probe_logits(loaded.model, loaded.tokenizer, reader=loaded.images)
     merged = not base_is_stored(loaded)
     distributed.run_on_rank0(_write_adapter, loaded, folder / "adapter" if merged else folder, name)
@@ -125,13 +125,13 @@ def _save_adapter(loaded: LoadedModel, folder: Path, name: str) -> dict[str, Any
 
 
 def _write_adapter(loaded: LoadedModel, folder: Path, name: str) -> None:
-    with explain_write_errors(folder), quiet():
+    with explain_write_errors(folder), suppress_progress_bars():
         folder.mkdir(parents=True, exist_ok=True)
         write_adapter(loaded, folder, name)
 
 
 def _check_adapter(loaded: LoadedModel, folder: Path, kind: str, expected: Tensor) -> dict[str, Any]:
-    with explain_write_errors(folder), quiet():
+    with explain_write_errors(folder), suppress_progress_bars():
         write_beside(loaded, folder)
         report = {"kind": kind, "bytes": sync_all(folder)}
     return report | verify_folder(loaded, folder, partial(compare_logits, expected=expected, allowance=2))
@@ -150,7 +150,7 @@ def _begin(loaded: LoadedModel, index: dict[str, Any], unfinished: Path) -> None
 
 
 def _finish(loaded: LoadedModel, sums: Mapping[str, str], unfinished: Path, folder: Path) -> dict[str, Any]:
-    with explain_write_errors(unfinished), quiet():
+    with explain_write_errors(unfinished), suppress_progress_bars():
         write_beside(loaded, unfinished)
         report = {"path": str(folder), "kind": "full", "bytes": sync_all(unfinished)}
     report |= verify_folder(loaded, unfinished, partial(_compare_weights, sums=sums, dtype=loaded.half))
@@ -263,7 +263,7 @@ def write_config(loaded: LoadedModel, index: dict[str, Any], folder: Path) -> No
 
     Call before `write_files`: transformers deletes weight files that it did not write.
     """
-    with quiet():
+    with suppress_progress_bars():
         save_under_published_names(adapters.causal_of(loaded.skeleton)).save_pretrained(folder, state_dict={})
     (folder / SINGLE).unlink(missing_ok=True)  # it contains no weights
     if loaded.half is not None and not loaded.is_lora:

@@ -20,7 +20,7 @@ from torch import nn
 
 from posttrain.models import adapters
 from posttrain.models import load as models
-from posttrain.models.host_memory import in_pieces
+from posttrain.models.host_memory import copy_to_host
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.train import sharding
@@ -49,7 +49,7 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel, *, images: bool = Fal
     differently.
     """
     assert recipe.kl.reference is not None
-    teacher = models.second(
+    teacher = models.load_companion(
         recipe.model,
         recipe.kl.reference,
         recipe.base_dir,
@@ -160,7 +160,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 def _to_host(model: nn.Module, *, pinned: bool) -> None:
     tensors = _tensors(model)
-    on_host = in_pieces((t.data for t in tensors), pinned=True) if pinned else [t.data.cpu() for t in tensors]
+    on_host = copy_to_host((t.data for t in tensors), pinned=True) if pinned else [t.data.cpu() for t in tensors]
     for tensor, data in zip(tensors, on_host, strict=True):
         tensor.data = data
 

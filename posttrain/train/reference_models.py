@@ -72,7 +72,7 @@ def _of(
     stored = distributed.run_on_rank0(stored_logps.read, cache, tokens_of(pairs))
     if stored is not None:
         return stored
-    loaded = models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
+    loaded = models.load_companion(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
     logps = measure(loaded)
     distributed.run_on_rank0(stored_logps.write, cache, tokens_of(pairs), logps)
     del loaded

@@ -220,7 +220,7 @@ class RewardTrainer(RunLoop, Trainer):
         del return_outputs
         image_kwargs = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
         with self.job.loaded.autocast():
-            found = scorer.outputs(model, inputs, image_kwargs)
+            found = scorer.compute_outputs(model, inputs, image_kwargs)
         weights = self.row_weights(inputs).to(found)
         losses = self._pairs(found, inputs, weights) if self.recipe.objective.pairs else self._labels(found, inputs)
         self.add("rows", len(inputs["number"]))

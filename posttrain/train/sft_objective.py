@@ -171,7 +171,7 @@ def _behavior_model(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
     """Load the model that wrote the data. Raises ModelError if it has another vocabulary."""
     path, key = recipe.objective.behavior_model, "objective.behavior_model"
     assert path is not None
-    return models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
+    return models.load_companion(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
 
 
 @torch.no_grad()

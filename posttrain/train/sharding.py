@@ -63,10 +63,10 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     device = pretrained.device_of(section)
     if parallel is not None and parallel.follows_plan:
         check_plan(section, base_dir, parallel)
-    if parallel is not None and (unfilled := slices.build_unfilled(section, base_dir, seed=seed)) is not None:
+    if parallel is not None and (unfilled := slices.build_empty(section, base_dir, seed=seed)) is not None:
         rank_consistency.check_files(unfilled.files)
         loaded = shard_model(unfilled.loaded, device, parallel)
-        slices.fill_parts(unfilled)
+        slices.read_local_weights(unfilled)
         check_shared_gradients(loaded, parallel)
         return loaded
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
@@ -81,7 +81,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
 
 def check_plan(section: Model, base_dir: Path, parallel: Parallel) -> None:
     """Raise ModelError if transformers' plan cannot divide the model, if possible before its weights are read."""
-    bare = models.skeleton(section.model_copy(update={"lora": None}), base_dir)
+    bare = models.build_skeleton(section.model_copy(update={"lora": None}), base_dir)
     if bare is not None:
         _check_plan_of(bare.model, parallel)
 
@@ -221,9 +221,9 @@ def drop_unseen_gradients(model: Any) -> None:
     causal = causal_of(model)
     if not isinstance(causal, FSDPModule) or not tower.runs_in_every_pass(backbone(causal)):
         return
-    if not distributed.any_rank(tower.take_images_seen(backbone(causal))):
+    if not distributed.any_rank(tower.pop_images_seen(backbone(causal))):
         for name, parameter in model.named_parameters():
-            if vision.part_of(name) != "language":
+            if vision.find_part(name) != "language":
                 parameter.grad = None
 
 

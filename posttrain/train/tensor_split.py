@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 from posttrain.errors import ModelError
-from posttrain.models.adapters import without_layers
+from posttrain.models.adapters import strip_base_layer
 from posttrain.train.collectives import gather_last, local, own_last, reduce, sum_gradients_of, sum_parts
 from posttrain.train.divided_head import VocabularyShard
 
@@ -84,7 +84,7 @@ def plan_of(causal: Any, count: int) -> dict[str, str]:
     """
     kind, present = causal.config.model_type, {wild_name(name) for name in _names(causal)}
     plan = {name: style for name, style in (getattr(causal, "tp_plan", None) or {}).items() if name in present}
-    names = {module: without_layers(name) for name, module in causal.named_modules()}
+    names = {module: strip_base_layer(name) for name, module in causal.named_modules()}
     head, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
     if head is not None and names[head] in plan:
         if head.weight.shape[0] % count:
@@ -115,7 +115,7 @@ def check(causal: Any, count: int) -> None:
                     hint=f"write a number that divides {numbers}",
                 )
     for name, weight in causal.named_parameters():
-        part = part_of_weight(without_layers(name), weight, plan)
+        part = part_of_weight(strip_base_layer(name), weight, plan)
         if part is not None and weight.shape[part.dim] % (part.groups * count):
             raise ModelError(
                 f"model.parallel.tensor: {count} GPUs cannot divide {name} {tuple(weight.shape)} of this {kind}",
@@ -143,7 +143,7 @@ def wild_name(name: str) -> str:
 
 def _names(causal: nn.Module) -> Iterator[str]:
     for names in (causal.named_modules(), causal.named_parameters()):
-        yield from (without_layers(name) for name, _ in names)
+        yield from (strip_base_layer(name) for name, _ in names)
 
 
 class Divider:
@@ -157,7 +157,7 @@ class Divider:
         self.plan = plan_of(causal, self.count)
         self.head, self.text = causal.get_output_embeddings(), causal.config.get_text_config()
         self.entered: tuple[Any, Tensor] | None = None  # see `_enter`
-        self.names = {id(module): without_layers(name) for name, module in causal.named_modules()}
+        self.names = {id(module): strip_base_layer(name) for name, module in causal.named_modules()}
 
     def divide(self, modules: nn.Module) -> None:
         """Shard the weights of a part of the model: of a layer, or, after all layers, of the remaining modules."""

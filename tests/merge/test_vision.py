@@ -10,7 +10,7 @@ from transformers import AutoProcessor
 from posttrain.merge.run import run
 from posttrain.models.load import load
 from posttrain.models.save import save
-from posttrain.models.vision import part_of
+from posttrain.models.vision import find_part
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Model
 from posttrain.run.directory import RunDirectory
@@ -22,7 +22,7 @@ def test_a_merge_of_models_that_see(tmp_path: Path) -> None:
         loaded = load(Model(path="tiny-vision"), tmp_path)
         with torch.no_grad():
             for key, weight in loaded.model.named_parameters():
-                weight.add_(step if part_of(key) == part else 0.0)
+                weight.add_(step if find_part(key) == part else 0.0)
         save(loaded, tmp_path / name, verify=False)
     recipe = load_dict(
         {
@@ -41,6 +41,6 @@ def test_a_merge_of_models_that_see(tmp_path: Path) -> None:
     assert counts["language"][0] == counts["language"][1] > 0 and counts["vision"][0] == counts["vision"][1] > 0
     merged, base = (load(Model(path=str(tmp_path / name)), tmp_path).model for name in ("run/final", "base"))
     for key, weight in merged.named_parameters():
-        moved = {"language": 0.5, "vision": 1.0, "projector": 0.0}[part_of(key)]
+        moved = {"language": 0.5, "vision": 1.0, "projector": 0.0}[find_part(key)]
         assert torch.allclose(weight, base.get_parameter(key) + moved, atol=1e-5), key
     assert AutoProcessor.from_pretrained(tmp_path / "run" / "final").image_token == "<image>"

@@ -266,7 +266,7 @@ def test_a_merge_that_is_not_exact_is_noticed(
 
     folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q, EMBED])
     monkeypatch.setattr(merge_adapter, "_add_products", lambda _: None)
-    monkeypatch.setattr(merge_adapter, "_unshare", lambda _: None)
+    monkeypatch.setattr(merge_adapter, "_untie_adapted_weights", lambda _: None)
     if is_tied(base):
         with pytest.raises(ModelError, match="cannot be merged into its base: logits change by"):
             loaded(folder, training=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.models.host_memory import in_pieces
+from posttrain.models.host_memory import copy_to_host
 
 
 def test_pieces_hold_tensors_of_all_types() -> None:
@@ -17,7 +17,7 @@ def test_pieces_hold_tensors_of_all_types() -> None:
         "empty": torch.empty(0, 4),
         "turned": torch.randn(4, 6).T,
     }
-    found = dict(zip(named, in_pieces(named.values(), size=192, pinned=False), strict=True))
+    found = dict(zip(named, copy_to_host(named.values(), size=192, pinned=False), strict=True))
     assert all(torch.equal(found[name], named[name]) for name in named)
     assert all(tensor.dtype == named[name].dtype and tensor.data_ptr() % 64 == 0 for name, tensor in found.items())
     assert len({found[name].untyped_storage().data_ptr() for name in ("odd", "half", "scalar")}) == 1

@@ -31,11 +31,11 @@ def test_a_filled_model_is_the_loaded_one(folder: Path, more: dict[str, Any]) ->
     """Weights, types, what is trained, a fresh adapter's draws, buffers, ties, tokens and modes."""
     section = Model(path=str(folder), device="cpu", **more)
     expected = load.load(section, Path(), seed=3, training=True)
-    unfilled = slices.build_unfilled(section, Path(), seed=3)
+    unfilled = slices.build_empty(section, Path(), seed=3)
     assert unfilled is not None
     found = unfilled.loaded
     assert not any(p.abs().sum() for n, p in found.model.named_parameters() if "lora_A" not in n)
-    slices.fill_parts(unfilled)
+    slices.read_local_weights(unfilled)
     for named in ("named_parameters", "named_buffers"):
         ours, theirs = (dict(getattr(of.model, named)()) for of in (found, expected))
         assert ours.keys() == theirs.keys() and ours
@@ -54,7 +54,7 @@ def test_what_is_not_in_files_under_its_own_names_is_loaded_whole(folder: Path, 
     from transformers import MixtralConfig, MixtralForCausalLM
 
     def unfilled(**section: Any) -> Any:
-        return slices.build_unfilled(Model(device="cpu", **section), Path(), seed=0)
+        return slices.build_empty(Model(device="cpu", **section), Path(), seed=0)
 
     assert unfilled(path="tiny") is None
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -71,9 +71,9 @@ def test_what_is_not_in_files_under_its_own_names_is_loaded_whole(folder: Path, 
 def test_a_skeleton_that_never_runs_needs_no_attention_package(folder: Path) -> None:
     """`posttrain plan` on a machine without flash-attn; a model that is to be filled needs it."""
     section = Model(path=str(folder), device="cpu", attention="flash_attention_2")
-    assert load.skeleton(section, Path(), training=True) is not None
+    assert load.build_skeleton(section, Path(), training=True) is not None
     with pytest.raises(ModelError, match="flash_attention_2 does not work here"):
-        slices.build_unfilled(section, Path(), seed=0)
+        slices.build_empty(section, Path(), seed=0)
 
 
 MEASURE = """

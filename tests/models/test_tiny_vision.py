@@ -15,10 +15,10 @@ from posttrain.errors import ModelError
 from posttrain.images import Image, open_image
 from posttrain.models import tower
 from posttrain.models.images import probe_image
-from posttrain.models.load import LoadedModel, load, skeleton
+from posttrain.models.load import LoadedModel, build_skeleton, load
 from posttrain.models.save import save
 from posttrain.models.tower import takes_features
-from posttrain.models.vision import part_of
+from posttrain.models.vision import find_part
 from posttrain.recipe.sections import Model
 
 Loaded = Callable[..., LoadedModel]
@@ -79,7 +79,7 @@ def test_parts_are_trained_as_the_recipe_says(
 ) -> None:
     """Language, projector, tower; with LoRA adapters are put on these parts."""
     model = loaded("tiny-vision", vision=vision, lora=lora).model
-    found = {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {find_part(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert found == set(("language", "projector", "vision")[:trained])
 
 
@@ -101,7 +101,7 @@ def test_names_of_families_are_known() -> None:
         "model.text_model.layers.0.mlp.up_proj.weight": "language",
         "lm_head.weight": "language",
     }
-    assert {name: part_of(name) for name in names} == names
+    assert {name: find_part(name) for name in names} == names
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
@@ -129,7 +129,7 @@ def test_a_saved_model_is_an_ordinary_folder(loaded: Loaded, tmp_path: Path, lor
 
 
 def test_its_shape_is_known_without_weights(tmp_path: Path) -> None:
-    found = skeleton(Model(path="tiny-vision", vision="all"), tmp_path, training=True)
+    found = build_skeleton(Model(path="tiny-vision", vision="all"), tmp_path, training=True)
     assert found is not None
     assert {p.device.type for p in found.model.parameters()} == {"meta"}
 

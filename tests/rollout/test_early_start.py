@@ -17,7 +17,7 @@ import torch
 from posttrain.batch import Prompt
 from posttrain.errors import EngineError
 from posttrain.models import weights
-from posttrain.models.load import LoadedModel, load, skeleton
+from posttrain.models.load import LoadedModel, build_skeleton, load
 from posttrain.recipe.engine_sections import EngineSection, Vllm
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Lora, Model
@@ -73,7 +73,7 @@ def test_a_skeleton_says_what_the_engine_is_started_with(
     path = "tiny" if kind == "tiny" else str(save_family(kind, tmp_path / kind))
     section = Model.model_validate({"path": path, "device": "cpu", "dtype": dtype, "lora": lora})
     state = torch.get_rng_state()
-    foreseen = skeleton(section, tmp_path, training=True)
+    foreseen = build_skeleton(section, tmp_path, training=True)
     assert foreseen is not None and torch.equal(torch.get_rng_state(), state)
     assert {p.device.type for p in foreseen.model.parameters()} == {"meta"}
     loaded = load(section, tmp_path, training=True)

@@ -104,7 +104,7 @@ def test_each_layer_has_its_own_rank_and_scale(loaded: LoadedModel, more: dict[s
 def test_what_is_no_product_of_matrices_is_added_by_the_trainer(loaded: LoadedModel, more: dict[str, Any]) -> None:
     loaded.model.lm_head.weight = torch.nn.Parameter(loaded.model.lm_head.weight.detach().clone())  # not tied
     model = adapted_by(loaded, **more)
-    adapters.check_addable(model.get_base_model())
+    adapters.check_plain_lora(model.get_base_model())
     expected = merged_copy(model).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in dense_weights(model, merged=True))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from posttrain.models import tiny
-from posttrain.models.merge_adapter import merge_in
+from posttrain.models.merge_adapter import load_merged
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import divided_checkpoint
@@ -86,7 +86,7 @@ def test_each_rank_writes_some_of_the_layers_of_a_merged_adapter(answer: Callabl
     for folder in (tmp_path / "final" / name for name in ("one", "two")):
         files = [load_file(path) for path in folder.glob("*.safetensors")]
         assert len(files) == 2 and min(map(len, files)) > 1
-        expected = merge_in(tiny.build(0)[0], folder / "adapter").state_dict()
+        expected = load_merged(tiny.build(0)[0], folder / "adapter").state_dict()
         found = {name: tensor for tensors in files for name, tensor in tensors.items()}
         assert len(found) == len(expected) - 1  # the head is the embeddings
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

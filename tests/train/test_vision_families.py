@@ -163,10 +163,10 @@ def test_a_tower_that_runs_in_every_pass_runs_once(seeing: LoadedModel, monkeypa
             else:
                 logp = completion_scores(seeing.model, own, 3, reader=reader)["logp"][0, : len(expected[row])]
             torch.testing.assert_close(logp, expected[row], atol=1e-4, rtol=1e-4)
-            assert sum(runs) == 1 and tower.take_images_seen(model) is bool(images)
+            assert sum(runs) == 1 and tower.pop_images_seen(model) is bool(images)
         with sharding.keep_without_gradient(seeing.model):
             (alone(seeing, own)[0].sum() * 0).backward()
-        assert not tower.take_images_seen(model) and all(w.grad is None for w in seeing.model.parameters())
+        assert not tower.pop_images_seen(model) and all(w.grad is None for w in seeing.model.parameters())
 
 
 def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypatch: Any) -> None:
