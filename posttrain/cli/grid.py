@@ -12,7 +12,7 @@ import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
 from posttrain.cli.run_messages import print_notes
-from posttrain.cli.stage import TRAINING, Debug, DryRun, Json, Output, Recipe, Resume
+from posttrain.cli.stage import TRAINING, Debug, Json, Recipe
 from posttrain.errors import RunError, UserError, count_noun
 
 if TYPE_CHECKING:
@@ -46,9 +46,17 @@ def sweep(
     evaluation: Annotated[
         str | None, typer.Option("--eval", metavar="RECIPE", help="Eval recipe to run on each trained model.")
     ] = None,
-    dry_run: DryRun = False,
-    resume: Resume = False,
-    output: Output = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and print the commands that would run; run nothing.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the sweep in --output (default: this recipe's newest sweep)."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="Directory of the sweep (default: new in runs/)."),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
