@@ -111,6 +111,7 @@ def _find_command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
 
 
 def _complete_argument(before: Sequence[str], used: int, last: str) -> Iterator[str]:
+    """Yield candidates for the last word of a command's arguments. used: number of words that name the command."""
     from posttrain.recipe.keys import BY_NAME
 
     named, given = [word for word in before[:used] if not word.startswith("-")], list(before[used:])

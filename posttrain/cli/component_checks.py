@@ -82,6 +82,7 @@ def list_reward_paths(section: Values) -> list[Path_]:
 
 
 def _value_at(section: Values, path: Path_) -> Any:
+    """Return the value at a path; None if a mapping on the way lacks the key."""
     value: Any = section
     for part in path:
         value = value[part] if isinstance(part, int) else (value or {}).get(part)

@@ -84,6 +84,7 @@ def _drop_inspect_hint() -> Iterator[None]:
 def _inspect_recipe(
     name: str, overrides: Sequence[str], rows: int, as_json: bool, rollouts: Path | None, with_model: bool
 ) -> None:
+    """Print the report on a recipe's rows, or a run's rollouts decoded with the recipe's tokenizer."""
     from posttrain.cli import packages, preflight
     from posttrain.data import inspect as looking
 
@@ -215,7 +216,7 @@ def _load_tokenizer_of_run(run: Path) -> Any:
 
 
 def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None:
-
+    """Print the newest saved rollouts of a run, with the tokens that carry loss marked."""
     from posttrain.data.inspect import sampled_parts
     from posttrain.run.jsonl import read_rows
 
@@ -235,6 +236,7 @@ def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None
 
 
 def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
+    """Print one rendered row, with trained text marked."""
     from rich.text import Text
 
     from posttrain import source_locations
@@ -279,6 +281,7 @@ def _show_lengths(console: Console, lengths: Mapping[str, Mapping[str, int]]) ->
 
 
 def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
+    """Print which rows were dropped, cut or noted, by cause."""
     from posttrain import source_locations
 
     found = [

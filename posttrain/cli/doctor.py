@@ -84,6 +84,7 @@ def examine() -> dict[str, Any]:
 
 
 def _describe_torch() -> dict[str, Any]:
+    """Return torch's CUDA version and GPUs, or the error if torch cannot be imported."""
     try:
         import torch
 

@@ -115,6 +115,7 @@ def _list_held_out_checks(
 
 
 def _is_local(source: Source, base_dir: Path) -> bool:
+    """Return whether the source is a JSONL, CSV or similar text file on this machine, compressed or not."""
     name = source.source or ""
     return name.endswith(PLAIN_FILES) and any(path.is_file() for path in candidates(name, base_dir))
 
@@ -214,6 +215,7 @@ def _list_template_notes(
 
 
 def _read_chat_template(section: Mapping[str, Any], base_dir: Path) -> Any:
+    """Return the model's chat template, or None if it cannot be read."""
     from posttrain.models.templates import read_template
 
     model = section.get("model") or {}
@@ -314,6 +316,7 @@ def _check_numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 
 
 def _check_reward_columns(reward: LoadedReward, seen: _SourceRows, key: str = "data") -> list[str]:
+    """Raise an error if the rows lack a column that the reward reads."""
     from posttrain.verify.load import check_columns
 
     if seen.rows:  # otherwise the data could not be read, which is already reported

@@ -140,6 +140,7 @@ def _format_problem(problem: Problem) -> str:
 
 
 def _print_traceback(meta: MutableMapping[str, Any]) -> None:
+    """Print the traceback if --debug was given."""
     if meta.get(DEBUG):
         terminal.note(traceback.format_exc().rstrip())
 
@@ -194,6 +195,7 @@ def _list_entries(directory: Any) -> list[Path]:
 
 
 def _print_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
+    """Print an error that is not a PosttrainError, with where its traceback is saved."""
     directory: Any = meta.get(RUN)
     where = ""
     if directory is not None and directory.logs.is_dir():

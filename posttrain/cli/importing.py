@@ -156,6 +156,7 @@ def outcome_as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[P
 def _print_outcome(
     draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem], output: Path | None, *, as_json: bool
 ) -> None:
+    """Print notes, left-out keys and errors of an imported recipe on stderr."""
     for note in draft.notes:
         say(f"note: {note}")
     if draft.left:

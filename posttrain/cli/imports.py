@@ -87,6 +87,7 @@ class Importer:
         self._describe("script", {"path": str(path)}, f"{path}:file")
 
     def _describe(self, kind: Kind, section: Mapping[str, Any], use: str) -> Described:
+        """Describe a component: in this process if it is shipped, otherwise in the worker."""
         split = split_function(use)
         request = json.dumps({"kind": kind, "section": section, "base_dir": str(self.base_dir or "")}, default=str)
         if split is None or split[0].startswith("posttrain."):
@@ -94,6 +95,7 @@ class Importer:
         return _decode_answer(self._in_worker(request, kind, split[0]))
 
     def _in_worker(self, request: str, kind: Kind, script: str) -> str:
+        """Run `describe` in the worker. Raises the kind's error if the import fails, hangs or ends the worker."""
         from posttrain.verify.pool import Pool
         from posttrain.verify.worker import Call, Target
 
@@ -154,6 +156,7 @@ def describe(request: str) -> str:
 
 
 def _decode_answer(text: str) -> Described:
+    """Return the description from `describe`'s JSON, or raise the error that it holds."""
     from posttrain import errors
 
     answer = json.loads(text)

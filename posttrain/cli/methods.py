@@ -80,6 +80,7 @@ def show(
 
 
 def _group_by_kind(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (heading, entries) of each kind, in the order of a training step."""
     from posttrain.recipe import catalogue
 
     yield from _select_kind(entries, "preset", "presets: `algorithm: NAME`")
@@ -94,6 +95,7 @@ def _select_kind(entries: list[dict[str, Any]], kind: str, heading: str) -> Iter
 
 
 def _recipe_form(kind: str) -> str:
+    """Return how a recipe selects a method of this kind."""
     from posttrain.recipe import catalogue
 
     _, place, shape = catalogue.KINDS[kind]
@@ -113,6 +115,7 @@ def _shorten(text: str, width: int) -> str:
 
 
 def _describe_entry(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that `methods show` prints for a method."""
     from posttrain.recipe import catalogue
 
     is_preset = entry["kind"] == "preset"

@@ -66,6 +66,7 @@ def no_such_option(option: str, words: Sequence[str], command: str, options: Seq
 
 
 def _suggest(option: str, value: str, others: Sequence[str], command: str, options: Sequence[str]) -> str:
+    """Return what to write instead of an unknown option. others: the command's other words."""
     name = option.lstrip("-")
     plain = name.replace("-", "_").lower()
     ours = next(

@@ -101,6 +101,7 @@ def _trainer_packages(stage: str) -> tuple[str, ...]:
 
 
 def _list_source_needs(source: str, key: str) -> Iterator[Need]:
+    """Yield the packages that reading a data source needs."""
     if source.startswith("gym:"):
         yield "reasoning_gym", f"data {source}", "gym", key
     elif source.endswith(".parquet"):

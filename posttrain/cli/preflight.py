@@ -167,6 +167,7 @@ class _RecipeChecker:
                 self.importer.environment(environment.model_dump())
 
     def _check_component(self, part: SectionRef, model: type[Any]) -> None:
+        """Check that a user's function exists and takes the given parameters."""
         from posttrain.recipe.functions import find_argument_errors, find_definition
 
         use = part.values.get("use")
@@ -263,6 +264,7 @@ class _RecipeChecker:
                 raise UserError(f"`{name}` is read as a hub id: there is no such {names.what} here", hint=hint)
 
     def _check_data_function(self, path: Path_, use: str, part: SectionRef) -> None:
+        """Check that a function that makes data exists and takes the given parameters."""
         from posttrain.recipe.functions import find_data_argument_errors, find_definition
 
         function = None

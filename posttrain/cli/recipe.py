@@ -100,6 +100,7 @@ def _to_data(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
 
 
 def _print_absence_notes(notes: Sequence[Problem]) -> None:
+    """Print notes on things that are not on this machine."""
     for note in notes:
         say(f"note: {note}")
     if notes:

@@ -101,6 +101,7 @@ def _fit(run: Sequence[Path], metric: str) -> None:
 
 
 def _serve(run: Sequence[Path], port: int) -> None:
+    """Serve the report until Ctrl-C."""
     from posttrain.report.serve import HOST, make_server
 
     with make_server(run, port) as server:
@@ -161,6 +162,7 @@ def runs(
 
 
 def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
+    """Return the rows of all runs below the places that match state and filters, oldest first."""
     from posttrain.report.runs import describe, find_runs, is_sweep, matches, unknown_filters
 
     for place in places:
@@ -177,6 +179,7 @@ def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], 
 
 
 def _delete(places: Sequence[Path], yes: bool) -> None:
+    """Delete runs, after a confirmation unless `yes`."""
     from posttrain.report.runs import check_removable, remove, size_of
 
     for run in places:
@@ -361,6 +364,7 @@ def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
 
 
 def _format_comparison(found: dict[str, Any]) -> str:
+    """Return sentences on how the accuracies of two evaluations differ."""
     if not found["problems"]:
         return "The evaluations share no problem, so the difference of their accuracies has no interval."
     alone = found["only_in_a"] + found["only_in_b"]

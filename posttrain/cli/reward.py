@@ -109,6 +109,7 @@ def _report_labels(
 
 
 def _print_labelled(report: Mapping[str, Any]) -> None:
+    """Print agreement with labels: a confusion matrix and kappa per reward, and kappa between rewards."""
     for name, one in report["rewards"].items():
         c = one["confusion"]
         terminal.say(
@@ -163,6 +164,7 @@ def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -
 
 
 def _run_examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
+    """Run the EXAMPLES of scripts; return a report per function."""
     from posttrain.verify.examples import run_examples
 
     report = []
@@ -202,6 +204,7 @@ def _print_examples(report: Mapping[str, Any], failures: Sequence[Outcome]) -> N
 
 
 def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: bool) -> dict[str, Any]:
+    """Test the EXAMPLES of a recipe's reward scripts, then its rewards on its rows."""
     from posttrain.cli import packages, preflight
     from posttrain.data.rows import load_rows
     from posttrain.verify.load import load_reward
@@ -287,6 +290,7 @@ def _run_trial(
 
 
 def _print_trial(what: str, trial: Trial) -> None:
+    """Print the scores of right and wrong completions, the tricks that succeed, and the speed."""
     from posttrain import source_locations
     from posttrain.verify.reward_test_cases import describe_writer
 
@@ -338,6 +342,7 @@ def _format_score(cell: Any) -> str:
 
 
 def _has_failures(found: Mapping[str, Any]) -> bool:
+    """Return whether an example failed or a trial found a fault."""
     return any(report["failed"] for report in found["examples"]) or any(
         not tried["ok"] for tried in [*found.get("recipe", []), *found.get("rows", [])]
     )

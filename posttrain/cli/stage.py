@@ -167,6 +167,7 @@ def _merge(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    """Run `posttrain merge`: a merge, or with --sweep and --eval a merge and an evaluation per value."""
     if not sweep and evaluation is None:
         _command("merge")(ctx, recipe, overrides, dry_run, resume, allow_changed, output, as_json, debug)
         return
@@ -200,6 +201,7 @@ def _eval(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    """Run `posttrain eval`: a recipe, or with --harness a model on lm-eval benchmarks."""
     if harness is None:
         _command("eval")(ctx, recipe, overrides, dry_run, resume, allow_changed, output, as_json, debug)
         return
@@ -332,6 +334,7 @@ def _with_reward_line(problem: Problem, loaded: Loaded) -> Problem:
 
 
 def _find_line(what: str, loaded: Loaded) -> str:
+    """Return the line of the recipe key that a text begins with; "" if it begins with none."""
     key = what.split(maxsplit=1)[0].rstrip(":") if what else ""
     origin = loaded.origins.get(key) if "." in key else None
     if origin is None and "." in key:  # a section: the line of its first value that is not a default

@@ -160,6 +160,7 @@ def _remove_other_weights(chosen: str | None, names: Mapping[str, Any], path: Pa
 
 
 def _move_to_final(model: Path, final: Path) -> None:
+    """Move the best model to `final`; print a note if its weights were removed by an earlier attempt."""
     from posttrain.run.atomic_io import put_in_place
 
     if any(model.glob("*.safetensors")):

@@ -43,6 +43,7 @@ class ActivationOffload:
         return ActivationOffload(self.checkpoint)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Input:
+        """Start the copy of a large layer input to the host; return other tensors unchanged."""
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.nbytes < MIN_BYTES:
             return tensor
         saved = _Input(tensor.detach(), self.newest)
@@ -53,6 +54,7 @@ class ActivationOffload:
         return saved
 
     def _unpack(self, saved: Tensor | _Input) -> Tensor:
+        """Return the tensor on the GPU, and start the copy of the input that is needed next."""
         if isinstance(saved, Tensor):
             return saved
         self.in_flight.clear()  # the backward pass has begun
@@ -93,6 +95,7 @@ class _Input:
         return found
 
     def _wait(self) -> None:
+        """Make the current stream wait for the last copy."""
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 

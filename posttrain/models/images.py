@@ -123,6 +123,7 @@ class ImageReader:
         )
 
     def _process(self, image: Image) -> ProcessedImage:
+        """Run the processor on one image."""
         picture = open_image(image)
         try:
             out = self.processor(
@@ -235,6 +236,7 @@ def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Pad the dimensions after the first with zeros to `shape`."""
     if list(tensor.shape[1:]) == list(shape):
         return tensor
     filled = tensor.new_zeros((tensor.shape[0], *shape))

@@ -312,6 +312,7 @@ def _locate_dense_base(place: Place, base_dir: Path) -> Place:
 
 
 def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
+    """Load the tokenizer with the recipe's chat template, padding on the left."""
     from transformers import AutoTokenizer
 
     own = place.kind != "adapter" or (place.path is not None and (place.path / "tokenizer_config.json").is_file())
@@ -331,6 +332,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
 
 
 def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_host: bool = False) -> Any:
+    """Load the base, quantised or dense, onto the recipe's device."""
     if section.quantize:
         return quantize.disable_repacking(_load_quantized(section, base, base_dir, seed))
     model = load_dense_base(section, base, base_dir, seed)
@@ -384,6 +386,7 @@ def load_image_reader(section: Model, base_dir: Path, tokenizer: Any) -> ImageRe
 
 
 def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, config: Any) -> ImageReader | None:
+    """Return the image reader for a configuration; None for a model that does not read images."""
     if base.kind == "gguf" or not vision.sees_images(config, section):
         return None
     if base.kind == "directory" and not any((Path(base.target) / name).exists() for name in PROCESSOR_FILES):
@@ -406,6 +409,7 @@ def _dequantize() -> dict[str, Any]:
 
 
 def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
+    """Load the base with 4-bit weights."""
     options = {
         "dtype": dtype_of(section),
         "device_map": {"": str(device_of(section))},
@@ -441,6 +445,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
+    """Raise ModelError if the tokenizer has ids beyond the model's embeddings."""
     rows = model.get_input_embeddings().weight.shape[0]
     highest = max(tokenizer.get_vocab().values())
     if highest >= rows and not _has_4bit_weight(model.get_input_embeddings()):

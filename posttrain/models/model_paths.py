@@ -119,6 +119,7 @@ def _list_package_paths(name: str) -> list[Path]:
 
 
 def _existing_place(path: Path, name: str) -> Place:
+    """Return the place of an existing path. Raises ModelError if it holds no model."""
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is a file, but not a .gguf file", hint="name the model's directory")

@@ -69,6 +69,7 @@ def read_template(path: str, chat_template: str | None, base_dir: Path | None) -
 
 
 def _read_template_of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
+    """Return the chat template of a place; None if it cannot be read without loading the model."""
     if place.kind == "tiny":
         named = {"pad_token": tiny.PAD, "bos_token": tiny.BOS, "eos_token": tiny.EOS, "unk_token": tiny.UNK}
         if place.name == "tiny-vision":
@@ -104,6 +105,7 @@ def _cached_file(name: str, file: str) -> Path | None:
 
 
 def _read_template_files(files: Mapping[str, Path | None]) -> ChatTemplate | None:
+    """Return the chat template from a tokenizer's JSON files; None without tokenizer_config.json."""
     texts = {name: path.read_text() for name, path in files.items() if path is not None and path.is_file()}
     if "tokenizer_config.json" not in texts:
         return None
@@ -137,6 +139,7 @@ _STRING, _ARRAY, _CONTROL = 8, 9, 3
 
 
 def _read_gguf_header(file: BinaryIO) -> ChatTemplate | None:
+    """Return the chat template and special tokens from a GGUF header; None if the file is not GGUF."""
     if file.read(4) != b"GGUF":
         return None
     file.seek(12, 1)  # skip the version and the number of tensors
@@ -159,6 +162,7 @@ def _read_number(file: BinaryIO, code: str) -> Any:
 
 
 def _read_value(file: BinaryIO, kind: int) -> Any:
+    """Read one GGUF metadata value of a type."""
     if kind == _STRING:
         return file.read(_read_number(file, "Q")).decode(errors="replace")
     if kind == _ARRAY:

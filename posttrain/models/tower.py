@@ -132,6 +132,7 @@ def takes_features(model: Any) -> bool:
 
 
 def _arguments(model: Any, found: Any) -> dict[str, Any]:
+    """Return the forward arguments that pass image features to the model."""
     if takes_features(model):
         return {"mm_encoder_outputs": {"image": found}}
     _accept_features(type(model))
