@@ -66,8 +66,8 @@ def _check_correctness(section: Values, rewards: Sequence[LoadedReward]) -> Foun
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify import correctness
 
-    places = list_reward_paths(section)
-    for above, listed in itertools.groupby(zip(places, rewards, strict=True), lambda item: item[0][:-1]):
+    paths = list_reward_paths(section)
+    for above, listed in itertools.groupby(zip(paths, rewards, strict=True), lambda item: item[0][:-1]):
         entries = list(listed)
         sections = [Reward.model_validate(_value_at(section, place)) for place, _ in entries]
         for key, what, right in correctness.problems(sections, [reward for _, reward in entries]):

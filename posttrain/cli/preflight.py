@@ -211,8 +211,8 @@ class _RecipeChecker:
             self._check_data_function(path, name, part)
             return
         with self.collect_errors(path):
-            places = candidates(name.removeprefix(existence.ACCEPTED_PREFIX), self.base_dir)
-            here = names.kind == "file" or name.startswith(("gym:", "task:")) or any(map(existence.path_exists, places))
+            tried = candidates(name.removeprefix(existence.ACCEPTED_PREFIX), self.base_dir)
+            here = names.kind == "file" or name.startswith(("gym:", "task:")) or any(map(existence.path_exists, tried))
             base = ""
             with self.collect_errors(path, self.problems if here else self.absent, about):
                 if names.kind == "model":
@@ -223,7 +223,7 @@ class _RecipeChecker:
                     existence.check_data(name, self.base_dir, source)
                 else:
                     existence.check_run(name, names, self.base_dir)
-            self._check_base(path, names, name, part, base, places, here)
+            self._check_base(path, names, name, part, base, tried, here)
 
     def _check_trained_model(self, part: SectionRef) -> None:
         """Check the device of a model, and the modules that get an adapter."""
@@ -249,7 +249,7 @@ class _RecipeChecker:
         return {name: value for name, value in items if self.mark((*part.path, key, name)) != default}
 
     def _check_base(
-        self, path: Path_, names: Names, name: str, part: SectionRef, base: str, places: list[Path], here: bool
+        self, path: Path_, names: Names, name: str, part: SectionRef, base: str, tried: list[Path], here: bool
     ) -> None:
         """Check the base of an adapter; note a hub id that resembles a local directory."""
         if base:
@@ -258,7 +258,7 @@ class _RecipeChecker:
             not here
             and names.kind in ("model", "data")
             and existence.could_be_hub_id(name)
-            and (hint := suggest_file(name, places))
+            and (hint := suggest_file(name, tried))
         ):
             with self.collect_errors(path, self.doubts):
                 raise UserError(f"`{name}` is read as a hub id: there is no such {names.what} here", hint=hint)

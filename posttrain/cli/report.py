@@ -161,16 +161,16 @@ def runs(
         say(f"no{' matching' if state or words else ''} run in {', '.join(map(str, place or [Path('runs')]))}")
 
 
-def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
-    """Return the rows of all runs below the places that match state and filters, oldest first."""
+def _list_runs(folders: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
+    """Return the rows of all runs below the folders that match state and filters, oldest first."""
     from posttrain.report.runs import describe, find_runs, is_sweep, matches, unknown_filters
 
-    for place in places:
+    for place in folders:
         if not place.is_dir() and place != Path("runs"):
             from posttrain.path_resolution import suggest_file
 
             raise UserError(f"there is no folder {place}", hint=suggest_file(str(place), [place]))
-    found = (run for place in places for run in find_runs(place, inner=inner or is_sweep(place)))
+    found = (run for place in folders for run in find_runs(place, inner=inner or is_sweep(place)))
     rows = [describe(run) for run in found]
     for message in unknown_filters(rows, words) if rows else ():
         say(message)
@@ -178,11 +178,11 @@ def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], 
     return sorted(rows, key=lambda row: row.when)
 
 
-def _delete(places: Sequence[Path], yes: bool) -> None:
+def _delete(run_folders: Sequence[Path], yes: bool) -> None:
     """Delete runs, after a confirmation unless `yes`."""
     from posttrain.report.runs import check_removable, remove, size_of
 
-    for run in places:
+    for run in run_folders:
         check_removable(run)
         say(f"{run}  {size_of(run) / 1e6:.1f} MB")
     if not yes:
@@ -191,10 +191,10 @@ def _delete(places: Sequence[Path], yes: bool) -> None:
                 "nothing was removed: stdin is not a terminal, so the removal cannot be confirmed",
                 hint="--yes removes without confirmation",
             )
-        if not typer.confirm(f"permanently delete {count_noun(len(places), 'run')}?", default=False, err=True):
+        if not typer.confirm(f"permanently delete {count_noun(len(run_folders), 'run')}?", default=False, err=True):
             say("nothing was removed")
             return
-    for run in places:
+    for run in run_folders:
         remove(run)
         say(f"removed {run}")
 

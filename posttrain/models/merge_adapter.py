@@ -96,8 +96,8 @@ def _untie_adapted_weights(base: Any) -> None:
         for name, p in base.named_parameters(remove_duplicate=False)
         if adapters.strip_base_layer(name) in declared
     }
-    for number, places in _find_parameter_holders(base).items():
-        for module, name in places[1:] if number in adapted or number not in tied else ():
+    for number, holders in _find_parameter_holders(base).items():
+        for module, name in holders[1:] if number in adapted or number not in tied else ():
             weight = module._parameters[name]
             assert weight is not None
             module._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)

@@ -132,8 +132,8 @@ def _existing_place(path: Path, name: str) -> Place:
     if not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir())
         gguf = [f for f in files if f.endswith(".gguf")]
-        places = [p for depth in ("*", "final/*") for p in sorted(path.glob(f"{depth}/*config.json"))]
-        inside = ", ".join(str(p.parent) for p in places if p.name in _MODEL_FILES)
+        configs = [p for depth in ("*", "final/*") for p in sorted(path.glob(f"{depth}/*config.json"))]
+        inside = ", ".join(str(p.parent) for p in configs if p.name in _MODEL_FILES)
         hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {inside}" if inside else ""
         if not hint and (runs := _find_runs_with_models(path)):
             hint = f"name one of the runs in it: {', '.join(map(str, runs[:MAX_RUNS_IN_HINT]))}"
