@@ -92,7 +92,7 @@ class ColocatedClient(EngineClient):
             connection.wait([process.sentinel for process in self.processes])
             deadline = time.monotonic() + EXIT_WAIT_S
             while self.processes[0].exitcode is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # it has closed its files; its exit code follows, unless vLLM is just reading it
+                time.sleep(0.01)  # its files are closed; the exit code may follow later
             here.call_soon_threadsafe(end)
 
         threading.Thread(target=wait, daemon=True, name="engine-watch").start()

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 OPEN_S = 3.0  # for new servers to answer, in a sync
-RETRY_S = 30.0  # until a server that could not join is tried again; doubled after each further failure,
-MAX_RETRY_S = 480.0  # up to this
+RETRY_S = 30.0  # until a server that could not join is tried again; doubled at each failure
+MAX_RETRY_S = 480.0
 
 
 @dataclass

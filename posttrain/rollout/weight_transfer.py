@@ -365,8 +365,7 @@ def _settings_of_snapshot() -> str:
 
 def set_allocator(settings: str) -> None:
     """Set the settings of torch's CUDA allocator; settings that are not named are reset."""
-    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (change or torch.cuda.memory._set_allocator_settings)(settings)
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 @contextlib.contextmanager

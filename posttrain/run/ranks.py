@@ -329,10 +329,8 @@ def _report(first: _Process, processes: Sequence[_Process], received: Sequence[i
             allowed=f"its last output:\n{output}" if output else "",
             hint=f"{OUT_OF_MEMORY_HINT if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
-    who = (
-        "" if output.startswith("rank ") else f"rank {first.rank}: "
-    )  # names the failed rank: train/rank_failure_monitor.py
-    terminal.note(f"{who}{output or f'ended with {code}'}")
+    named = output.startswith("rank ")  # the message names the rank that failed: train/rank_failure_monitor.py
+    terminal.note(f"{'' if named else f'rank {first.rank}: '}{output or f'ended with {code}'}")
     return specific or code
 
 
