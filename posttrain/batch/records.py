@@ -12,9 +12,9 @@ from posttrain.batch import Rollout, ToolCall
 def sample_fields(rollout: Rollout) -> dict[str, Any]:
     """Return the `verify.score.Sample` fields of a rollout's turns or workflow calls; {} for a single-turn rollout."""
     if not rollout.turns:
-        return _fields_of_call(rollout)
+        return _workflow_fields(rollout)
     return {
-        "messages": conversation(rollout),
+        "messages": to_messages(rollout),
         "tool_calls": [
             {**call_record(call), "turn": number} for number, turn in enumerate(rollout.turns) for call in turn.calls
         ],
@@ -26,7 +26,7 @@ def sample_fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _fields_of_call(rollout: Rollout) -> dict[str, Any]:
+def _workflow_fields(rollout: Rollout) -> dict[str, Any]:
     """Return the `Sample` fields of a workflow call, with its turns if it was replied to; {} for other rollouts."""
     if rollout.call is None:
         return {}
@@ -51,7 +51,7 @@ def sample_fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def conversation(rollout: Rollout) -> list[dict[str, Any]]:
+def to_messages(rollout: Rollout) -> list[dict[str, Any]]:
     """Return the rollout as chat messages: the prompt's messages, then each turn with the tool results or reply."""
     row = rollout.prompt.row
     asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")

@@ -308,8 +308,8 @@ class Rollout:
     @property
     def images(self) -> tuple[Image, ...]:
         """Images of prompt and completion, in order."""
-        own = (self.prompt.images, *(s.images for s in self.segments))
-        return tuple(image for images in own if images is not None for image in images.shown)
+        prompt_and_replies = (self.prompt.images, *(s.images for s in self.segments))
+        return tuple(image for images in prompt_and_replies if images is not None for image in images.shown)
 
     def images_within(self, count: int) -> tuple[Image, ...]:
         """Return the images of the prompt and of the segments that end within the first `count` completion tokens."""
@@ -463,16 +463,16 @@ def pad_rows(
 ) -> Tensor:
     """Pad rows of different lengths with `fill` at the end; returns [N,width]."""
     out = np.full((len(values), width), fill, dtype)
-    for row, own in zip(out, values, strict=True):
-        row[: len(own)] = own
+    for row, row_values in zip(out, values, strict=True):
+        row[: len(row_values)] = row_values
     return torch.from_numpy(out)
 
 
 def concatenate_ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
     """Concatenate integer ranges: counts[i] consecutive numbers from starts[i] (default 0) for each i."""
-    many = torch.tensor(counts, dtype=torch.long)
-    first = torch.zeros_like(many) if starts is None else torch.tensor(starts, dtype=torch.long)
-    return torch.arange(int(many.sum())) + (first - (many.cumsum(0) - many)).repeat_interleave(many)
+    lengths = torch.tensor(counts, dtype=torch.long)
+    first = torch.zeros_like(lengths) if starts is None else torch.tensor(starts, dtype=torch.long)
+    return torch.arange(int(lengths.sum())) + (first - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
 
 
 def to_device(

@@ -157,8 +157,8 @@ def update_arm_scores(
     found = {name: [float(score) for score in values] for name, values in scores.items()}
     for name, loss in losses.items():
         if name in chosen and name in found and chosen[name] in arms:
-            place, arm = list(arms).index(chosen[name]), chosen[name]
-            found[name][place] += loss - mu * (arm - mean) if mode == "code" else -(loss + mu * arm)
+            index, arm = list(arms).index(chosen[name]), chosen[name]
+            found[name][index] += loss - mu * (arm - mean) if mode == "code" else -(loss + mu * arm)
     return found
 
 

@@ -104,5 +104,5 @@ def select_middle(values: Sequence[float], low: float = 0.25, high: float = 0.75
     if sum(kept) >= min_keep:
         return kept
     order = sorted(range(len(values)), key=lambda n: (values[n], n))
-    ranks = {n: (place + 1) / len(values) for place, n in enumerate(order)}
+    ranks = {n: (rank + 1) / len(values) for rank, n in enumerate(order)}
     return [low - SLACK <= ranks[n] <= high + SLACK for n in range(len(values))]

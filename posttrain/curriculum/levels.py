@@ -138,11 +138,11 @@ class Scaler(Sampler):
         levels, draw = self._levels(pool), random.Random(request.seed)
         chosen = self._choose_environments(state, request, draw)
         prompts: list[int] = []
-        for place, name in enumerate(chosen):
-            count = request.prompts // len(chosen) + (place < request.prompts % len(chosen))
-            for number, many in propose_levels(state["d"][name], count).items():
+        for position, name in enumerate(chosen):
+            count = request.prompts // len(chosen) + (position < request.prompts % len(chosen))
+            for number, level_count in propose_levels(state["d"][name], count).items():
                 problems = levels[name][sorted(levels[name])[number]]
-                prompts += draw_new(problems, many, [*request.taken, *prompts], draw)
+                prompts += draw_new(problems, level_count, [*request.taken, *prompts], draw)
         draw.shuffle(prompts)
         return Plan(prompts, [request.group_size] * len(prompts))
 
@@ -233,7 +233,7 @@ class Scaler(Sampler):
     def _swap_environments(self, state: State, levels: Mapping[str, Mapping[int, Any]], step: int) -> State:
         """Return the state with a random inactive environment in place of each active one that retires."""
         active, history, retired = list(state["active"]), dict(state["history"]), state["retired"]
-        for place, name in enumerate(active):
+        for slot, name in enumerate(active):
             others = sorted(set(levels) - set(active))
             entries = history[name]
             stopped = (
@@ -248,7 +248,7 @@ class Scaler(Sampler):
                 )["retire"]
             )
             if stopped and others and state["last"].get(name) == step:
-                active[place] = random.Random(f"scaler/{step}/{place}").choice(others)
+                active[slot] = random.Random(f"scaler/{step}/{slot}").choice(others)
                 history[name] = []
                 retired += 1
         return {**state, "active": active, "history": history, "retired": retired}

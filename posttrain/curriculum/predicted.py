@@ -45,10 +45,10 @@ class Pcl(Sampler):
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         if request.step < self.warmup_steps or not request.values:
-            places = list(range(min(request.prompts, len(request.stream))))
+            chosen = list(range(min(request.prompts, len(request.stream))))
         else:
-            places = select_nearest(request.values, request.prompts, self.target)
-        prompts = [request.stream[place] for place in places]
+            chosen = select_nearest(request.values, request.prompts, self.target)
+        prompts = [request.stream[index] for index in chosen]
         return Plan(prompts, [request.group_size] * len(prompts))
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:

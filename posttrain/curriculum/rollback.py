@@ -78,8 +78,9 @@ class Taco(Sampler):
             return Plan(request.stream, [request.group_size] * len(request.stream))
         first = (request.step - state["from"]) * request.prompts
         prompts = state["queue"][first : first + request.prompts]
-        again = _shuffle(state["pool"], pool, state["epoch"] + 1)  # for steps that are planned before the epoch's end
-        prompts += [again[(first + n) % len(again)] for n in range(len(prompts), request.prompts)]
+        # Steps beyond the end of the epoch may be planned before the next epoch's pool is known.
+        next_epoch = _shuffle(state["pool"], pool, state["epoch"] + 1)
+        prompts += [next_epoch[(first + n) % len(next_epoch)] for n in range(len(prompts), request.prompts)]
         return Plan(prompts, [request.group_size] * len(prompts))
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:

@@ -105,15 +105,14 @@ def split_by_reasoning(
 ) -> Split:
     """Split rows by a score of the reasoning they need: <= sft_max for SFT, >= rl_min for RL, in between as `middle`
     (DeReason, arXiv 2603.11193; the treatment of the middle is a guess). Rows without a score are dropped."""
-    places: dict[str, list[int]] = {"sft": [], "rl": [], "drop": []}
+    indices: dict[str, list[int]] = {"sft": [], "rl": [], "drop": []}
     for n, score in enumerate(scores):
-        known = score is not None and score == score
-        places[_side(score, sft_max, rl_min, middle) if known and score is not None else "drop"].append(n)
-    return Split(places["sft"], places["rl"], places["drop"])
-
-
-def _side(score: float, sft_max: float, rl_min: float, middle: Middle) -> str:
-    return "sft" if score <= sft_max else "rl" if score >= rl_min else middle
+        if score is None or score != score:
+            side = "drop"
+        else:
+            side = "sft" if score <= sft_max else "rl" if score >= rl_min else middle
+        indices[side].append(n)
+    return Split(indices["sft"], indices["rl"], indices["drop"])
 
 
 def draw_weighted(weights: Sequence[float], count: int, uniform: Callable[[], float]) -> list[int]:
@@ -194,7 +193,7 @@ def update_bin_losses(
     """
     found = {str(name): float(score) for name, score in scores.items()}
     for b in sorted(set(row_bins)):
-        own = [loss for number, loss in zip(row_bins, row_losses, strict=True) if number == b]
-        loss = sum(own) / len(own) / (len(own) / len(row_bins) if by_share else 1)
+        bin_losses = [loss for number, loss in zip(row_bins, row_losses, strict=True) if number == b]
+        loss = sum(bin_losses) / len(bin_losses) / (len(bin_losses) / len(row_bins) if by_share else 1)
         found[str(b)] = (1 - beta) * found[str(b)] + beta * loss if str(b) in found else loss
     return found

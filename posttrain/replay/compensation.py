@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from posttrain.control.stages import Cosine
 from posttrain.errors import UserError
 from posttrain.registry import register
-from posttrain.replay.protocol import Replay, Request, Row, Stock
-
-TAU = 1e-6  # advantages up to this size count as zero
+from posttrain.replay.protocol import TAU, Replay, Request, Row, Stock
 
 
 @register(

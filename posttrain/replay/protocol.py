@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+TAU = 1e-6  # advantages up to this size count as zero
+
 
 @dataclass(frozen=True)
 class Row:

@@ -36,24 +36,24 @@ class Success(Replay):
             raise UserError(f"max_age {self.max_age}", allowed="1 or more, or null")
 
     def replace(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> dict[int, int]:
-        able = [place for place, row in enumerate(stored) if not self._is_too_old(row, request)]
+        able = [index for index, row in enumerate(stored) if not self._is_too_old(row, request)]
         draw = random.Random(request.seed)
         swaps = choose_successes(
             fresh,
-            [stored[place] for place in able],
+            [stored[index] for index in able],
             lambda _, count: draw.randrange(count),
             std_max=self.std_max,
             mean_max=self.mean_max,
         )
-        return {place: able[n] for place, n in swaps.items()}
+        return {index: able[n] for index, n in swaps.items()}
 
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
         join = [n for n, row in enumerate(fresh) if row.reward is not None and row.reward > self.success_min]
         stay = [n for n, row in enumerate(stored) if not self._is_too_old(row, request)]
         gone = find_oldest([*(stored[n].uid for n in stay), *(fresh[n].uid for n in join)], self.capacity)
         return Stock(
-            [place for n, place in enumerate(stay) if n not in gone],
-            [place for n, place in enumerate(join, len(stay)) if n not in gone],
+            [index for n, index in enumerate(stay) if n not in gone],
+            [index for n, index in enumerate(join, len(stay)) if n not in gone],
         )
 
     def _is_too_old(self, row: Row, request: Request) -> bool:
@@ -73,16 +73,16 @@ def choose_successes(
     pick: (number of the group in order of first appearance, number of stored rows of its prompt) -> index of one.
     """
     groups: dict[int, list[int]] = {}
-    for place, row in enumerate(fresh):
-        groups.setdefault(row.group, []).append(place)
+    for index, row in enumerate(fresh):
+        groups.setdefault(row.group, []).append(index)
     choices: dict[str, list[int]] = {}
-    for place, row in enumerate(stored):
-        choices.setdefault(row.uid, []).append(place)
+    for index, row in enumerate(stored):
+        choices.setdefault(row.uid, []).append(index)
     swaps = {}
-    for number, places in enumerate(groups.values()):
-        own = choices.get(fresh[places[0]].uid, [])
-        if own and has_failed([fresh[n].reward for n in places], std_max=std_max, mean_max=mean_max):
-            swaps[places[0]] = own[pick(number, len(own))]
+    for number, indices in enumerate(groups.values()):
+        candidates = choices.get(fresh[indices[0]].uid, [])
+        if candidates and has_failed([fresh[n].reward for n in indices], std_max=std_max, mean_max=mean_max):
+            swaps[indices[0]] = candidates[pick(number, len(candidates))]
     return swaps
 
 
@@ -96,8 +96,8 @@ def find_oldest(uids: Sequence[str], capacity: int) -> set[int]:
     """Return the indices of entries that `capacity` later entries of the same uid follow."""
     seen: dict[str, int] = {}
     gone = set()
-    for place in reversed(range(len(uids))):
-        seen[uids[place]] = seen.get(uids[place], 0) + 1
-        if seen[uids[place]] > capacity:
-            gone.add(place)
+    for index in reversed(range(len(uids))):
+        seen[uids[index]] = seen.get(uids[index], 0) + 1
+        if seen[uids[index]] > capacity:
+            gone.add(index)
     return gone

@@ -58,17 +58,17 @@ async def think_in_chunks(
             allowed=f"less than rollout.max_new_tokens ({asked.max_new_tokens}) together",
         )
     prompt, limit = asked.prompt, asked.max_new_tokens
-    pieces: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, ...]] = []
     rows: list[Row] = []
     while True:
-        (piece,) = await asked.sample([prompt], limit)
+        (chunk,) = await asked.sample([prompt], limit)
         carried = prompt[len(asked.prompt) :]
-        if piece.finish == "stop" or len(rows) + 1 == max_chunks:
-            text = asked.text((*carried, *piece.ids))
-            return [*rows, Row(prompt, (piece.segment,), piece.finish, text=text)]
-        rows.append(Row(prompt, (piece.segment,), "stop", scored=False))
-        pieces.append(piece.ids)
-        prompt = tuple(chunk_prompts(asked.prompt, pieces, keep_head=keep_head, keep_tail=keep_tail)[-1])
+        if chunk.finish == "stop" or len(rows) + 1 == max_chunks:
+            text = asked.text((*carried, *chunk.ids))
+            return [*rows, Row(prompt, (chunk.segment,), chunk.finish, text=text)]
+        rows.append(Row(prompt, (chunk.segment,), "stop", scored=False))
+        chunks.append(chunk.ids)
+        prompt = tuple(chunk_prompts(asked.prompt, chunks, keep_head=keep_head, keep_tail=keep_tail)[-1])
         limit = room
 
 

@@ -182,9 +182,9 @@ class TreeSearch:
         for one in ended:
             if not one.given:
                 by_prompt.setdefault(one.uid, []).append(one)
-        for uid, own in by_prompt.items() if self.reuse_below else ():
-            right = [one for one in own if one.correct]
-            if len(right) / len(own) > self.reuse_below:
+        for uid, rows in by_prompt.items() if self.reuse_below else ():
+            right = [one for one in rows if one.correct]
+            if len(right) / len(rows) > self.reuse_below:
                 store.pop(uid, None)
             elif whole := [one.ids for one in right if one.finish == "stop"]:
                 known = dict.fromkeys([*map(tuple, store.pop(uid, [])), *whole])

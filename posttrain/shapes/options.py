@@ -44,14 +44,14 @@ async def ask_again(
     """
     texts, gold = read_options(asked.row, options, answer)
     permutation = draw_permutation(len(texts), gold, asked.random())
-    again = shuffle_options(asked.decode(asked.prompt), texts, permutation)
+    shuffled = shuffle_options(asked.decode(asked.prompt), texts, permutation)
     (whole,) = await asked.sample([asked.prompt])
     end = count_tokens_before(whole.written, close, asked.decode)
     second = ""
     if whole.finish == "stop" and end < len(whole.written):
         thought = asked.decode(whole.written[:end])
         thought = replace_letters(thought, texts) if rewrite_letters else thought
-        prompt = asked.encode(again + thought + close + "\n")
+        prompt = asked.encode(shuffled + thought + close + "\n")
         if len(prompt) < asked.window:
             (reply,) = await asked.sample([prompt], answer_tokens, greedy=True)
             second = asked.text(reply.ids).strip()
@@ -91,17 +91,17 @@ def shuffle_options(prompt: str, texts: Sequence[str], permutation: Sequence[int
     Raises UserError if the prompt does not contain an option in that order.
     """
     parts: list[str] = []
-    rest = prompt
-    for place in reversed(range(len(texts))):
-        at = rest.rfind(texts[place])
-        if at < 0 or not texts[place]:
+    head = prompt
+    for option in reversed(range(len(texts))):
+        at = head.rfind(texts[option])
+        if at < 0 or not texts[option]:
             raise UserError(
-                f"rollout.shape `shuffled_options`: the prompt has no option {texts[place]!r}, or not in its order",
+                f"rollout.shape `shuffled_options`: the prompt has no option {texts[option]!r}, or not in its order",
                 hint="write the options into the prompt as the column has them, e.g. by data.prompt_template",
             )
-        parts.append(texts[permutation[place]] + rest[at + len(texts[place]) :])
-        rest = rest[:at]
-    return rest + "".join(reversed(parts))
+        parts.append(texts[permutation[option]] + head[at + len(texts[option]) :])
+        head = head[:at]
+    return head + "".join(reversed(parts))
 
 
 def replace_letters(thought: str, texts: Sequence[str]) -> str:

@@ -79,9 +79,9 @@ async def sample_rest(asked: Asked, tree: Tree, nodes: Sequence[int]) -> list[Sa
     prompts = [tree.ids(node) for node in nodes]
     found: dict[int, Sampled] = {}
     for left in sorted({asked.max_new_tokens - len(ids) + len(tree.prompt) for ids in prompts}):
-        places = [i for i, ids in enumerate(prompts) if asked.max_new_tokens - len(ids) + len(tree.prompt) == left]
-        drawn = await asked.sample([prompts[i] for i in places], left)
-        found |= dict(zip(places, drawn, strict=True))
+        indices = [i for i, ids in enumerate(prompts) if asked.max_new_tokens - len(ids) + len(tree.prompt) == left]
+        drawn = await asked.sample([prompts[i] for i in indices], left)
+        found |= dict(zip(indices, drawn, strict=True))
     return [found[i] for i in range(len(nodes))]
 
 
@@ -94,15 +94,7 @@ def cut_step(sampled: Sampled, ends: str, asked: Asked) -> Sampled:
     count = next(n for n in range(1, len(sampled.ids) + 1) if len(asked.decode(sampled.ids[:n])) >= found + len(ends))
     if count == len(sampled.ids):
         return sampled
-    segment = sampled.segment
-    logps, versions = segment.logps, segment.versions
-    segment = replace(
-        segment,
-        ids=segment.ids[:count],
-        logps=logps and logps[:count],
-        versions=versions and versions[:count],
-    )
-    return Sampled(segment, "length", sampled.version)
+    return Sampled(sampled.first(count), "length", sampled.version)
 
 
 async def try_again(asked: Asked, tree: ValueTree, ends: Sequence[int], text: str) -> list[tuple[int, float]]:
@@ -119,9 +111,9 @@ async def try_again(asked: Asked, tree: ValueTree, ends: Sequence[int], text: st
             continue
         (again,) = await asked.sample([prompt], left)
         begun = tree.add(above, Sampled(first.first(len(first.written)), "length"))
-        said = tree.add(begun, Sampled(Segment("injected", words), "length"))
-        leaves.append(tree.add(said, again))
-        for node in (begun, said, leaves[-1]):
+        inserted = tree.add(begun, Sampled(Segment("injected", words), "length"))
+        leaves.append(tree.add(inserted, again))
+        for node in (begun, inserted, leaves[-1]):
             tree.closed[node] = True
     grades = await asked.grade([tree.row(leaf) for leaf in leaves])
     return [(leaf, float(bool(grade.correct))) for leaf, grade in zip(leaves, grades, strict=True)]
@@ -133,7 +125,7 @@ async def try_again(asked: Asked, tree: ValueTree, ends: Sequence[int], text: st
     paper="2501.12051",
     needs=("own_group", "tree", "grades"),
     note=(
-        "An end is judged once, by the rewards. The second try at wrong ends (`reflection`) is one completion behind a"
+        "An end is judged once, by the rewards. The second try at wrong ends (`reflection`) is one completion after a"
         " sentence of ours; how the authors ask for it was not confirmed."
     ),
 )
@@ -172,8 +164,8 @@ async def step_values(
     right = 0
     while not tree.closed[0] and right < right_ends and len(tree) + width <= max(max_nodes, width + 1):
         node = tree.select(c, unvisited)
-        rest = node > 0 and tree.value[node] >= good
-        if rest:
+        finish_now = node > 0 and tree.value[node] >= good
+        if finish_now:
             drawn = await sample_rest(asked, tree, [node])
         else:
             left = asked.max_new_tokens - len(tree.ids(node)) + len(tree.prompt)
@@ -181,7 +173,7 @@ async def step_values(
             drawn = [cut_step(one, ends, asked) for one in drawn]
         children = [tree.add(node, one) for one in drawn]
         full = {n for n in children if len(tree.ids(n)) - len(tree.prompt) >= asked.max_new_tokens}
-        over = [n for n, one in zip(children, drawn, strict=True) if one.finish == "stop" or rest or n in full]
+        over = [n for n, one in zip(children, drawn, strict=True) if one.finish == "stop" or finish_now or n in full]
         grades = await asked.grade([tree.row(n) for n in over])
         values = {n: float(bool(grade.correct)) for n, grade in zip(over, grades, strict=True)}
         open_ = [n for n in children if n not in values]

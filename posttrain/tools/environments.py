@@ -94,14 +94,14 @@ class Tools:
     def episode(self, number: int) -> Episode:
         """See `World.episode`."""
         del number
-        return Calls(self.caller, self.form, self.limits)
+        return ToolEpisode(self.caller, self.form, self.limits)
 
     def close(self) -> None:
         """Stop the workers."""
         self.caller.close()
 
 
-class Calls:
+class ToolEpisode:
     """Episode with tools: answers the calls of a turn. A turn without a call is the final answer and ends it."""
 
     def __init__(self, caller: Caller, form: Format, limits: ImageLimits) -> None:
@@ -126,7 +126,7 @@ class Calls:
         calls = parse_calls(turn, self.form, self.schemas)
         answers = await asyncio.gather(*(self.caller.answer(call, self.images) for call in calls))
         self.images += tuple(image for call in answers for image in call.images)
-        return _reply_without_calls(answers)
+        return _reply_to_calls(answers)
 
     async def score(self) -> None:
         """Return None: tools do not score a rollout."""
@@ -135,7 +135,7 @@ class Calls:
         """Do nothing: the workers belong to the world."""
 
 
-def _reply_without_calls(calls: Sequence[ToolCall]) -> Reply:
+def _reply_to_calls(calls: Sequence[ToolCall]) -> Reply:
     if not calls:
         return Reply(ended="answer")
     messages = tuple(
@@ -157,7 +157,7 @@ class Simulations:
     of_actions: bool = False
 
     @property
-    def how(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Keyword arguments of both functions."""
         return {"plays": self.plays, "horizon": self.horizon, "gamma": self.gamma}
 
@@ -186,7 +186,7 @@ class Environments:
 
     def episode(self, number: int) -> Episode:
         """See `World.episode`."""
-        return Play(self, number)
+        return EnvironmentEpisode(self, number)
 
     async def run(self, call: Callable[[], T], seconds: float | None) -> T:
         """Run a call on a thread once a slot is free; TimeoutError if it then takes longer than `seconds`."""
@@ -197,7 +197,7 @@ class Environments:
         """Do nothing: each rollout closes its own environment."""
 
 
-class Play:
+class EnvironmentEpisode:
     """Episode in a user's environment: created, reset, and always closed."""
 
     def __init__(self, world: Environments, number: int) -> None:
@@ -234,7 +234,7 @@ class Play:
             return None
         self.asked += 1
         rng = random.Random(f"{self.number} {self.asked}")
-        return await self._play(lambda: mean_return(self.environment, rng, **asked.how))
+        return await self._play(lambda: mean_return(self.environment, rng, **asked.keywords))
 
     async def returns(self) -> Mapping[str, float]:
         """Compute the return of each legal action in the row's initial state; once for all rollouts of the row."""
@@ -243,7 +243,7 @@ class Play:
             return {}
         async with self.world.measuring.setdefault(self.uid, asyncio.Lock()):
             if self.uid not in known:
-                known[self.uid] = await self._play(lambda: action_returns(self.environment, self.uid, **asked.how))
+                known[self.uid] = await self._play(lambda: action_returns(self.environment, self.uid, **asked.keywords))
         while len(known) > MAX_CACHED_STATES:
             oldest = next(iter(known))
             del known[oldest], self.world.measuring[oldest]
@@ -333,8 +333,8 @@ def _parse_step(value: Any, max_pixels: int) -> Reply:
     text, a Pillow image, or a list of both. Raises ToolError for anything else."""
     if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[1], bool):
         raise ToolError(f"an environment's step returned {value!r:.80}", allowed="(observation, done[, reward])")
-    observation, done, *rest = value
-    reward = _check_number(rest[0], "step") if rest else None
+    observation, done, *reward_part = value
+    reward = _check_number(reward_part[0], "step") if reward_part else None
     if done:
         return Reply(reward=reward, ended="done")
     if isinstance(observation, str):

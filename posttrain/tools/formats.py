@@ -25,12 +25,12 @@ Format = Literal[
 
 @dataclass(frozen=True)
 class _Form:
-    """A call format. opener: regex of the start of a call; read: parser from there on; how: instruction for a system
+    """A call format. opener: regex of the start of a call; read: parser from there on; instruction: for a system
     message; texts: arguments are written as text, and the tool's schema gives their types."""
 
     opener: str
     read: Callable[[re.Match[str]], Found]
-    how: str
+    instruction: str
     texts: bool = False
 
 
@@ -202,4 +202,4 @@ def template_knows_tools(tokenizer: Any, tools: list[dict[str, Any]]) -> bool:
 def explain_tools(tools: list[dict[str, Any]], form: Format) -> str:
     """Return a system message that describes the tools, for templates that do not."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return f"You can call tools:\n{listed}\nTo call one, write {FORMATS[form].how}"
+    return f"You can call tools:\n{listed}\nTo call one, write {FORMATS[form].instruction}"

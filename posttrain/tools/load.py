@@ -99,25 +99,25 @@ def _resolve_params(
     function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None
 ) -> dict[str, Any]:
     """Check the recipe's arguments, which must be keyword-only, and resolve Path arguments relative to the recipe."""
-    own = _keyword_only(function)
+    accepted = _keyword_only(function)
     for key in given:
-        if key not in own:
+        if key not in accepted:
             raise ToolError(
                 f"tool {name} has no parameter `{key}`",
-                allowed=f"it has: {', '.join(own) or 'none'} (keyword-only arguments are the recipe's)",
-                hint=did_you_mean(key, own),
+                allowed=f"it has: {', '.join(accepted) or 'none'} (keyword-only arguments are the recipe's)",
+                hint=did_you_mean(key, accepted),
             )
-    for key, argument in own.items():
+    for key, argument in accepted.items():
         if argument.default is inspect.Parameter.empty and key not in given and key != IMAGES:
             raise ToolError(f"tool {name} needs params.{key}")
-    paths = {k for k, a in own.items() if "Path" in str(a.annotation)}
+    paths = {k for k, a in accepted.items() if "Path" in str(a.annotation)}
     _check_types(f"tool {name}", function, {k: v for k, v in given.items() if k not in paths})
     return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
 
 
 def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    own = inspect.signature(function).parameters
-    return {name: argument for name, argument in own.items() if argument.kind is inspect.Parameter.KEYWORD_ONLY}
+    parameters = inspect.signature(function).parameters
+    return {name: argument for name, argument in parameters.items() if argument.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def may_return_images(function: Callable[..., Any]) -> bool:

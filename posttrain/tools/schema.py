@@ -61,9 +61,9 @@ def _json_type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
 
 def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into (text before `Args:`, argument -> its description)."""
-    text, _, rest = doc.partition("\nArgs:")
+    text, _, args = doc.partition("\nArgs:")
     found: dict[str, str] = {}
-    for line in rest.split("\nReturns:")[0].splitlines():
+    for line in args.split("\nReturns:")[0].splitlines():
         if entry := _ENTRY.match(line):
             found[entry[1]] = entry[2].strip()
     return " ".join(text.split()), found

@@ -58,6 +58,6 @@ def take(environment: Any, action: str) -> tuple[bool, float]:
 def read_action(environment: Any, text: str) -> str | None:
     """Return the legal action that a turn is: the environment's `action(text)` if it has that method, else the stripped
     text; None if that is not a legal action."""
-    own = getattr(environment, "action", None)
-    said = own(text) if callable(own) else text.strip()
-    return said if said in set(map(str, environment.actions())) else None
+    read = getattr(environment, "action", None)
+    action = read(text) if callable(read) else text.strip()
+    return action if action in set(map(str, environment.actions())) else None

@@ -43,14 +43,14 @@ def list_tools(path: Path) -> list[str]:
     written = getattr(module, "EXAMPLES", None)
     if isinstance(written, Mapping):
         return list(written)
-    own = [
+    functions = [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    if path.stem in own:
+    if path.stem in functions:
         return [path.stem]
-    found = [name for name in own if inspect.getdoc(getattr(module, name))]
+    found = [name for name in functions if inspect.getdoc(getattr(module, name))]
     if not found:
         raise ToolError("no function with a docstring", where=str(path), hint="the model reads it: say what it does")
     return found

@@ -46,8 +46,8 @@ def difficulty_hint(
     begin = asked.solution[: hint_length(ratio, len(asked.solution))]
     if not begin:
         return [Variant()]
-    place = "trained" if trained else "untrained"
-    return [Variant("hint", begin=begin, begin_is=place, hinted=True, note={"ratio": ratio})]  # type: ignore[arg-type]
+    begin_is = "trained" if trained else "untrained"
+    return [Variant("hint", begin=begin, begin_is=begin_is, hinted=True, note={"ratio": ratio})]  # type: ignore[arg-type]
 
 
 def hint_ratio(
@@ -190,17 +190,17 @@ class SolvedExamples:
 def rank_similar_texts(text: str, others: Mapping[str, str], above: float = 0.0) -> list[str]:
     """Return the keys of other texts with a TF-IDF cosine above `above`, most similar first; ties stay in order."""
     words = {key: Counter(re.findall(WORD, other.lower())) for key, other in others.items()}
-    own = Counter(re.findall(WORD, text.lower()))
-    spread = Counter(word for counts in [own, *words.values()] for word in counts)
+    query_counts = Counter(re.findall(WORD, text.lower()))
+    document_frequency = Counter(word for counts in [query_counts, *words.values()] for word in counts)
     total = 1 + len(words)
 
     def weigh_words(counts: Counter[str]) -> dict[str, float]:
-        weights = {word: count * math.log((1 + total) / spread[word]) for word, count in counts.items()}
+        weights = {word: count * math.log((1 + total) / document_frequency[word]) for word, count in counts.items()}
         norm = math.sqrt(sum(weight**2 for weight in weights.values())) or 1.0
         return {word: weight / norm for word, weight in weights.items()}
 
-    mine = weigh_words(own)
+    query = weigh_words(query_counts)
     found = {
-        key: sum(mine.get(word, 0.0) * weight for word, weight in weigh_words(c).items()) for key, c in words.items()
+        key: sum(query.get(word, 0.0) * weight for word, weight in weigh_words(c).items()) for key, c in words.items()
     }
     return [key for key, value in sorted(found.items(), key=lambda item: -item[1]) if value > above]

@@ -84,7 +84,7 @@ class ItemResponse:
         for outcome in outcomes:
             if "rate" in outcome.variant.note:
                 by_uid.setdefault(outcome.uid, []).append(outcome)
-        return found | {uid: next_rate(own, self.target) for uid, own in by_uid.items()}
+        return found | {uid: next_rate(rounds, self.target) for uid, rounds in by_uid.items()}
 
 
 def next_rate(rounds: Sequence[Outcome], target: float) -> float:

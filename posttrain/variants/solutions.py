@@ -53,14 +53,9 @@ def hint_on_failure(
     if asked.rounds[-1].solved or stage > len(ratios) or not text or asked.step < start_step:
         return []
     ratio = ratios[stage - 1]
-    hint = text[: hint_characters(ratio, len(text))]
+    hint = text[: round(ratio * len(text))]
     note = {"ratio": ratio, "stage": stage}
     return [Variant(f"hint {ratio:g}", user=user, fills={"hint": hint}, hinted=True, replaces=True, note=note)]
-
-
-def hint_characters(ratio: float, length: int) -> int:
-    """Return round(ratio * length), halves to even."""
-    return round(ratio * length)
 
 
 @register(

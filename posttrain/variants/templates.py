@@ -171,20 +171,20 @@ class Instructions:
         """See `Planner.learn`: returns the members, the step count, and the number of candidates used."""
         members, steps = self._members(memory), int((memory or {}).get("steps", 0)) + 1
         used = int((memory or {}).get("candidates", 0))
-        places = {number: place for place, (number, _, _) in enumerate(members)}
-        drawn = [(places.get(o.variant.note.get("instruction", -1)), o.mean_reward) for o in outcomes]
-        known = [(place, reward) for place, reward in drawn if place is not None and reward is not None]
+        index_of = {number: index for index, (number, _, _) in enumerate(members)}
+        drawn = [(index_of.get(o.variant.note.get("instruction", -1)), o.mean_reward) for o in outcomes]
+        known = [(index, reward) for index, reward in drawn if index is not None and reward is not None]
         weights = update_weights(
-            [w for *_, w in members], [place for place, _ in known], [[reward] for _, reward in known], ema=self.ema
+            [w for *_, w in members], [index for index, _ in known], [[reward] for _, reward in known], ema=self.ema
         )
         members = [(n, text, weight) for (n, text, _), weight in zip(members, weights, strict=True)]
         if steps % self.evolve_every == 0:
             fresh = self.candidates[used : used + len(self.pool)]
-            safe = [place for place, (number, _, _) in enumerate(members) if number < self.protected]
+            safe = [index for index, (number, _, _) in enumerate(members) if number < self.protected]
             kept, weights = prune_population(weights, self.keep_ratio, protected=safe, num_new=len(fresh))
             fresh = fresh[: max(len(self.pool) - len(kept), 0)]
             new = [(len(self.pool) + used + n, text, weights[-1]) for n, text in enumerate(fresh)]
-            members, used = [*(members[place] for place in kept), *new], used + len(fresh)
+            members, used = [*(members[index] for index in kept), *new], used + len(fresh)
         return {"members": [list(member) for member in members], "steps": steps, "candidates": used}
 
 
@@ -202,10 +202,10 @@ def update_weights(
 
     instruction: index of each group's instruction; rewards: the rewards of each group's rollouts.
     """
-    own: dict[int, list[float]] = {}
+    rewards_by_instruction: dict[int, list[float]] = {}
     for number, group in zip(instruction, rewards, strict=True):
-        own.setdefault(int(number), []).append(sum(group) / len(group))
-    means = {number: sum(found) / len(found) for number, found in own.items()}
+        rewards_by_instruction.setdefault(int(number), []).append(sum(group) / len(group))
+    means = {number: sum(found) / len(found) for number, found in rewards_by_instruction.items()}
     return [(1 - ema) * w + ema * means[n] if n in means else w for n, w in enumerate(weights)]
 
 

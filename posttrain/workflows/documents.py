@@ -39,8 +39,11 @@ def rank_passages(query: str, texts: Sequence[str]) -> list[int]:
     the shared words; ties in their order."""
     words = [split_words(text) for text in texts]
     asked = split_words(query)
-    frequency = Counter(word for own in words for word in asked & own)
-    scores = [math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & own)) for own in words]
+    frequency = Counter(word for text_words in words for word in asked & text_words)
+    scores = [
+        math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & text_words))
+        for text_words in words
+    ]
     return sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
 
 

@@ -165,10 +165,10 @@ class ActorExtractor:
         """Count the uses of memories in a step; returns (reward of each memory that was shown, number of guided
         attempts)."""
         attempts = [[one for one in outcome.by("actor", "guided") if one.reward is not None] for outcome in outcomes]
-        rewards = [[one.reward or 0.0 for one in own] for own in attempts]
-        flags = [[float(one.role == "guided") for one in own] for own in attempts]
-        names = [[one.note.get("memory") for one in own] for own in attempts]
-        uses = Counter(name for own in names for name in own if name is not None)
+        rewards = [[one.reward or 0.0 for one in group] for group in attempts]
+        flags = [[float(one.role == "guided") for one in group] for group in attempts]
+        names = [[one.note.get("memory") for one in group] for group in attempts]
+        uses = Counter(name for group in names for name in group if name is not None)
         for one in memories:
             if one["id"] in uses:
                 one["retrieved"], one["shown_at"] = one["retrieved"] + uses[one["id"]], step
@@ -254,7 +254,7 @@ def rerank(retrieve_count: Sequence[int], recent: Sequence[float], *, diversity_
     """Rank candidates, given in order of similarity: score = -index - (lambda ln(1 + times shown) + 1 if recently
     shown); ties in their order."""
     scores = [
-        -place - (diversity_lambda * math.log(1 + count) + float(bool(now)))
-        for place, (count, now) in enumerate(zip(retrieve_count, recent, strict=True))
+        -index - (diversity_lambda * math.log(1 + count) + float(bool(now)))
+        for index, (count, now) in enumerate(zip(retrieve_count, recent, strict=True))
     ]
-    return Ranked(sorted(range(len(scores)), key=lambda place: -scores[place]), scores)
+    return Ranked(sorted(range(len(scores)), key=lambda index: -scores[index]), scores)

@@ -98,6 +98,6 @@ async def segment_scores(
 def cut_segments(text: str, marked: str) -> list[str]:
     """Return the segments of a text from its copy with <seg> between them; the whole text as one segment if the copy
     differs in more than whitespace."""
-    pieces = [piece for piece in marked.split("<seg>") if piece.strip()]
-    same = "".join("".join(pieces).split()) == "".join(text.split())
-    return pieces if same and pieces else [text]
+    segments = [segment for segment in marked.split("<seg>") if segment.strip()]
+    same = "".join("".join(segments).split()) == "".join(text.split())
+    return segments if same and segments else [text]

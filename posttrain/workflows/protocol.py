@@ -184,10 +184,10 @@ class Caller:
         from posttrain.batch import Segment
 
         ids, begun = call.prompt, list[Segment]()
-        for place, segment in enumerate(call.segments):
-            own = self.between(ids[-1], text) if place == 2 * number + 1 else segment.ids
-            begun.append(Segment("injected", own))
-            ids = (*ids, *own)
+        for index, segment in enumerate(call.segments):
+            tokens = self.between(ids[-1], text) if index == 2 * number + 1 else segment.ids
+            begun.append(Segment("injected", tokens))
+            ids = (*ids, *tokens)
         shown = self.between(ids[-1], then)
         (more,) = await self._sample(call.role, [(*ids, *shown)], max_tokens)
         segments = (*begun, Segment("tool", shown), more.segment)

@@ -44,13 +44,13 @@ async def judged_search(
     texts = [str(text) for text in row.get(documents) or ()]
     trace = await call("searcher", fill(searcher, question=call.question))
     for _ in range(max_searches):
-        said = trace.parts[-1]
-        query = last_between(said, "search")
-        if query is None or last_between(said, "answer") is not None:
+        message = trace.parts[-1]
+        query = last_between(message, "search")
+        if query is None or last_between(message, "answer") is not None:
             return
         found = find_passages(query, texts, passages)
         shown = "\n".join(f"[{n}] {text}" for n, text in enumerate(found, 1)) or "nothing found"
-        refused = bool(trace.shown) and (last_between(said, "judge") or "").lower() == "no"
+        refused = bool(trace.shown) and (last_between(message, "judge") or "").lower() == "no"
         if refused:
             trace = await call.replace_reply(trace, len(trace.shown) - 1, dropped, then=shown)
         else:

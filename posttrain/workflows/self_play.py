@@ -115,8 +115,8 @@ class ProposerSolver:
         shown = collect_passages(texts, queries, self.passages, others)
         prompt = fill(self.checker, passages="\n".join(shown), question=question)
         checked = await call("checker", prompt, parent=proposed)
-        said = last_between(checked.answer, "answer") or ""
-        return question, "" if exact_match(said, [answer]) else "cannot be answered"
+        checked_answer = last_between(checked.answer, "answer") or ""
+        return question, "" if exact_match(checked_answer, [answer]) else "cannot be answered"
 
     async def solve(self, question: str, texts: Sequence[str], call: Caller, parent: Call | None = None) -> list[Call]:
         """Sample the solvers' answers to a question, each with its searches."""

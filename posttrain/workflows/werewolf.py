@@ -97,15 +97,15 @@ class Game:
 
     async def choose(self, call: Caller, player: int, task: str, among: Sequence[int]) -> int:
         """Ask a player to pick another one; an answer without a valid pick is replaced at random (note `random`)."""
-        rest = [one for one in among if one != player]
-        asked = self.ask(player, f"{task} {fill(CHOOSE, among=list_players(rest))}")
+        others = [one for one in among if one != player]
+        asked = self.ask(player, f"{task} {fill(CHOOSE, among=list_players(others))}")
         made = await call(self.roles[player], asked)
         named = [int(number) for number in _CHOICE.findall(made.answer)]
         made.note.update(player=player, side=self.side(player))
-        if named and named[-1] in rest:
+        if named and named[-1] in others:
             return named[-1]
         made.note["random"] = True
-        return self.rng.choice(rest)
+        return self.rng.choice(others)
 
     async def play_night(self, call: Caller, number: int) -> None:
         """Play a night: the werewolves kill a player, and the seer looks at one, simultaneously."""
@@ -121,11 +121,11 @@ class Game:
 
     async def hold_day(self, call: Caller, number: int, candidates: int, speech_tokens: int) -> None:
         """Play a day: all living players speak in turn, then vote one out; in a tie nobody is voted out."""
-        heard: list[Call] = []
+        speeches: list[Call] = []
         for player in self.living:
-            said = await self.speak_once(call, player, number, heard, candidates, speech_tokens)
-            self.tell(f"Day {number}, player {player} said: {said.answer}")
-            heard.append(said)
+            speech = await self.speak_once(call, player, number, speeches, candidates, speech_tokens)
+            self.tell(f"Day {number}, player {player} said: {speech.answer}")
+            speeches.append(speech)
         votes = [(player, await self.choose(call, player, VOTE, self.living)) for player in self.living]
         self.tell(f"Day {number}, votes: " + ", ".join(f"{player} for {chosen}" for player, chosen in votes) + ".")
         (first, most), *others = Counter(chosen for _, chosen in votes).most_common()
@@ -141,12 +141,12 @@ class Game:
         """Sample several speeches of a player and pick one at random; their notes record what the player knew."""
         role, asked = self.roles[player], self.ask(player, self.speak)
         made = await call.several(role, asked, count=candidates, max_tokens=speech_tokens)
-        said = self.rng.choice(made)
+        chosen = self.rng.choice(made)
         state = f"{role}, day {day}" + (f", has seen {self.found}" if role == "seer" else "")
         for one in made:
-            one.note.update(player=player, side=self.side(player), state=state, turn=made[0].number, said=one is said)
+            one.note.update(player=player, side=self.side(player), state=state, turn=made[0].number, said=one is chosen)
             one.note.update(asked=asked, heard=[earlier.number for earlier in heard])
-        return said
+        return chosen
 
 
 @register(

@@ -19,7 +19,7 @@ from posttrain.errors import RewardError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.run.metrics import read_metrics
-from posttrain.tools.environments import _reply_without_calls
+from posttrain.tools.environments import _reply_to_calls
 from posttrain.train import rl
 from posttrain.train.collate import rollout_batch
 from posttrain.train.scoring import ends_of_parts
@@ -336,7 +336,7 @@ def test_what_tools_and_environments_take_is_measured(toy: Any, opened: Opened, 
 
 def test_a_turn_takes_as_long_as_its_slowest_call() -> None:
     calls = [ToolCall("a", {}, "x", seconds=0.5), ToolCall("b", {}, "y", "error", seconds=2.0)]
-    reply = _reply_without_calls(calls)
+    reply = _reply_to_calls(calls)
     assert reply.seconds == 2.0
     r = rollout(("a", "b"), ("c", None), reward=0.0, given=())
     assert r.tool_seconds is None, "nothing was called"
