@@ -104,7 +104,7 @@ def small(folder: Path) -> None:
         shutil.copytree(folder / "base", folder / name)
         draw = torch.Generator().manual_seed(seed)
         specs = disk.scan(folder / "base")
-        with disk.reader(specs) as read:
+        with disk.open_reader(specs) as read:
             disk.write(folder / name, plain(specs), partial(moved, read=read, draw=draw))
 
 
@@ -120,7 +120,7 @@ def large(folder: Path) -> None:
             disk.write(folder / name, large_specs(), partial(random, draw=draw), SHARD)
         else:
             specs = disk.scan(folder / "base")
-            with disk.reader(specs) as read:
+            with disk.open_reader(specs) as read:
                 disk.write(folder / name, large_specs(), partial(moved, read=read, draw=draw), SHARD)
 
 
@@ -210,7 +210,7 @@ def equality(ours: Path, theirs: Path) -> dict[str, Any]:
     shared = [name for name in a if name in b]
     entries = unequal = beyond = 0
     gap = largest = 0.0
-    with disk.reader(a) as left, disk.reader(b) as right:
+    with disk.open_reader(a) as left, disk.open_reader(b) as right:
         for name in shared:
             x, y = left(name), right(name)
             difference = (x.float() - y.float()).abs()
@@ -235,7 +235,7 @@ def statistics_of(base: Path, merged: Path) -> dict[str, float]:
     before, after = disk.scan(base), disk.scan(merged)
     entries = changed = 0
     total = squares = 0.0
-    with disk.reader(before) as old, disk.reader(after) as new:
+    with disk.open_reader(before) as old, disk.open_reader(after) as new:
         for name in (name for name in before if name in after):
             change = new(name).float() - old(name).float()
             entries += change.numel()

@@ -11,13 +11,13 @@ from posttrain.recipe.merge_sections import MergeParameters
 from posttrain.recipe.merging import PER_MODEL, UNWEIGHTED, given_parameters
 from posttrain.registry import Component
 
-CANCELS = 1e-8  # |sum of weights - expected sum| below this is rounding error
+_ROUNDING_ERROR = 1e-8  # |sum of weights - expected sum| below this is rounding error
 # Rule -> its argument for which 0 makes the result equal to the anchor, whatever the models contain
-_STILL = {"update_selective": "scale", "reasoning_vector": "alpha", "slerp": "t", "nearswap": "t"}
+_ZERO_GIVES_ANCHOR = {"update_selective": "scale", "reasoning_vector": "alpha", "slerp": "t", "nearswap": "t"}
 
 
 @dataclass(frozen=True)
-class At:
+class TensorPosition:
     """Position of an output tensor: its name, its name in each model, and the relative depth of its layer.
 
     inputs: the tensor's name in each model. depth: of its layer within its slice, 0 to 1.
@@ -52,50 +52,50 @@ class Arguments:
             [given_parameters(one, rule.name) for one in own],
         )
 
-    def weights(self, at: At) -> list[float]:
+    def weights(self, position: TensorPosition) -> list[float]:
         """Return one weight per model: its own, else the common one, else 1. Rules without weights get 1."""
         if self.rule.name in UNWEIGHTED:
             return [1.0] * len(self.own)
-        return self._of_models("weight", at, 1.0)
+        return self._per_model("weight", position, 1.0)
 
-    def params(self, at: At) -> dict[str, Any]:
+    def params(self, position: TensorPosition) -> dict[str, Any]:
         """Return the rule's keyword arguments for a tensor."""
         found: dict[str, Any] = {}
         for key, (annotation, default) in self.rule.params.items():
             if key in PER_MODEL and "list" in annotation:
-                values = self._of_models(key, at, default)
+                values = self._per_model(key, position, default)
                 found[key] = values[0] if len(set(values)) == 1 else values
             else:
-                found[key] = self._common(key, at.name, at.depth, default)
+                found[key] = self._common_value(key, position.name, position.depth, default)
         return found
 
-    def contributing_models(self, at: At) -> list[bool]:
+    def contributing_models(self, position: TensorPosition) -> list[bool]:
         """Return for each model whether it can change the result."""
-        params = self.params(at)
-        still = params.get("lam", 1.0) == 0 or params.get(_STILL.get(self.rule.name, ""), 1.0) == 0
-        return [weight != 0 and not still for weight in self.weights(at)]
+        params = self.params(position)
+        is_anchor = params.get("lam", 1.0) == 0 or params.get(_ZERO_GIVES_ANCHOR.get(self.rule.name, ""), 1.0) == 0
+        return [weight != 0 and not is_anchor for weight in self.weights(position)]
 
-    def rescales(self, at: At) -> bool:
+    def rescales(self, position: TensorPosition) -> bool:
         """Return whether equal inputs give a different output because all values are multiplied by a factor."""
-        params = self.params(at)
+        params = self.params(position)
         if self.rule.name == "passthrough":
             return bool(params["scale"] != 1)
         summed = {"linear": "normalize", "multislerp": "normalize_weights"}.get(self.rule.name)
-        return summed is not None and not params[summed] and abs(sum(self.weights(at)) - 1) > CANCELS
+        return summed is not None and not params[summed] and abs(sum(self.weights(position)) - 1) > _ROUNDING_ERROR
 
     @property
     def names_matter(self) -> bool:
         """Whether any setting differs between tensors."""
         return any(isinstance(value, list) for block in (*self.common, *self.own) for value in block.values())
 
-    def _of_models(self, key: str, at: At, default: Any) -> list[Any]:
+    def _per_model(self, key: str, position: TensorPosition, default: Any) -> list[Any]:
         found = []
-        for block, name in zip(self.own, at.inputs, strict=True):
-            value = value_at(block.get(key), name, at.depth)
-            found.append(self._common(key, name, at.depth, default) if value is None else value)
+        for block, name in zip(self.own, position.inputs, strict=True):
+            value = value_at(block.get(key), name, position.depth)
+            found.append(self._common_value(key, name, position.depth, default) if value is None else value)
         return found
 
-    def _common(self, key: str, name: str, depth: float, default: Any) -> Any:
+    def _common_value(self, key: str, name: str, depth: float, default: Any) -> Any:
         for block in self.common:
             setting = block.get(key)
             value = setting if isinstance(setting, bool | str) else value_at(setting, name, depth)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
-from posttrain.merge.blocks import blocks, by_block
+from posttrain.merge.blocks import iterate_blocks, map_blocks
 from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
@@ -37,15 +37,15 @@ def slerp(
     del base, weights
     if len(models) != 2:
         raise MergeError(f"slerp is between exactly two models, not {len(models)}")
-    first, second = slerp_shares(*models, t=t, dot_threshold=dot_threshold, eps=eps)
+    first, second = slerp_coefficients(*models, t=t, dot_threshold=dot_threshold, eps=eps)
     dtype = torch.float64 if models[0].dtype == torch.float64 else torch.float32
-    return by_block(lambda x, y: first * to_sum_dtype(x) + second * to_sum_dtype(y), *models, dtype=dtype)
+    return map_blocks(lambda x, y: first * to_sum_dtype(x) + second * to_sum_dtype(y), *models, dtype=dtype)
 
 
-def slerp_shares(x: Tensor, y: Tensor, *, t: float, dot_threshold: float, eps: float) -> tuple[float, float]:
+def slerp_coefficients(x: Tensor, y: Tensor, *, t: float, dot_threshold: float, eps: float) -> tuple[float, float]:
     """Return the coefficients of the two tensors in their spherical interpolation. x and y have the same shape."""
     squares_x = squares_y = product = 0.0
-    for a, b in ((to_sum_dtype(a), to_sum_dtype(b)) for a, b in blocks(x, y)):
+    for a, b in ((to_sum_dtype(a), to_sum_dtype(b)) for a, b in iterate_blocks(x, y)):
         squares_x, squares_y = squares_x + float(torch.dot(a, a)), squares_y + float(torch.dot(b, b))
         product += float(torch.dot(a, b))
     norms = math.sqrt(squares_x), math.sqrt(squares_y)
@@ -74,7 +74,7 @@ def checkpoint_average(
     checkpoint is returned unchanged.
     """
     del base, weights
-    shares = checkpoint_shares(len(models), mode=mode, k=k, decay=decay, bias_correction=bias_correction)
+    shares = checkpoint_coefficients(len(models), mode=mode, k=k, decay=decay, bias_correction=bias_correction)
     used = [(share, to_sum_dtype(tensor)) for share, tensor in zip(shares, models, strict=True) if share]
     total = used[0][0] * used[0][1]
     for share, tensor in used[1:]:
@@ -82,7 +82,7 @@ def checkpoint_average(
     return total
 
 
-def checkpoint_shares(
+def checkpoint_coefficients(
     count: int, *, mode: Literal["last_k", "ema"], k: int | None, decay: float, bias_correction: bool
 ) -> list[float]:
     """Return the coefficient of each of `count` checkpoints, oldest first, in the average; they sum to 1.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENTRIES = 1 << 18  # per block: 1 MB in float32
+BLOCK_ENTRIES = 1 << 18  # per block: 1 MB in float32
 
 
 @contextmanager
@@ -39,26 +39,26 @@ def reuse_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def iterate_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the corresponding blocks of several flattened tensors of the same shape."""
-    yield from zip(*(tensor.reshape(-1).split(ENTRIES) for tensor in tensors), strict=True)
+    yield from zip(*(tensor.reshape(-1).split(BLOCK_ENTRIES) for tensor in tensors), strict=True)
 
 
-def by_block(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def map_blocks(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Apply an elementwise `function` to tensors of the same shape, block by block, and return the result."""
     first = tensors[0]
     found = torch.empty(first.shape, dtype=dtype or first.dtype)
-    fill(found, function, *tensors)
+    fill_by_block(found, function, *tensors)
     return found
 
 
-def fill(out: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
+def fill_by_block(out: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Apply an elementwise `function` block by block and write the result into `out`, in the dtype of `out`."""
-    for block, *parts in blocks(out, *tensors):
+    for block, *parts in iterate_blocks(out, *tensors):
         block.copy_(function(*parts))
 
 
-def rule_by_block(
+def apply_rule_by_block(
     out: Tensor,
     rule: Callable[..., Tensor],
     models: Sequence[Tensor],
@@ -72,18 +72,18 @@ def rule_by_block(
     def part(*parts: Tensor) -> Tensor:
         return rule(parts[:count], None if base is None else parts[count], weights, **params)
 
-    fill(out, part, *models, *([] if base is None else [base]))
+    fill_by_block(out, part, *models, *([] if base is None else [base]))
 
 
 def all_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has no NaN and no infinity. A finite sum proves it; otherwise the entries are checked."""
-    return all(bool(torch.isfinite(part.sum()) or torch.isfinite(part).all()) for (part,) in blocks(tensor))
+    return all(bool(torch.isfinite(part.sum()) or torch.isfinite(part).all()) for (part,) in iterate_blocks(tensor))
 
 
 def squared_distance(a: Tensor, b: Tensor) -> float:
     """Return the sum of (a - b)^2, accumulated over blocks in float64."""
     total = 0.0
-    for x, y in blocks(a, b):
+    for x, y in iterate_blocks(a, b):
         difference = x.double() - y.double() if x.dtype == torch.float64 else x.float() - y.float()
         total += float(torch.dot(difference, difference))
     return total
@@ -95,7 +95,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
         return True
     if a.dtype == b.dtype:
         return torch.equal(a, b)
-    return all(bool((x.double() == y.double()).all()) for x, y in blocks(a, b))
+    return all(bool((x.double() == y.double()).all()) for x, y in iterate_blocks(a, b))
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -105,5 +105,5 @@ def fingerprint(tensor: Tensor) -> int:
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
-    sums = [int(block.sum()) for block in raw[:whole].view(torch.int64).split(ENTRIES)]
+    sums = [int(block.sum()) for block in raw[:whole].view(torch.int64).split(BLOCK_ENTRIES)]
     return hash((*sums, *raw[whole:].tolist()))

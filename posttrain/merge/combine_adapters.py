@@ -22,8 +22,8 @@ from torch import Tensor
 
 from posttrain import registry, terminal
 from posttrain.errors import MergeError, ModelError, RunError, count_noun
-from posttrain.merge.arguments import Arguments, At
-from posttrain.merge.layers import layer_counts, layer_of
+from posttrain.merge.arguments import Arguments, TensorPosition
+from posttrain.merge.layers import count_layers, layer_of
 from posttrain.merge.lora import Factors, distance, scaling
 from posttrain.models import adapters
 from posttrain.models.load import load
@@ -35,9 +35,9 @@ from posttrain.run.directory import RunDirectory
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
-_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
 # Config keys of what an adapter may contain besides B A -> the value that means "not used"
-_NOTHING_MORE: dict[str, Any] = {
+_UNUSED_FEATURES: dict[str, Any] = {
     **{"use_dora": False, "bias": "none", "lora_bias": False},
     **dict.fromkeys(("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "layer_replication")),
 }
@@ -64,9 +64,9 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
     """
     started = time.perf_counter()
     inputs = [open_adapter(model.model, recipe.base_dir) for model in recipe.models]
-    check(inputs, directory.final)
-    combined, shares = combine(recipe, inputs)
-    gap, norm = distance_from_sum(recipe, inputs, combined)
+    check_adapters(inputs, directory.final)
+    combined, shares = combine_modules(recipe, inputs)
+    gap, norm = compute_distance_from_sum(recipe, inputs, combined)
     if norm == 0:
         raise MergeError("the adapters add nothing together: their products are 0, or cancel")
     partial = directory.path / "final.tmp"
@@ -77,13 +77,13 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
             for file in companions(inputs[0].folder):
                 if file.is_file():
                     shutil.copy2(file, partial / file.name)
-            ranks = write(partial, combined, inputs[0], _dtype(recipe, inputs))
-            probe = verify(partial, inputs[0], recipe.base_dir)
+            ranks = write_adapter(partial, combined, inputs[0], _output_dtype(recipe, inputs))
+            probe = verify_adapter(partial, inputs[0], recipe.base_dir)
             counts = {str(rank): count for rank, count in sorted(Counter(ranks.values()).items())}
             summary = {
                 "model": str(directory.final),
                 "merge_method": recipe.merge_method,
-                "parameters": arguments(recipe).params(_at("", inputs)),
+                "parameters": rule_arguments(recipe).params(_position("", inputs)),
                 "base_model": adapters.base_of(inputs[0].folder),
                 "models": [
                     {"model": x.name, "folder": str(x.folder), "weight": weight}
@@ -100,8 +100,8 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
         put_in_place(partial, directory.final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    told = ", ".join(f"{rank} ({count_noun(count, 'module')})" for rank, count in counts.items())
-    terminal.note(f"combined {count_noun(len(inputs), 'adapter')} into {directory.final}: rank {told}")
+    ranks_text = ", ".join(f"{rank} ({count_noun(count, 'module')})" for rank, count in counts.items())
+    terminal.note(f"combined {count_noun(len(inputs), 'adapter')} into {directory.final}: rank {ranks_text}")
     return summary
 
 
@@ -113,7 +113,7 @@ def open_adapter(name: str, base_dir: Path) -> Adapter:
             f"{name} is no adapter directory: it has no {CONFIG}",
             hint="lora_combine takes adapters only; merge whole models with another method",
         )
-    config = _config(place.path)
+    config = _read_config(place.path)
     if not (place.path / WEIGHTS).is_file():
         raise MergeError(f"no {WEIGHTS}", where=str(place.path), hint="save the adapter again with a current PEFT")
     try:
@@ -122,25 +122,27 @@ def open_adapter(name: str, base_dir: Path) -> Adapter:
         raise MergeError(f"unreadable: {cause}", where=str(place.path / WEIGHTS)) from cause
     base = locate(adapters.base_of(place.path), base_dir)
     kinds = {tensor.dtype for tensor in tensors.values()}
-    return Adapter(name, place.path, base, config, _factors(tensors, config, place.path), max(kinds, key=_width))
+    return Adapter(
+        name, place.path, base, config, _read_factors(tensors, config, place.path), max(kinds, key=_itemsize)
+    )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = dict(json.loads((folder / CONFIG).read_text()))
     except ValueError as cause:
         raise MergeError(f"unreadable: {cause}", where=str(folder / CONFIG)) from cause
     if config.get("peft_type") != "LORA":
         raise MergeError(f"an adapter of the kind {config.get('peft_type')}, and only LORA is B A", where=str(folder))
-    for key, none in _NOTHING_MORE.items():
-        if config.get(key, none) not in (none, None, []):
+    for key, unused in _UNUSED_FEATURES.items():
+        if config.get(key, unused) not in (unused, None, []):
             raise MergeError(
                 f"{key}: {config[key]} is more than B A, and cannot be combined",
                 where=str(folder / CONFIG),
                 hint="merge each into its base with `merge_method: linear`, and combine the models",
             )
     start = str(config.get("init_lora_weights"))
-    if start.startswith(_MOVES_THE_BASE):
+    if start.startswith(_BASE_CHANGING_INITS):
         raise MergeError(
             f"init_lora_weights: {start} changed the base that this adapter fits",
             where=str(folder / CONFIG),
@@ -149,57 +151,57 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, Factors]:
+def _read_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, Factors]:
     found: dict[str, Factors] = {}
     used: set[str] = set()
     for name in sorted(filter(_FACTOR.search, tensors)):
-        other = partner(name)
-        if other not in tensors:
-            raise MergeError(f"{other} is missing", where=str(folder))
-        a, b = tensors[name].float(), tensors[other].float()
+        factor_b = factor_b_name(name)
+        if factor_b not in tensors:
+            raise MergeError(f"{factor_b} is missing", where=str(folder))
+        a, b = tensors[name].float(), tensors[factor_b].float()
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
             raise MergeError(f"{name} {list(a.shape)} and {list(b.shape)} are not A and B", where=str(folder))
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            raise MergeError(f"{name} or {other} holds NaN or infinite values", where=str(folder))
+            raise MergeError(f"{name} or {factor_b} holds NaN or infinite values", where=str(folder))
         ranks = config.get("rank_pattern") or {}
-        if a.shape[0] != (rank := ranks.get(_pattern(ranks, module_of(name)), config["r"])):
+        if a.shape[0] != (rank := ranks.get(_find_pattern(ranks, module_name(name)), config["r"])):
             raise MergeError(
                 f"{name} has {a.shape[0]} rows, and the adapter's rank there is {rank}",
                 where=str(folder),
                 hint="adapters on the parameters of experts cannot be combined: merge each into its base, and those",
             )
         alphas = config.get("alpha_pattern") or {}
-        alpha = alphas.get(_pattern(alphas, module_of(name)), config["lora_alpha"])
+        alpha = alphas.get(_find_pattern(alphas, module_name(name)), config["lora_alpha"])
         found[name] = Factors(a, b, scaling(alpha, a.shape[0], rslora=bool(config.get("use_rslora"))))
-        used |= {name, other}
+        used |= {name, factor_b}
     if not found or used != tensors.keys():
-        rest = sorted(tensors.keys() - used)
+        unknown = sorted(tensors.keys() - used)
         raise MergeError(
-            f"tensors that are neither A nor B: {', '.join(rest[:5]) or 'nothing else'}",
+            f"tensors that are neither A nor B: {', '.join(unknown[:5]) or 'nothing else'}",
             where=str(folder),
             hint="save it in PEFT with save_embedding_layers=False"
-            if any("embed" in n or "head" in n for n in rest)
+            if any("embed" in n or "head" in n for n in unknown)
             else "",
         )
     return found
 
 
-def partner(name: str) -> str:
+def factor_b_name(name: str) -> str:
     """Return the name of the factor B that belongs to a factor A."""
     return name.replace(".lora_A", ".lora_B").replace(".lora_embedding_A", ".lora_embedding_B")
 
 
-def module_of(name: str) -> str:
+def module_name(name: str) -> str:
     """Return the module name of a factor, as PEFT's patterns name it."""
     return _FACTOR.sub("", name).removeprefix("base_model.model.")
 
 
-def _pattern(patterns: Mapping[str, Any], module: str) -> str:
+def _find_pattern(patterns: Mapping[str, Any], module: str) -> str:
     """Return the key for a module by PEFT's rule: the first regular expression that matches the end of its name."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
-def check(inputs: Sequence[Adapter], final: Path) -> None:
+def check_adapters(inputs: Sequence[Adapter], final: Path) -> None:
     """Check that the adapters share base, modules and shapes, and that the output is not an input.
 
     Raises MergeError otherwise.
@@ -215,81 +217,81 @@ def check(inputs: Sequence[Adapter], final: Path) -> None:
             if ours != theirs:
                 raise MergeError(f"{pair} have different {what}: {ours} and {theirs}")
         if differing := sorted(first.modules.keys() ^ other.modules.keys()):
-            listed = ", ".join(module_of(name) for name in differing[:5]) + (", ..." if len(differing) > 5 else "")
+            listed = ", ".join(module_name(name) for name in differing[:5]) + (", ..." if len(differing) > 5 else "")
             raise MergeError(f"{pair} have different targets: only one of them is on {listed}")
         for name, (a, b, _) in first.modules.items():
             x, y = other.modules[name].a, other.modules[name].b
             if (a.shape[1], b.shape[0]) != (x.shape[1], y.shape[0]):
-                raise MergeError(f"{pair} do not fit at {module_of(name)}: they are of models of different widths")
+                raise MergeError(f"{pair} do not fit at {module_name(name)}: they are of models of different widths")
     for each in inputs:
         if final.resolve() == each.folder or final.resolve() in each.folder.parents:
             raise MergeError(f"the output {final} is, or holds, the input {each.name}", hint="give another --output")
 
 
-def arguments(recipe: MergeRecipe) -> Arguments:
+def rule_arguments(recipe: MergeRecipe) -> Arguments:
     """Return the arguments of the rule `lora_combine` from a recipe."""
     rule = registry.get("merge", recipe.merge_method)
     return Arguments.of(rule, [recipe.parameters], [model.parameters for model in recipe.models])
 
 
-def _at(name: str, inputs: Sequence[Adapter]) -> At:
+def _position(name: str, inputs: Sequence[Adapter]) -> TensorPosition:
     """Return the position of a module, for settings that vary by layer or by name."""
     layer = layer_of(name)
-    count = layer_counts(inputs[0].modules)[layer[0]] if layer else 1
+    count = count_layers(inputs[0].modules)[layer[0]] if layer else 1
     depth = layer[1] / (count - 1) if layer and count > 1 else float(layer is not None)
-    return At(name, [name] * len(inputs), depth)
+    return TensorPosition(name, [name] * len(inputs), depth)
 
 
-def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, Factors], list[float]]:
+def combine_modules(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, Factors], list[float]]:
     """Return the combined factors by module, and the weights of the first module.
 
     Raises MergeError that names the module.
     """
-    settings = arguments(recipe)
+    settings = rule_arguments(recipe)
     found = {}
     for name in inputs[0].modules:
         own = [each.modules[name] for each in inputs]
         try:
             found[name] = settings.rule.function(
-                own, settings.weights(_at(name, inputs)), **settings.params(_at(name, inputs))
+                own, settings.weights(_position(name, inputs)), **settings.params(_position(name, inputs))
             )
         except MergeError as cause:
-            told = cause.problems[0]
-            raise MergeError(f"{module_of(name)}: {told.what}", hint=told.hint) from cause
-    return found, settings.weights(_at(next(iter(inputs[0].modules)), inputs))
+            problem = cause.problems[0]
+            raise MergeError(f"{module_name(name)}: {problem.what}", hint=problem.hint) from cause
+    return found, settings.weights(_position(next(iter(inputs[0].modules)), inputs))
 
 
-def distance_from_sum(
+def compute_distance_from_sum(
     recipe: MergeRecipe, inputs: Sequence[Adapter], combined: Mapping[str, Factors]
 ) -> tuple[float, float]:
     """Return (distance from the exact weighted sum, norm of that sum), over all modules together."""
-    settings = arguments(recipe)
+    settings = rule_arguments(recipe)
     found = [
-        distance([each.modules[name] for each in inputs], settings.weights(_at(name, inputs)), made)
+        distance([each.modules[name] for each in inputs], settings.weights(_position(name, inputs)), made)
         for name, made in combined.items()
     ]
     return math.hypot(*(gap for gap, _ in found)), math.hypot(*(norm for _, norm in found))
 
 
-def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:
+def write_adapter(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:
     """Write weights and config with alpha = rank in each module, so that its scale is 1; return the ranks by module.
 
     Raises MergeError for weights that overflow the dtype, RunError if the written file does not read back.
     """
     tensors = {}
     for name, (a, b, scale) in combined.items():
-        tensors[name], tensors[partner(name)] = (scale * a).to(dtype).contiguous(), b.to(dtype).contiguous()
-    if bad := next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None):
-        raise MergeError(f"the combined {bad} overflows {dtype}", hint="set `dtype: bfloat16` or `float32`")
-    ranks = {module_of(name): factors.a.shape[0] for name, factors in combined.items()}
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    others = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
+        tensors[name], tensors[factor_b_name(name)] = (scale * a).to(dtype).contiguous(), b.to(dtype).contiguous()
+    if overflowing := next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None):
+        raise MergeError(f"the combined {overflowing} overflows {dtype}", hint="set `dtype: bfloat16` or `float32`")
+    ranks = {module_name(name): factors.a.shape[0] for name, factors in combined.items()}
+    most_common = Counter(ranks.values()).most_common(1)[0][0]
+    other_ranks = {re.escape(module): rank for module, rank in ranks.items() if rank != most_common}
     config = {
         **first.config,
-        "r": usual,
-        "lora_alpha": usual,
-        "rank_pattern": others,
-        "alpha_pattern": others,
+        "r": most_common,
+        "lora_alpha": most_common,
+        "rank_pattern": other_ranks,
+        "alpha_pattern": other_ranks,
         "use_rslora": False,
         "inference_mode": True,
     }
@@ -303,7 +305,7 @@ def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: 
 
 
 @torch.no_grad()
-def verify(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
+def verify_adapter(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
     """Load the adapter on its base as a run would; return the largest logit and the largest gap to the base's logits.
 
     Raises RunError if the logits are not finite, MergeError if the base cannot be loaded.
@@ -320,10 +322,10 @@ def verify(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
     return {"logit_gap": float((new - old).abs().max()), "largest_logit": float(new.abs().max())}
 
 
-def _width(dtype: torch.dtype) -> int:
+def _itemsize(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def _dtype(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> torch.dtype:
+def _output_dtype(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> torch.dtype:
     """Return the dtype to write: the recipe's, else the widest of the inputs."""
-    return getattr(torch, recipe.dtype) if recipe.dtype else max((x.dtype for x in inputs), key=_width)
+    return getattr(torch, recipe.dtype) if recipe.dtype else max((x.dtype for x in inputs), key=_itemsize)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from posttrain.errors import MergeError, Problem, count_noun
-from posttrain.merge.layers import in_layer, layer_counts
+from posttrain.merge.layers import count_layers, replace_layer
 from posttrain.merge.plan import Plan
 from posttrain.merge.sources import Source
 
@@ -22,7 +22,7 @@ _IGNORED = {
     "use_cache",
     "vocab_size",
 }
-_SHOWN = 4  # names shown of a longer list
+_MAX_LISTED = 4  # names shown of a longer list
 
 
 @dataclass(frozen=True)
@@ -45,39 +45,39 @@ class Check:
 def compare(plan: Plan) -> list[Check]:
     """Run all checks and return them. The first source is the reference for the other sources."""
     sources = plan.sources
-    found = [_architecture(sources), _check_tied(sources)]
+    found = [_check_architecture(sources), _check_tied(sources)]
     if plan.stacked:
-        found.append(_layers(plan))
+        found.append(_check_layers(plan))
     else:
-        found += [_names(sources), _shapes(sources, plan.tokens.embeddings if plan.tokens else frozenset())]
+        found += [_check_names(sources), _check_shapes(sources, plan.tokens.embeddings if plan.tokens else frozenset())]
     if plan.tokens is None or plan.tokens.tokenizer is None:
-        found.append(_vocabularies(sources, plan.tokens.rows if plan.tokens else None))
-    return [*found, _dtypes(sources), _configs(sources)]
+        found.append(_check_vocabularies(sources, plan.tokens.rows if plan.tokens else None))
+    return [*found, _check_dtypes(sources), _check_configs(sources)]
 
 
-def _layers(plan: Plan) -> Check:
+def _check_layers(plan: Plan) -> Check:
     """Check for stacked layers that all tensors taken from the models exist and have consistent shapes."""
     problems = []
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # name as of layer 0 -> shape, and where it was first seen
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}  # name as of layer 0 -> shape, and where it was first seen
     for name in plan.out:
-        piece, at, anchored = plan.piece_of(name), plan.at(name), plan.anchor_name(name)
-        wanted = {(piece.anchor.name, anchored): piece.anchor}
-        wanted |= {(s.name, n): s for s, n in zip(piece.models, at.inputs, strict=True)}
+        part, position, anchored = plan.slice_of(name), plan.position(name), plan.anchor_name(name)
+        wanted = {(part.anchor.name, anchored): part.anchor}
+        wanted |= {(s.name, n): s for s, n in zip(part.models, position.inputs, strict=True)}
         for (model, stored), source in wanted.items():
             spec = source.tensors.get(stored)
             shape = spec.shape if spec else ()
             if plan.tokens is not None and name in plan.tokens.embeddings:
                 shape = (plan.tokens.rows, *shape[1:])
-            first, seen = kinds.setdefault(in_layer(name, 0), (shape, f"{stored} of {model}"))
+            first, seen = shapes.setdefault(replace_layer(name, 0), (shape, f"{stored} of {model}"))
             if spec is None:
                 problems.append(f"{model} has no {stored}")
             elif shape != first:
                 problems.append(f"{stored} of {model} is {list(shape)}, {seen} {list(first)}")
-    values = [str(max(layer_counts(s.tensors).values(), default=0)) for s in plan.sources]
-    return Check("layers", values, _some(problems), hint="stack layers of models of the same width")
+    values = [str(max(count_layers(s.tensors).values(), default=0)) for s in plan.sources]
+    return Check("layers", values, _list_names(problems), hint="stack layers of models of the same width")
 
 
-def refuse(checks: Sequence[Check], sources: Sequence[Source]) -> None:
+def raise_problems(checks: Sequence[Check], sources: Sequence[Source]) -> None:
     """Raise a MergeError that lists every problem found; return if there is none."""
     names = ", ".join(source.name for source in sources)
     problems = [Problem(check.what, check.problem, f"models: {names}", check.hint) for check in checks if check.problem]
@@ -85,12 +85,12 @@ def refuse(checks: Sequence[Check], sources: Sequence[Source]) -> None:
         raise MergeError.of(problems)
 
 
-def table(checks: Sequence[Check], sources: Sequence[Source]) -> list[list[str]]:
+def table_rows(checks: Sequence[Check], sources: Sequence[Source]) -> list[list[str]]:
     """Return the checks as rows of text: property, one column per model, verdict. The first row has the headings."""
     return [["", *(source.name for source in sources), ""], *([c.what, *c.values, c.verdict] for c in checks)]
 
 
-def _architecture(sources: Sequence[Source]) -> Check:
+def _check_architecture(sources: Sequence[Source]) -> Check:
     values = [str((s.config.get("architectures") or [s.config.get("model_type", "unknown")])[0]) for s in sources]
     problem = "" if len(set(values)) == 1 else f"different architectures: {', '.join(dict.fromkeys(values))}"
     return Check("architecture", values, problem)
@@ -102,19 +102,19 @@ def _check_tied(sources: Sequence[Source]) -> Check:
     return Check("embeddings", values, problem, hint="untie them all (save with a separate lm_head) or tie them all")
 
 
-def _names(sources: Sequence[Source]) -> Check:
+def _check_names(sources: Sequence[Source]) -> Check:
     first = sources[0].tensors.keys()
     problems = []
     for source in sources[1:]:
         missing, extra = sorted(first - source.tensors.keys()), sorted(source.tensors.keys() - first)
         if missing:
-            problems.append(f"{source.name} lacks {_some(missing)}")
+            problems.append(f"{source.name} lacks {_list_names(missing)}")
         if extra:
-            problems.append(f"{source.name} has {_some(extra)}, which {sources[0].name} has not")
+            problems.append(f"{source.name} has {_list_names(extra)}, which {sources[0].name} has not")
     return Check("tensors", [str(len(s.tensors)) for s in sources], "; ".join(problems))
 
 
-def _shapes(sources: Sequence[Source], by_token: Collection[str]) -> Check:
+def _check_shapes(sources: Sequence[Source], by_token: Collection[str]) -> Check:
     """Check that tensors of the same name have the same shape.
 
     by_token: embeddings that are reordered by token, so that their numbers of rows may differ.
@@ -128,12 +128,12 @@ def _shapes(sources: Sequence[Source], by_token: Collection[str]) -> Check:
             if source.tensors[name].shape[name in by_token :] != sources[0].tensors[name].shape[name in by_token :]
         ]
         if wrong:
-            problems.append(f"{source.name} differs from {sources[0].name} in {_some(wrong)}")
+            problems.append(f"{source.name} differs from {sources[0].name} in {_list_names(wrong)}")
     counts = [sum(t.nbytes // t.dtype.itemsize for t in s.tensors.values()) for s in sources]
     return Check("parameters", [f"{count:,}" for count in counts], "; ".join(problems))
 
 
-def _vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
+def _check_vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
     """Check that a token has the same id in all models.
 
     rows: number of rows of the merged embeddings, if smaller than in some model.
@@ -145,7 +145,9 @@ def _vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
         a, b = known[0].token_ids(rows), source.token_ids(rows)
         wrong = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
         if wrong:
-            example = f"{wrong[0]!r} is {_id(a, wrong[0])} in {known[0].name} and {_id(b, wrong[0])} in {source.name}"
+            token = wrong[0]
+            ids = _describe_id(a, token), _describe_id(b, token)
+            example = f"{token!r} is {ids[0]} in {known[0].name} and {ids[1]} in {source.name}"
             other = f"{count_noun(len(wrong), 'token')} with another id in {source.name} than in {known[0].name}"
             problems.append(f"{other}: {example}")
     unknown = [s.name for s in sources if s.vocabulary is None]
@@ -154,11 +156,11 @@ def _vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
     return Check("vocabulary", values, "; ".join(problems), warning, hint)
 
 
-def _id(vocabulary: dict[str, int], token: str) -> str:
+def _describe_id(vocabulary: dict[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
-def _dtypes(sources: Sequence[Source]) -> Check:
+def _check_dtypes(sources: Sequence[Source]) -> Check:
     values = [
         " ".join(sorted({str(t.dtype).removeprefix("torch.") for t in s.tensors.values()})) or "none" for s in sources
     ]
@@ -172,13 +174,13 @@ def _dtypes(sources: Sequence[Source]) -> Check:
         ]
         if mixed:
             problems.append(
-                f"{source.name} stores {_some(mixed)} as integers or floats where {sources[0].name} does not"
+                f"{source.name} stores {_list_names(mixed)} as integers or floats where {sources[0].name} does not"
             )
     warning = "" if len(set(values)) == 1 else f"inputs are stored as {', '.join(dict.fromkeys(values))}"
     return Check("dtype", values, "; ".join(problems), warning)
 
 
-def _configs(sources: Sequence[Source]) -> Check:
+def _check_configs(sources: Sequence[Source]) -> Check:
     """Compare the other config values. Differences are warnings only: most (dropout, ids) are harmless."""
     keys = sorted({key for s in sources for key in s.config} - _IGNORED)
     differing = [key for key in keys if len({repr(s.config.get(key)) for s in sources}) > 1]
@@ -189,6 +191,6 @@ def _configs(sources: Sequence[Source]) -> Check:
     return Check("other config", values, "", warning)
 
 
-def _some(items: Sequence[str]) -> str:
-    rest = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def _list_names(items: Sequence[str]) -> str:
+    rest = len(items) - _MAX_LISTED
+    return ", ".join(items[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from posttrain.errors import MergeError, count_noun
 from posttrain.merge import sparsify
-from posttrain.merge.blocks import blocks, by_block
-from posttrain.merge.rules import CANCELS, to_sum_dtype
+from posttrain.merge.blocks import iterate_blocks, map_blocks
+from posttrain.merge.rules import MIN_WEIGHT_SUM, to_sum_dtype
 from posttrain.registry import register
 
 PerModel = float | list[float]
@@ -48,8 +48,8 @@ def ties(
     """
     start = require_base(base, "ties")
     parts = [
-        _rescale_kept(delta, sparsify.largest(delta, max(1, int(share * delta.numel()))), rescale)
-        for delta, share in zip(differences(models, start), each(density, models), strict=True)
+        _rescale_kept(delta, sparsify.keep_largest(delta, max(1, int(share * delta.numel()))), rescale)
+        for delta, share in zip(differences(models, start), expand_per_model(density, models), strict=True)
     ]
     return add_delta(start, elect_signs(parts, weights, normalize), lam)
 
@@ -73,7 +73,9 @@ def dare_linear(
     arithmetic; density 0 gives the base.
     """
     start = require_base(base, "dare_linear", whole=False)
-    return _dare(models, start, draws, density, rescale, lambda parts: weighted_sum(parts, weights, normalize), lam)
+    return _merge_dare(
+        models, start, draws, density, rescale, lambda parts: weighted_sum(parts, weights, normalize), lam
+    )
 
 
 @register("merge", "dare_ties", paper="2311.03099", needs=("base_model", "draws"))
@@ -90,7 +92,9 @@ def dare_ties(
 ) -> Tensor:
     """Apply DARE's random drop, then the sign election of `ties`; divide by the weights only with `normalize`."""
     start = require_base(base, "dare_ties", whole=False)
-    return _dare(models, start, draws, density, rescale, lambda parts: elect_signs(parts, weights, normalize), lam)
+    return _merge_dare(
+        models, start, draws, density, rescale, lambda parts: elect_signs(parts, weights, normalize), lam
+    )
 
 
 @register("merge", "della", paper="2406.11617", needs=("base_model", "draws"))
@@ -115,7 +119,7 @@ def della(
     """
     start = require_base(base, "della")
     return add_delta(
-        start, elect_signs(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
+        start, elect_signs(_drop_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
     )
 
 
@@ -135,7 +139,7 @@ def della_linear(
     """Apply DELLA's random drop, then the plain weighted sum."""
     start = require_base(base, "della_linear")
     return add_delta(
-        start, weighted_sum(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
+        start, weighted_sum(_drop_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
     )
 
 
@@ -158,7 +162,9 @@ def breadcrumbs(
     this function keeps the intended entries.
     """
     start = require_base(base, "breadcrumbs")
-    return add_delta(start, weighted_sum(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
+    return add_delta(
+        start, weighted_sum(_trim_differences(models, start, density, gamma, rescale), weights, normalize), lam
+    )
 
 
 @register("merge", "breadcrumbs_ties", paper="2312.06795", needs=("base_model",))
@@ -175,7 +181,9 @@ def breadcrumbs_ties(
 ) -> Tensor:
     """Apply the trimming of `breadcrumbs`, then the sign election of `ties` instead of the sum."""
     start = require_base(base, "breadcrumbs_ties")
-    return add_delta(start, elect_signs(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
+    return add_delta(
+        start, elect_signs(_trim_differences(models, start, density, gamma, rescale), weights, normalize), lam
+    )
 
 
 @register("merge", "update_selective", paper="2510.15110", needs=("base_model", "one_model"))
@@ -204,7 +212,7 @@ def update_selective(
         count = max(int(density * delta.numel()), int(at_least_one and density > 0))
     elif count is None:
         raise MergeError("granularity `global` needs the count of the tensor")
-    return add_delta(start, sparsify.largest(delta, count), scale)
+    return add_delta(start, sparsify.keep_largest(delta, count), scale)
 
 
 @register("merge", "model_stock", paper="2403.19522", needs=("base_model", "several_models"))
@@ -225,35 +233,35 @@ def model_stock(
     del weights
     start = require_base(base, "model_stock")
     if filter_wise and start.dim() > 1:
-        share = stock_share([delta.flatten(1) for delta in differences(models, start)], eps)
-        wide = share.view(-1, *[1] * (start.dim() - 1)).expand_as(start)
-        return by_block(_model_stock_step, start, wide, *models, dtype=start.dtype)
-    share = stock_share_of_products(_products(models, start), len(models), eps)
-    return by_block(lambda x, *own: _model_stock_step(x, share.to(x.dtype), *own), start, *models, dtype=start.dtype)
+        ratio = stock_ratio([delta.flatten(1) for delta in differences(models, start)], eps)
+        ratios = ratio.view(-1, *[1] * (start.dim() - 1)).expand_as(start)
+        return map_blocks(_model_stock_step, start, ratios, *models, dtype=start.dtype)
+    ratio = stock_ratio_from_products(_inner_products(models, start), len(models), eps)
+    return map_blocks(lambda x, *own: _model_stock_step(x, ratio.to(x.dtype), *own), start, *models, dtype=start.dtype)
 
 
-def _model_stock_step(start: Tensor, share: Tensor, *models: Tensor) -> Tensor:
-    return share * torch.stack([to_sum_dtype(model) for model in models]).mean(0) + (1 - share) * start
+def _model_stock_step(start: Tensor, ratio: Tensor, *models: Tensor) -> Tensor:
+    return ratio * torch.stack([to_sum_dtype(model) for model in models]).mean(0) + (1 - ratio) * start
 
 
-def _products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], Tensor]:
+def _inner_products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], Tensor]:
     """Return the inner products of the differences, accumulated over blocks in float64."""
     pairs = list(itertools.combinations_with_replacement(range(len(models)), 2))
     found = dict.fromkeys(pairs, 0.0)
-    for x, *own in blocks(start, *models):
+    for x, *own in iterate_blocks(start, *models):
         deltas = [to_sum_dtype(model) - x for model in own]
         for i, j in pairs:
             found[i, j] += float(torch.dot(deltas[i], deltas[j]))
     return {pair: torch.tensor(value, dtype=torch.float64) for pair, value in found.items()}
 
 
-def stock_share(deltas: Sequence[Tensor], eps: float) -> Tensor:
+def stock_ratio(deltas: Sequence[Tensor], eps: float) -> Tensor:
     """Return model_stock's t [R] from rows [R, n] of each model."""
     pairs = itertools.combinations_with_replacement(range(len(deltas)), 2)
-    return stock_share_of_products({(i, j): (deltas[i] * deltas[j]).sum(-1) for i, j in pairs}, len(deltas), eps)
+    return stock_ratio_from_products({(i, j): (deltas[i] * deltas[j]).sum(-1) for i, j in pairs}, len(deltas), eps)
 
 
-def stock_share_of_products(products: Mapping[tuple[int, int], Tensor], count: int, eps: float) -> Tensor:
+def stock_ratio_from_products(products: Mapping[tuple[int, int], Tensor], count: int, eps: float) -> Tensor:
     """Return t = N c / (1 + (N - 1) c), c the mean cosine over all pairs of N differences, clamped to [0, 1].
 
     products: (i, j), i <= j -> inner product of differences i and j. A pair with a norm of at most eps counts as cosine
@@ -264,9 +272,9 @@ def stock_share_of_products(products: Mapping[tuple[int, int], Tensor], count: i
     cosines = []
     for i, j in itertools.combinations(range(count), 2):
         norms = products[i, i].sqrt(), products[j, j].sqrt()
-        there = (norms[0] > eps) & (norms[1] > eps)
-        whole = torch.where(there, norms[0] * norms[1], torch.ones_like(norms[0]))
-        cosines.append(torch.where(there, products[i, j] / whole, torch.zeros_like(whole)))
+        nonzero = (norms[0] > eps) & (norms[1] > eps)
+        norm_product = torch.where(nonzero, norms[0] * norms[1], torch.ones_like(norms[0]))
+        cosines.append(torch.where(nonzero, products[i, j] / norm_product, torch.zeros_like(norm_product)))
     cosine = torch.stack(cosines).mean(0).clamp(0, 1)
     return count * cosine / (1 + (count - 1) * cosine)
 
@@ -302,7 +310,7 @@ def differences(models: Sequence[Tensor], start: Tensor) -> Iterator[Tensor]:
     return (to_sum_dtype(model) - start for model in models)
 
 
-def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
+def expand_per_model(value: PerModel, models: Sequence[Tensor]) -> list[float]:
     """Return one value per model. Raises MergeError for a list of a different length."""
     if not isinstance(value, list):
         return [value] * len(models)
@@ -313,16 +321,16 @@ def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     """Return sum_i w_i part_i, with `normalize` divided by sum_i w_i (by 1 if the weights cancel, as in mergekit)."""
-    whole = sum(weights)
-    divide = normalize and abs(whole) >= CANCELS
+    weight_sum = sum(weights)
+    divides = normalize and abs(weight_sum) >= MIN_WEIGHT_SUM
 
-    def of(*own: Tensor) -> Tensor:
-        total = torch.zeros_like(own[0])
-        for weight, part in zip(weights, own, strict=True):
+    def compute_block(*blocks: Tensor) -> Tensor:
+        total = torch.zeros_like(blocks[0])
+        for weight, part in zip(weights, blocks, strict=True):
             total += weight * part
-        return total / whole if divide else total
+        return total / weight_sum if divides else total
 
-    return by_block(of, *parts)
+    return map_blocks(compute_block, *parts)
 
 
 def elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
@@ -331,72 +339,76 @@ def elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bo
     With `normalize` the sum is divided by the weights of the summed parts (by 1 if they cancel). A zero entry has no
     vote.
     """
-    return by_block(lambda *own: _elect_signs(own, weights, normalize), *parts)
+    return map_blocks(lambda *own: _elect_signs_in_block(own, weights, normalize), *parts)
 
 
-def _elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+def _elect_signs_in_block(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     weighted = [weight * part for weight, part in zip(weights, parts, strict=True)]
-    whole = torch.zeros_like(parts[0])
+    weighted_sum_block = torch.zeros_like(parts[0])
     for part in weighted:
-        whole += part
-    sign = torch.where(whole >= 0, 1.0, -1.0).to(whole.dtype)
-    total, divisor = torch.zeros_like(whole), torch.zeros_like(whole)
+        weighted_sum_block += part
+    sign = torch.where(weighted_sum_block >= 0, 1.0, -1.0).to(weighted_sum_block.dtype)
+    total, divisor = torch.zeros_like(weighted_sum_block), torch.zeros_like(weighted_sum_block)
     for weight, part in zip(weights, weighted, strict=True):
         agrees = part.sign() == sign
         total += torch.where(agrees, part, part.new_zeros(()))
         divisor += weight * agrees
-    return total / torch.where(divisor.abs() < CANCELS, torch.ones_like(divisor), divisor) if normalize else total
+    return (
+        total / torch.where(divisor.abs() < MIN_WEIGHT_SUM, torch.ones_like(divisor), divisor) if normalize else total
+    )
 
 
 def add_delta(start: Tensor, change: Tensor, scale: float) -> Tensor:
     """Return start + scale * change; scale 0 returns a bitwise copy of start."""
-    return start.clone() if scale == 0 else by_block(lambda x, y: x + scale * y, start, change)
+    return start.clone() if scale == 0 else map_blocks(lambda x, y: x + scale * y, start, change)
 
 
 def _rescale_kept(delta: Tensor, kept: Tensor, rescale: bool) -> Tensor:
     return sparsify.restore_norm(kept, delta) if rescale and kept is not delta else kept
 
 
-def _drop_by_draw(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:
+def _drop_randomly(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:
     """Keep the entries whose draw is below their probability, rescaled as requested."""
-    kept = sparsify.by_chance(delta, chance, draw, rescale=rescale == "chance")
+    kept = sparsify.keep_randomly(delta, chance, draw, rescale=rescale == "chance")
     return _rescale_kept(delta, kept, rescale is True)
 
 
-def _dare(
+def _merge_dare(
     models: Sequence[Tensor],
     start: Tensor,
     draws: Sequence[Tensor],
     density: PerModel,
     rescale: Rescale,
-    mixed: Callable[[list[Tensor]], Tensor],
+    combine: Callable[[list[Tensor]], Tensor],
     scale: float,
 ) -> Tensor:
-    """Return start + scale * mixed(sparsified differences), block by block after a first pass for the norms."""
-    shares = each(density, models)
+    """Return start + scale * combine(sparsified differences), block by block after a first pass for the norms."""
+    shares = expand_per_model(density, models)
 
     def drop_entries(x: Tensor, model: Tensor, draw: Tensor, share: float) -> tuple[Tensor, Tensor]:
         delta = to_sum_dtype(model) - to_sum_dtype(x)
-        return delta, sparsify.by_chance(delta, share, draw, rescale=rescale == "chance") if share < 1 else delta
+        return delta, sparsify.keep_randomly(delta, share, draw, rescale=rescale == "chance") if share < 1 else delta
 
     factors = []
     for model, draw, share in zip(models, draws, shares, strict=True):
         sums = torch.zeros(2, dtype=torch.float64)
-        for x, own, drawn in blocks(start, model, draw) if rescale is True else ():
-            sums += torch.stack([part.abs().sum(dtype=torch.float64) for part in drop_entries(x, own, drawn, share)])
+        for x, own, block_draw in iterate_blocks(start, model, draw) if rescale is True else ():
+            sums += torch.stack(
+                [part.abs().sum(dtype=torch.float64) for part in drop_entries(x, own, block_draw, share)]
+            )
         factors.append(sparsify.norm_ratio(*sums.tolist()))
 
-    def of(x: Tensor, *rest: Tensor) -> Tensor:
+    def compute_block(x: Tensor, *rest: Tensor) -> Tensor:
         given = zip(rest[: len(models)], rest[len(models) :], shares, factors, strict=True)
-        parts = [drop_entries(x, own, drawn, share)[1] * factor for own, drawn, share, factor in given]
-        return to_sum_dtype(x) + scale * mixed(parts)
+        parts = [drop_entries(x, own, block_draw, share)[1] * factor for own, block_draw, share, factor in given]
+        return to_sum_dtype(x) + scale * combine(parts)
 
     if scale == 0:
         return to_sum_dtype(start).clone()
-    return by_block(of, start, *models, *draws, dtype=torch.promote_types(start.dtype, torch.float32))
+    return map_blocks(compute_block, start, *models, *draws, dtype=torch.promote_types(start.dtype, torch.float32))
 
 
-def _della(
+def _drop_della(
     models: Sequence[Tensor],
     start: Tensor,
     draws: Sequence[Tensor],
@@ -405,15 +417,27 @@ def _della(
     rescale: Rescale,
 ) -> list[Tensor]:
     found = []
-    given = zip(differences(models, start), each(density, models), each(epsilon, models), draws, strict=True)
+    given = zip(
+        differences(models, start),
+        expand_per_model(density, models),
+        expand_per_model(epsilon, models),
+        draws,
+        strict=True,
+    )
     for delta, share, spread, draw in given:
         if share >= 1 or share <= 0:
             found.append(delta if share >= 1 else torch.zeros_like(delta))
         else:
-            found.append(_drop_by_draw(delta, sparsify.rank_probabilities(delta, share, spread), draw, rescale))
+            found.append(
+                _drop_randomly(delta, sparsify.compute_rank_probabilities(delta, share, spread), draw, rescale)
+            )
     return found
 
 
-def _crumbs(models: Sequence[Tensor], start: Tensor, density: PerModel, gamma: PerModel, rescale: bool) -> list[Tensor]:
-    given = zip(differences(models, start), each(density, models), each(gamma, models), strict=True)
+def _trim_differences(
+    models: Sequence[Tensor], start: Tensor, density: PerModel, gamma: PerModel, rescale: bool
+) -> list[Tensor]:
+    given = zip(
+        differences(models, start), expand_per_model(density, models), expand_per_model(gamma, models), strict=True
+    )
     return [_rescale_kept(delta, sparsify.drop_extremes(delta, share, top), rescale) for delta, share, top in given]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_BEFORE = re.compile(r"emb|wte|wpe|project_in")  # the input of the layers; `embed_out` is a head
+_INPUT_MODULE = re.compile(r"emb|wte|wpe|project_in")  # the input of the layers; `embed_out` is a head
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
@@ -15,13 +15,13 @@ def layer_of(name: str) -> tuple[str, int] | None:
     return (name[: found.start(1)], int(found[1])) if found else None
 
 
-def in_layer(name: str, number: int) -> str:
+def replace_layer(name: str, number: int) -> str:
     """Return the name of the same tensor in another layer."""
     found = _LAYER.search(name)
     return name if found is None else f"{name[: found.start(1)]}{number}{name[found.end(1) :]}"
 
 
-def layer_counts(names: Iterable[str]) -> dict[str, int]:
+def count_layers(names: Iterable[str]) -> dict[str, int]:
     """Return the number of layers of each stack: prefix -> count."""
     found: dict[str, int] = {}
     for layer in map(layer_of, names):
@@ -30,6 +30,6 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def comes_before(name: str) -> bool:
+def precedes_layers(name: str) -> bool:
     """Return whether a tensor outside the layers precedes them (embeddings) rather than follows (norm, head)."""
-    return bool(_BEFORE.search(name)) and "embed_out" not in name
+    return bool(_INPUT_MODULE.search(name)) and "embed_out" not in name

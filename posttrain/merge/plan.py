@@ -13,26 +13,24 @@ import torch
 from posttrain import registry
 from posttrain.errors import MergeError, count_noun
 from posttrain.merge import vocabulary
-from posttrain.merge.arguments import Arguments, At
-from posttrain.merge.layers import comes_before, in_layer, layer_counts, layer_of
-from posttrain.merge.rules import CANCELS, normalize_weights
+from posttrain.merge.arguments import Arguments, TensorPosition
+from posttrain.merge.layers import count_layers, layer_of, precedes_layers, replace_layer
+from posttrain.merge.rules import MIN_WEIGHT_SUM, normalize_weights
 from posttrain.merge.sources import Source, open_source
 from posttrain.merge.tensors import Spec
 from posttrain.merge.vocabulary import Vocabulary
 from posttrain.recipe import merging
 from posttrain.recipe.stages import MergeRecipe
 
-_NO_TOKENS: Vocabulary | None = None
-
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """A slice of the output (all layers without `slices`) with its opened inputs.
 
-    at: its key in the recipe, "" or `slices.N`. starts: first layer in each model. first: first layer in the output.
+    key: its key in the recipe, "" or `slices.N`. starts: first layer in each model. first: first layer in the output.
     """
 
-    at: str
+    key: str
     models: list[Source]
     starts: list[int]
     base: Source | None
@@ -66,35 +64,35 @@ class Plan:
 
     method: str
     rule: registry.Component
-    pieces: list[Piece]
+    slices: list[Slice]
     stacked: bool
     config: Source
     tokenizer: Source
     seed: int
-    tokens: Vocabulary | None = _NO_TOKENS
+    tokens: Vocabulary | None = None
     chat_template: str | None = None
     out: dict[str, Spec] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def anchor(self) -> Source:
-        return self.pieces[0].anchor
+        return self.slices[0].anchor
 
     @property
     def base(self) -> Source | None:
-        return self.pieces[0].base
+        return self.slices[0].base
 
     @property
     def models(self) -> list[Source]:
         """The models passed to the rule; with `slices`, those of all slices without duplicates."""
         if not self.stacked:
-            return self.pieces[0].models
-        return list({s.folder: s for piece in self.pieces for s in piece.models}.values())
+            return self.slices[0].models
+        return list({s.folder: s for part in self.slices for s in part.models}.values())
 
     @property
     def sources(self) -> list[Source]:
         """All inputs without duplicates, anchor first."""
-        inputs = [s for piece in self.pieces for s in piece.sources]
+        inputs = [s for part in self.slices for s in part.sources]
         return list({s.folder: s for s in (*inputs, self.config, self.tokenizer)}.values())
 
     @property
@@ -105,34 +103,34 @@ class Plan:
     def counts(self) -> dict[str, int]:
         """Number of layers of each stack of the output."""
         if self.stacked:
-            return {stack: sum(piece.layers for piece in self.pieces) for stack in layer_counts(self.anchor.tensors)}
-        return layer_counts(self.anchor.tensors)
+            return {stack: sum(part.layers for part in self.slices) for stack in count_layers(self.anchor.tensors)}
+        return count_layers(self.anchor.tensors)
 
-    def piece_of(self, name: str) -> Piece:
+    def slice_of(self, name: str) -> Slice:
         """Return the slice that a tensor of the output belongs to."""
         layer = layer_of(name)
         if layer is None:
-            return self.pieces[0] if comes_before(name) else self.pieces[-1]
-        return next((p for p in self.pieces if p.first <= layer[1] < p.first + p.layers), self.pieces[0])
+            return self.slices[0] if precedes_layers(name) else self.slices[-1]
+        return next((p for p in self.slices if p.first <= layer[1] < p.first + p.layers), self.slices[0])
 
-    def at(self, name: str) -> At:
+    def position(self, name: str) -> TensorPosition:
         """Return the position of an output tensor: its name in each model, and the relative depth of its layer."""
-        piece = self.piece_of(name)
-        inputs = [self._of(name, piece, start) for start in piece.starts]
+        part = self.slice_of(name)
+        inputs = [self._name_in_input(name, part, start) for start in part.starts]
         layer = layer_of(name)
         if layer is None:
-            return At(name, inputs)
-        count = piece.layers if self.stacked else self.counts[layer[0]]
-        return At(name, inputs, (layer[1] - piece.first) / (count - 1) if count > 1 else 1.0)
+            return TensorPosition(name, inputs)
+        count = part.layers if self.stacked else self.counts[layer[0]]
+        return TensorPosition(name, inputs, (layer[1] - part.first) / (count - 1) if count > 1 else 1.0)
 
     def anchor_name(self, name: str) -> str:
         """Return the name of an output tensor in the anchor of its slice."""
-        piece = self.piece_of(name)
-        return self._of(name, piece, piece.anchor_start)
+        part = self.slice_of(name)
+        return self._name_in_input(name, part, part.anchor_start)
 
-    def _of(self, name: str, piece: Piece, start: int) -> str:
+    def _name_in_input(self, name: str, part: Slice, start: int) -> str:
         layer = layer_of(name)
-        return in_layer(name, layer[1] - piece.first + start) if self.stacked and layer else name
+        return replace_layer(name, layer[1] - part.first + start) if self.stacked and layer else name
 
 
 def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
@@ -145,59 +143,63 @@ def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
         return open_source(name, recipe.base_dir, scratch)
 
     rule = registry.get("merge", recipe.merge_method)
-    pieces = list(_pieces(recipe, rule, source))
+    slices = list(_make_slices(recipe, rule, source))
     named = source(recipe.base_model) if recipe.base_model else None
-    takes_part = named is not None and any(named.folder == s.folder for piece in pieces for s in piece.sources)
+    takes_part = named is not None and any(named.folder == s.folder for part in slices for s in part.sources)
     plan = Plan(
         method=recipe.merge_method,
         rule=rule,
-        pieces=pieces,
+        slices=slices,
         stacked=bool(recipe.slices),
         config=named
         if named is not None and (takes_part or recipe.merge_method == "passthrough")
-        else pieces[0].anchor,
-        tokenizer=named or pieces[0].anchor,
+        else slices[0].anchor,
+        tokenizer=named or slices[0].anchor,
         seed=recipe.run.seed,
     )
     if plan.stacked:
-        _one_stack(plan)
-    _refuse_cancelling(plan)
+        _check_stacks(plan)
+    _check_weights(plan)
     models = {name: source(name) for name in merging.named_models(recipe)}
-    together = [piece.sources for piece in pieces]
+    together = [part.sources for part in slices]
     plan = replace(plan, tokens=vocabulary.build_vocabulary(recipe, together, models, plan.tokenizer))
-    plan = replace(plan, tokenizer=_tokenizer(recipe, plan.tokenizer, models))
-    template = vocabulary.template(recipe.chat_template, list(models.values()), plan.tokenizer)
-    return replace(plan, chat_template=template, out=_out(plan, recipe.dtype), warnings=_warnings(plan, recipe))
+    plan = replace(plan, tokenizer=_select_tokenizer(recipe, plan.tokenizer, models))
+    template = vocabulary.select_template(recipe.chat_template, list(models.values()), plan.tokenizer)
+    return replace(
+        plan, chat_template=template, out=_output_specs(plan, recipe.dtype), warnings=_collect_warnings(plan, recipe)
+    )
 
 
-def _pieces(recipe: MergeRecipe, rule: registry.Component, source: Any) -> Iterator[Piece]:
+def _make_slices(recipe: MergeRecipe, rule: registry.Component, source: Any) -> Iterator[Slice]:
     first = 0
-    for part in merging.parts(recipe):
-        models = [source(one.name) for one in part.models]
-        base = source(part.base.name) if part.base else None
-        layers = part.layers or max(layer_counts((base or models[0]).tensors).values(), default=0)
-        yield Piece(
-            at=part.at.rstrip("."),
+    for section in merging.parts(recipe):
+        models = [source(entry.name) for entry in section.models]
+        base = source(section.base.name) if section.base else None
+        layers = section.layers or max(count_layers((base or models[0]).tensors).values(), default=0)
+        yield Slice(
+            key=section.at.rstrip("."),
             models=models,
-            starts=[one.first for one in part.models],
+            starts=[entry.first for entry in section.models],
             base=base,
-            base_start=part.base.first if part.base else 0,
+            base_start=section.base.first if section.base else 0,
             first=first,
             layers=layers,
-            arguments=Arguments.of(rule, [part.parameters, recipe.parameters], [one.parameters for one in part.models]),
+            arguments=Arguments.of(
+                rule, [section.parameters, recipe.parameters], [entry.parameters for entry in section.models]
+            ),
         )
         first += layers
 
 
-def _one_stack(plan: Plan) -> None:
+def _check_stacks(plan: Plan) -> None:
     """Raise MergeError if `slices` name layers that a model lacks, or a model has several stacks of layers."""
-    for piece in plan.pieces:
+    for part in plan.slices:
         starts = [
-            *zip(piece.models, piece.starts, strict=True),
-            *([(piece.base, piece.base_start)] if piece.base else []),
+            *zip(part.models, part.starts, strict=True),
+            *([(part.base, part.base_start)] if part.base else []),
         ]
         for model, start in starts:
-            counts = layer_counts(model.tensors)
+            counts = count_layers(model.tensors)
             if len(counts) != 1:
                 stacks = ", ".join(counts) or "none"
                 raise MergeError(
@@ -206,48 +208,48 @@ def _one_stack(plan: Plan) -> None:
                     hint="merge whole models with `models`",
                 )
             (count,) = counts.values()
-            if start + piece.layers > count:
-                asked = f"{piece.at}: layer_range [{start}, {start + piece.layers}] of {model.name}"
+            if start + part.layers > count:
+                asked = f"{part.key}: layer_range [{start}, {start + part.layers}] of {model.name}"
                 hint = f"write [first, last + 1] within 0 and {count}"
                 raise MergeError(f"{asked}, which has {count_noun(count, 'layer')}", hint=hint)
 
 
-def _refuse_cancelling(plan: Plan) -> None:
+def _check_weights(plan: Plan) -> None:
     """Raise MergeError if weights cancel, also those of a model listed twice: only rounding errors would remain."""
     if plan.method in merging.UNWEIGHTED:
         return
-    for name in _names(plan):
-        piece, at = plan.piece_of(name), plan.at(name)
-        weights = piece.arguments.weights(at)
-        if piece.arguments.params(at).get("normalize") and plan.method in ("linear", "task_arithmetic"):
+    for name in _output_names(plan):
+        part, position = plan.slice_of(name), plan.position(name)
+        weights = part.arguments.weights(position)
+        if part.arguments.params(position).get("normalize") and plan.method in ("linear", "task_arithmetic"):
             normalize_weights(weights)
-        for source in piece.models:
-            own = [w for s, w in zip(piece.models, weights, strict=True) if s.folder == source.folder]
-            if any(own) and abs(sum(own)) < CANCELS:
+        for source in part.models:
+            own = [w for s, w in zip(part.models, weights, strict=True) if s.folder == source.folder]
+            if any(own) and abs(sum(own)) < MIN_WEIGHT_SUM:
                 raise MergeError(
                     f"{source.name} is given {len(own)} times with weights that cancel: nothing of it is left"
                 )
 
 
-def _tokenizer(recipe: MergeRecipe, default: Source, models: dict[str, Source]) -> Source:
+def _select_tokenizer(recipe: MergeRecipe, default: Source, models: dict[str, Source]) -> Source:
     asked = recipe.tokenizer.source.removeprefix("model:") if recipe.tokenizer else recipe.tokenizer_source
     return models.get(asked or "", default)
 
 
-def _out(plan: Plan, dtype: str | None) -> dict[str, Spec]:
+def _output_specs(plan: Plan, dtype: str | None) -> dict[str, Spec]:
     """Return the specs of the output tensors, with the names of the anchors.
 
     Floats are in `dtype`; None means the dtype of the base, or the common dtype of all models without a base.
     """
     found: dict[str, Spec] = {}
-    for name in _names(plan):
-        piece, at = plan.piece_of(name), plan.at(name)
-        spec = piece.anchor.tensors[plan.anchor_name(name)]
+    for name in _output_names(plan):
+        part, position = plan.slice_of(name), plan.position(name)
+        spec = part.anchor.tensors[plan.anchor_name(name)]
         kind = spec.dtype
         if kind.is_floating_point and dtype is not None:
             kind = getattr(torch, dtype)
-        elif kind.is_floating_point and piece.base is None:
-            given = (s.tensors[n].dtype for s, n in zip(piece.models, at.inputs, strict=True) if n in s.tensors)
+        elif kind.is_floating_point and part.base is None:
+            given = (s.tensors[n].dtype for s, n in zip(part.models, position.inputs, strict=True) if n in s.tensors)
             kind = functools.reduce(torch.promote_types, given, kind)
         shape = spec.shape
         if plan.tokens is not None and name in plan.tokens.embeddings:
@@ -256,24 +258,24 @@ def _out(plan: Plan, dtype: str | None) -> dict[str, Spec]:
     return found
 
 
-def _names(plan: Plan) -> list[str]:
+def _output_names(plan: Plan) -> list[str]:
     """Return the names of the output tensors: those of the anchor, or of the anchor of each slice."""
     if not plan.stacked:
         return list(plan.anchor.tensors)
-    first, last = plan.pieces[0].anchor, plan.pieces[-1].anchor
-    names = [name for name in first.tensors if layer_of(name) is None and comes_before(name)]
-    for piece in plan.pieces:
-        end = piece.anchor_start + piece.layers
-        for name in piece.anchor.tensors:
+    first, last = plan.slices[0].anchor, plan.slices[-1].anchor
+    names = [name for name in first.tensors if layer_of(name) is None and precedes_layers(name)]
+    for part in plan.slices:
+        end = part.anchor_start + part.layers
+        for name in part.anchor.tensors:
             layer = layer_of(name)
-            if layer and piece.anchor_start <= layer[1] < end:
-                names.append(in_layer(name, layer[1] - piece.anchor_start + piece.first))
-    return names + [name for name in last.tensors if layer_of(name) is None and not comes_before(name)]
+            if layer and part.anchor_start <= layer[1] < end:
+                names.append(replace_layer(name, layer[1] - part.anchor_start + part.first))
+    return names + [name for name in last.tensors if layer_of(name) is None and not precedes_layers(name)]
 
 
-def _warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
+def _collect_warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
     found = []
-    piece = plan.pieces[0]
+    part = plan.slices[0]
     listed = {m.model for m in recipe.models}
     if not plan.stacked:
         folders = [s.folder for s in plan.models]
@@ -289,33 +291,35 @@ def _warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
             )
     if plan.tokens is not None and plan.tokens.tokenizer is None:
         counts = sorted({s.tensors[n].shape[0] for s in plan.sources for n in plan.tokens.embeddings if n in s.tensors})
-        told = ", ".join(map(str, counts))
-        found.append(f"embeddings have {told} rows: the first {plan.tokens.rows} are merged, the others are left out")
-    name = next(iter(piece.anchor.tensors), "")
-    if not plan.stacked and not piece.arguments.names_matter:
-        found += _of_weights(plan, name)
-    names = plan.anchor.tensors if piece.arguments.names_matter else [name]
-    if not plan.stacked and not any(any(piece.arguments.contributing_models(plan.at(each))) for each in names):
+        row_counts = ", ".join(map(str, counts))
+        found.append(
+            f"embeddings have {row_counts} rows: the first {plan.tokens.rows} are merged, the others are left out"
+        )
+    name = next(iter(part.anchor.tensors), "")
+    if not plan.stacked and not part.arguments.names_matter:
+        found += _warn_about_weights(plan, name)
+    names = plan.anchor.tensors if part.arguments.names_matter else [name]
+    if not plan.stacked and not any(any(part.arguments.contributing_models(plan.position(each))) for each in names):
         found.append("every weight, or the factor on all of them, is 0: the merged model is the base or first model")
     return found
 
 
-def _of_weights(plan: Plan, name: str) -> list[str]:
-    piece, at = plan.pieces[0], plan.at(name)
-    weights, params = piece.arguments.weights(at), piece.arguments.params(at)
+def _warn_about_weights(plan: Plan, name: str) -> list[str]:
+    part, position = plan.slices[0], plan.position(name)
+    weights, params = part.arguments.weights(position), part.arguments.params(position)
     found = [
         f"{s.name} has the negative weight {w:g}: its part is subtracted"
-        for s, w in zip(piece.models, weights, strict=True)
+        for s, w in zip(part.models, weights, strict=True)
         if w < 0
     ]
-    if plan.method != "passthrough" and piece.arguments.rescales(at):
+    if plan.method != "passthrough" and part.arguments.rescales(position):
         found.append(f"the weights sum to {sum(weights):g} and normalize is off: all values are scaled by that")
     if "epsilon" in params:
-        found += _of_chances(params["density"], params["epsilon"])
+        found += _warn_about_probabilities(params["density"], params["epsilon"])
     return found
 
 
-def _of_chances(density: Any, epsilon: Any) -> Sequence[str]:
+def _warn_about_probabilities(density: Any, epsilon: Any) -> Sequence[str]:
     densities = density if isinstance(density, list) else [density]
     spread = max(epsilon) if isinstance(epsilon, list) else epsilon
     if any(0 < d < 1 and (d - spread <= 0 or d + spread >= 1) for d in densities):

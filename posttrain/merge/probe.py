@@ -15,10 +15,10 @@ from posttrain.merge.sources import Source
 from posttrain.models.load import max_positions
 
 TEXT = "The capital of France is Paris. 17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
-TOKENS = 32  # for a model without a tokenizer
+FALLBACK_TOKENS = 32  # for a model without a tokenizer
 
 
-def ids(tokenizer: Source, model: Source) -> list[int]:
+def probe_ids(tokenizer: Source, model: Source) -> list[int]:
     """Return token ids of a fixed text, at most as many as `model` has positions and all within its embedding.
 
     Consecutive ids, which include special tokens on which bfloat16 models overflow, are used only if the text has no
@@ -28,13 +28,13 @@ def ids(tokenizer: Source, model: Source) -> list[int]:
 
     config = AutoConfig.from_pretrained(model.folder)
     size = config.get_text_config().vocab_size
-    found: list[int] = []
+    token_ids: list[int] = []
     if tokenizer.vocabulary is not None:
-        found = [i for i in AutoTokenizer.from_pretrained(tokenizer.folder)(TEXT)["input_ids"] if i < size]
-    return (found or [i % size for i in range(TOKENS)])[: max_positions(config)]
+        token_ids = [i for i in AutoTokenizer.from_pretrained(tokenizer.folder)(TEXT)["input_ids"] if i < size]
+    return (token_ids or [i % size for i in range(FALLBACK_TOKENS)])[: max_positions(config)]
 
 
-def logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+def compute_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits [1, T, V] of a model folder on T token ids, computed in the stored dtype, as float32.
 
     Raises MergeError if transformers cannot run the model, RunError if the model does not load completely or its logits
@@ -42,7 +42,7 @@ def logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     """
     try:
         with one_thread():  # for a few tokens, most of the time is spent reading the weights
-            found = _logits(folder, tokens)
+            found = _run_model(folder, tokens)
     except PosttrainError:
         raise
     except Exception as cause:  # whatever an architecture raises on input_ids alone
@@ -57,7 +57,7 @@ def logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+def _run_model(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -74,7 +74,7 @@ def _logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     return found
 
 
-def gap(before: torch.Tensor, after: torch.Tensor) -> dict[str, float | None]:
+def compare_logits(before: torch.Tensor, after: torch.Tensor) -> dict[str, float | None]:
     """Return the largest difference of two outputs (None if their shapes differ) and the largest logit of the second.
 
     Tensors of any shape.

@@ -20,7 +20,7 @@ from torch import Tensor
 from posttrain.errors import MergeError, count_noun
 from posttrain.registry import register
 
-CANCELS = 1e-8  # a |sum of weights| below this is not used as a divisor
+MIN_WEIGHT_SUM = 1e-8  # a |sum of weights| below this is not used as a divisor
 
 
 @register("merge", "linear", needs=("by_entry",))
@@ -85,7 +85,7 @@ def passthrough(
 def normalize_weights(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum. Raises MergeError if they cancel."""
     total = sum(weights)
-    if abs(total) < CANCELS:
+    if abs(total) < MIN_WEIGHT_SUM:
         listed = ", ".join(f"{w:g}" for w in weights)
         hint = "set `normalize: false`" if any(weights) else "give a model a weight that is not 0"
         raise MergeError(f"the weights {listed} sum to {total:g} and cannot be normalised", hint=hint)
@@ -135,7 +135,7 @@ def merge_state(
         raise MergeError(f"{count_noun(len(models), 'model')} but {count_noun(len(weights), 'weight')}")
     anchor = models[0] if base is None else base
     for model in models:
-        _same_names_and_shapes(anchor, model)
+        _check_same_names_and_shapes(anchor, model)
     return {
         name: merge_tensor(
             rule,
@@ -149,7 +149,7 @@ def merge_state(
     }
 
 
-def _same_names_and_shapes(anchor: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+def _check_same_names_and_shapes(anchor: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
     differing = sorted(anchor.keys() ^ model.keys())
     if differing:
         raise MergeError(f"tensors that not every model has: {', '.join(differing)}")

@@ -15,10 +15,10 @@ from rich.table import Column, Table
 from posttrain import terminal
 from posttrain.errors import Interrupted, MergeError, count_noun
 from posttrain.merge import combine_adapters, probe
-from posttrain.merge.compatibility import compare, refuse, table
-from posttrain.merge.plan import Piece, Plan, make_plan
+from posttrain.merge.compatibility import compare, raise_problems, table_rows
+from posttrain.merge.plan import Plan, Slice, make_plan
 from posttrain.merge.sources import Source
-from posttrain.merge.stream import Changes, Tally, check_written, write_merged
+from posttrain.merge.stream import Changes, MergeStats, check_written, write_merged
 from posttrain.models.vision import find_part
 from posttrain.recipe.merge_sections import Filtered
 from posttrain.recipe.merging import ARGUMENTS, UNWEIGHTED
@@ -32,7 +32,7 @@ from posttrain.run.progress import Progress
 REPORT = "merge_report.json"
 LOG_WIDTH = 160  # of the table if the output is not a terminal
 # Files besides weights and config that make a model usable; copied from the tokenizer's source.
-_COMPANIONS = (
+_COMPANION_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -54,7 +54,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
     MergeError.
     """
     if recipe.merge_method == "lora_combine":
-        return combine_adapters.run(recipe, directory, companions)
+        return combine_adapters.run(recipe, directory, companion_files)
     started = time.perf_counter()
     scratch, partial = directory.path / "inputs", directory.path / "final.tmp"
     for leftover in (scratch, partial):
@@ -62,23 +62,23 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
     try:
         plan = make_plan(recipe, scratch)
         check(plan, directory)
-        ids = probe.ids(plan.tokenizer, plan.anchor)
-        before = probe.logits(plan.anchor.folder, ids)  # fail before the merge if the model cannot be run
+        ids = probe.probe_ids(plan.tokenizer, plan.anchor)
+        before = probe.compute_logits(plan.anchor.folder, ids)  # fail before the merge if the model cannot be run
         with explain_write_errors(partial):
             partial.mkdir(parents=True)
             with sync_files() as sync:  # flush to disk while the result is verified
-                tally = _write(plan, partial, directory, sync)
-                changes = check_written(plan, partial, tally)
-                gaps = probe.gap(before, probe.logits(partial, ids))
-            summary = _summary(
-                plan, recipe.base_model, tally, changes, gaps, time.perf_counter() - started, directory.final
+                stats = _write_model(plan, partial, directory, sync)
+                changes = check_written(plan, partial, stats)
+                gaps = probe.compare_logits(before, probe.compute_logits(partial, ids))
+            summary = _build_report(
+                plan, recipe.base_model, stats, changes, gaps, time.perf_counter() - started, directory.final
             )
             write_json(partial / REPORT, summary)
         put_in_place(partial, directory.final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(scratch, ignore_errors=True)
-    _tell(summary)
+    _print_summary(summary)
     return summary
 
 
@@ -89,10 +89,10 @@ def check(plan: Plan, directory: RunDirectory) -> None:
     space.
     """
     checks = compare(plan)
-    _print_table(table(checks, plan.sources))
+    _print_table(table_rows(checks, plan.sources))
     for warning in [*(c.warning for c in checks if c.warning), *plan.warnings]:
         terminal.note(f"warning: {warning}")
-    refuse(checks, plan.sources)
+    raise_problems(checks, plan.sources)
     final = directory.final.resolve()
     for source in plan.sources:
         if source.origin is not None and (final == source.origin or final in source.origin.parents):
@@ -100,20 +100,20 @@ def check(plan: Plan, directory: RunDirectory) -> None:
     require_space(directory.path, plan.nbytes)
 
 
-def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Path], None]) -> Tally:
+def _write_model(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Path], None]) -> MergeStats:
     """Write config and tokenizer files, then the tensors with a progress line."""
     _write_config(plan, folder)
-    for file in companions(plan.tokenizer.folder, generation_only=_new_tokenizer(plan)):
+    for file in companion_files(plan.tokenizer.folder, generation_only=_has_new_tokenizer(plan)):
         if file.is_dir():
             shutil.copytree(file, folder / file.name)
         else:
             shutil.copy2(file, folder / file.name)
     _write_tokenizer(plan, folder)
-    written = 0
+    written_bytes = 0
     with GracefulStop() as stop, Progress("merge", len(plan.out), ("written/megabytes",)) as progress:
 
         def before_each(number: int, name: str) -> None:
-            nonlocal written
+            nonlocal written_bytes
             if stop.requested:
                 raise Interrupted(
                     f"stopped before tensor {number} of {len(plan.out)}; the inputs are untouched",
@@ -121,21 +121,21 @@ def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Pa
                     hint="the same command with --resume starts the merge anew",
                     number=stop.number,
                 )
-            written += plan.out[name].nbytes
-            progress.update(number, {"written/megabytes": written / 1e6})
+            written_bytes += plan.out[name].nbytes
+            progress.update(number, {"written/megabytes": written_bytes / 1e6})
 
         return write_merged(plan, folder, before_each, sync)
 
 
-def companions(folder: Path, *, generation_only: bool = False) -> list[Path]:
+def companion_files(folder: Path, *, generation_only: bool = False) -> list[Path]:
     """Return the tokenizer, chat template and generation config files of a model folder, or the last alone."""
-    patterns = ("generation_config.json",) if generation_only else _COMPANIONS
+    patterns = ("generation_config.json",) if generation_only else _COMPANION_PATTERNS
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _write_tokenizer(plan: Plan, folder: Path) -> None:
     """Save a new tokenizer or the tokenizer with the recipe's chat template, if there is either."""
-    if not _new_tokenizer(plan) and plan.chat_template is None:
+    if not _has_new_tokenizer(plan) and plan.chat_template is None:
         return
     from transformers import AutoTokenizer
 
@@ -146,7 +146,7 @@ def _write_tokenizer(plan: Plan, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _new_tokenizer(plan: Plan) -> bool:
+def _has_new_tokenizer(plan: Plan) -> bool:
     return plan.tokens is not None and plan.tokens.tokenizer is not None
 
 
@@ -164,10 +164,10 @@ def resize_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Return a config for the output's number of layers and tokens; lists with one entry per layer are stacked too."""
     from transformers import AutoConfig
 
-    found = AutoConfig.from_pretrained(plan.config.folder)
-    text = found.get_text_config()
+    loaded = AutoConfig.from_pretrained(plan.config.folder)
+    text = loaded.get_text_config()
     inner = next(
-        (key for key, value in config.items() if isinstance(value, dict) and getattr(found, key, 0) is text), ""
+        (key for key, value in config.items() if isinstance(value, dict) and getattr(loaded, key, 0) is text), ""
     )
     own = dict(config[inner]) if inner else config
     if plan.tokens is not None:
@@ -177,21 +177,21 @@ def resize_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         own[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
         for key, value in own.items():
             if isinstance(value, list) and len(value) == before:
-                own[key] = [one for piece in plan.pieces for one in _of_layers(piece, key, value)]
+                own[key] = [one for part in plan.slices for one in _layer_entries(part, key, value)]
     return {**config, inner: own} if inner else own
 
 
-def _of_layers(piece: Piece, key: str, default: list[Any]) -> list[Any]:
+def _layer_entries(part: Slice, key: str, default: list[Any]) -> list[Any]:
     """Return the entries of a per-layer list for the layers of a slice, from the slice's first model."""
-    model, start = piece.models[0], piece.starts[0]
+    model, start = part.models[0], part.starts[0]
     own = model.config.get(key, default)
-    return list(own[start : start + piece.layers]) if isinstance(own, list) else default
+    return list(own[start : start + part.layers]) if isinstance(own, list) else default
 
 
-def _summary(
+def _build_report(
     plan: Plan,
     base_model: str | None,
-    tally: Tally,
+    stats: MergeStats,
     changes: Changes,
     gaps: dict[str, float | None],
     seconds: float,
@@ -205,16 +205,16 @@ def _summary(
     return {
         "model": str(final),
         "merge_method": plan.method,
-        "parameters": plain({**_defaults(plan), **plan.pieces[0].arguments.common[-1]}),
+        "parameters": settings_as_json({**_default_parameters(plan), **plan.slices[0].arguments.common[-1]}),
         "base_model": None if base is None else _describe_source(base),
-        "models": _models(plan, tally),
-        **({"layers": sum(piece.layers for piece in plan.pieces)} if plan.stacked else {}),
+        "models": _describe_models(plan, stats),
+        **({"layers": sum(part.layers for part in plan.slices)} if plan.stacked else {}),
         "compared_with": plan.anchor.name,
         "tokenizer_source": plan.tokenizer.name,
         "tensors": len(plan.out),
         "changed": len(changes.changed),
         "unchanged": sorted(plan.out.keys() - set(changes.changed)),
-        **_changed_by_part(plan, changes),
+        **_count_changes_by_part(plan, changes),
         "rounded_away": changes.rounded_away,
         "bytes": plan.nbytes,
         "probe": gaps,
@@ -223,11 +223,11 @@ def _summary(
     }
 
 
-def _defaults(plan: Plan) -> dict[str, Any]:
+def _default_parameters(plan: Plan) -> dict[str, Any]:
     return {key: default for key, (_, default) in plan.rule.params.items()}
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def settings_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as JSON values, under the recipe's keys."""
     names = {argument: key.strip("_") for key, argument in ARGUMENTS.items()}
     return {
@@ -238,27 +238,27 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _models(plan: Plan, tally: Tally) -> list[dict[str, Any]]:
+def _describe_models(plan: Plan, stats: MergeStats) -> list[dict[str, Any]]:
     """Return the models of the report with their settings.
 
     With `slices`, each model appears once with the layers taken from it.
     """
     if not plan.stacked:
-        own = plan.pieces[0].arguments.own
+        own = plan.slices[0].arguments.own
         weight = {} if plan.method in UNWEIGHTED else {"weight": 1.0}
         return [
-            {**_describe_source(source), **plain({**weight, **one}), "delta_norm": tally.norm(source)}
+            {**_describe_source(source), **settings_as_json({**weight, **one}), "delta_norm": stats.norm(source)}
             for source, one in zip(plan.models, own, strict=True)
         ]
     found = []
     for source in plan.models:
         taken = [
-            {"from": [start, start + piece.layers], "to": [piece.first, piece.first + piece.layers]}
-            for piece in plan.pieces
-            for model, start in zip(piece.models, piece.starts, strict=True)
+            {"from": [start, start + part.layers], "to": [part.first, part.first + part.layers]}
+            for part in plan.slices
+            for model, start in zip(part.models, part.starts, strict=True)
             if model.folder == source.folder
         ]
-        found.append({**_describe_source(source), "layers": taken, "delta_norm": tally.norm(source)})
+        found.append({**_describe_source(source), "layers": taken, "delta_norm": stats.norm(source)})
     return found
 
 
@@ -266,25 +266,25 @@ def _describe_source(source: Source) -> dict[str, str]:
     return {"model": source.name, "folder": str(source.folder)}
 
 
-def _changed_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
+def _count_changes_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
     """Return for a vision model how many tensors of each part (language, projector, vision) changed, of how many."""
     parts = {name: find_part(name) for name in plan.out}
     if "vision" not in parts.values():
         return {}
-    every, moved = Counter(parts.values()), Counter(parts[name] for name in changes.changed)
-    return {"changed_by_part": {part: [moved[part], count] for part, count in sorted(every.items())}}
+    totals, changed = Counter(parts.values()), Counter(parts[name] for name in changes.changed)
+    return {"changed_by_part": {part: [changed[part], count] for part, count in sorted(totals.items())}}
 
 
-def _tell(summary: dict[str, Any]) -> None:
+def _print_summary(summary: dict[str, Any]) -> None:
     gap = summary["probe"]["logit_gap"]
-    told = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
+    gap_text = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
     inputs = count_noun(len(summary["models"]), "model")
     if "layers" in summary:
-        terminal.note(f"{count_noun(summary['layers'], 'layer')} of {inputs} stacked in {summary['model']}{told}")
+        terminal.note(f"{count_noun(summary['layers'], 'layer')} of {inputs} stacked in {summary['model']}{gap_text}")
     else:
         terminal.note(
             f"merged {inputs} into {summary['model']}: {summary['changed']} of "
-            f"{count_noun(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
+            f"{count_noun(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{gap_text}"
         )
     if parts := summary.get("changed_by_part"):
         terminal.note("; ".join(f"{part}: {moved} of {count}" for part, (moved, count) in parts.items()) + " differ")

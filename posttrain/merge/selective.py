@@ -15,9 +15,9 @@ from posttrain.merge.deltas import differences, require_base
 from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
-_NEAREST = 1e-6  # nearswap: lower bound of a difference
-_NO_SPREAD = 1e-6  # sce: if the mean squares sum to less, all models have equal weight
-_NO_CHANCE = 1e-8  # arcee_fusion: added to probabilities before their division
+_MIN_DIFFERENCE = 1e-6  # nearswap: lower bound of a difference
+_MIN_SUM = 1e-6  # sce: if the mean squares sum to less, all models have equal weight
+_PROBABILITY_EPS = 1e-8  # arcee_fusion: added to probabilities before their division
 
 
 @register("merge", "ram", paper="2601.13572", needs=("base_model", "by_entry"))
@@ -79,7 +79,7 @@ def nearswap(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[fl
     del weights
     start = require_base(base, "nearswap")
     (model,) = models
-    share = (t / (start - to_sum_dtype(model)).abs().clamp(min=_NEAREST)).clamp(0, 1)
+    share = (t / (start - to_sum_dtype(model)).abs().clamp(min=_MIN_DIFFERENCE)).clamp(0, 1)
     return share * to_sum_dtype(model) + (1 - share) * start
 
 
@@ -96,16 +96,16 @@ def sce(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float],
     start = require_base(base, "sce")
     deltas = torch.stack(list(differences(models, start)))
     if select_topk < 1:
-        deltas = deltas * _most_varied(deltas, select_topk)
+        deltas = deltas * _mask_most_varied(deltas, select_topk)
     squares = deltas.square().flatten(1).mean(1)
     total = float(squares.sum())
-    shares = squares / total if total >= _NO_SPREAD else torch.full_like(squares, 1 / len(squares))
+    shares = squares / total if total >= _MIN_SUM else torch.full_like(squares, 1 / len(squares))
     elected = torch.where(deltas.sum(0) >= 0, 1.0, -1.0).to(deltas.dtype)
     counted = shares.view(-1, *[1] * start.dim()) * (deltas.sign() == elected)
-    return start + (deltas * counted).sum(0) / counted.sum(0).clamp(min=_NO_SPREAD)
+    return start + (deltas * counted).sum(0) / counted.sum(0).clamp(min=_MIN_SUM)
 
 
-def _most_varied(deltas: Tensor, share: float) -> Tensor:
+def _mask_most_varied(deltas: Tensor, share: float) -> Tensor:
     """Return 1 for the `share` of the varying entries with the largest variance over the models [M, ...], else 0."""
     spread = deltas.var(dim=0, unbiased=False)
     count = int(int(spread.count_nonzero()) * max(share, 0.0))
@@ -127,7 +127,7 @@ def arcee_fusion(models: Sequence[Tensor], base: Tensor | None, weights: Sequenc
     start = require_base(base, "arcee_fusion")
     (model,) = models
     own = to_sum_dtype(model)
-    p, q = (functional.softmax(x, dim=-1) + _NO_CHANCE for x in (own, start))
+    p, q = (functional.softmax(x, dim=-1) + _PROBABILITY_EPS for x in (own, start))
     importance = (own - start).abs() * (p * (p / q).log()).sum(-1, keepdim=True)
     ordered = importance.reshape(-1).sort().values
     last = len(ordered) - 1

@@ -15,10 +15,18 @@ from posttrain.models.model_paths import Place, locate, not_found
 from posttrain.recipe.sections import Model
 
 CONFIG = "config.json"
-_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json", CONFIG)
+_TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CONFIG,
+)
 # Hash of the last tokenizer's files -> its vocabulary; reading a tokenizer takes a second
-_read_before: dict[str, dict[str, int]] = {}
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_vocabulary_cache: dict[str, dict[str, int]] = {}
+_DOWNLOAD_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 @dataclass(frozen=True)
@@ -60,17 +68,17 @@ def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
         folder = _download(place, base_dir)
     else:
         folder = _materialise(name, base_dir, scratch / f"input-{len(list(scratch.glob('input-*')))}")
-    config = _config(folder)
+    config = _read_config(folder)
     if "quantization_config" in config:
         raise MergeError(
             "quantised weights cannot be merged", where=name, hint="dequantise the model and save it first"
         )
     tied = _ties_embeddings(folder)
-    tensors = written_once(scan(folder)) if tied else scan(folder)
-    return Source(name, folder, place.path, config, tensors, _vocabulary(folder), tied)
+    tensors = drop_tied_copies(scan(folder)) if tied else scan(folder)
+    return Source(name, folder, place.path, config, tensors, _load_vocabulary(folder), tied)
 
 
-def written_once(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
+def drop_tied_copies(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the tensors of a tied model without the embedding copy that some writers store as `lm_head.weight`."""
     copies = [name for name in tensors if name.endswith("lm_head.weight")]
     shapes = {spec.shape for name, spec in tensors.items() if name not in copies}
@@ -81,7 +89,7 @@ def _download(place: Place, base_dir: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(place.name, allow_patterns=_DOWNLOADED))
+        return Path(snapshot_download(place.name, allow_patterns=_DOWNLOAD_PATTERNS))
     except Exception as cause:  # the hub raises a dozen types; all mean that the model is not available
         raise not_found(place, base_dir, cause) from cause
 
@@ -99,7 +107,7 @@ def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
     return folder
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise MergeError(f"no {CONFIG}: not a model directory", where=str(folder))
@@ -120,18 +128,18 @@ def _ties_embeddings(folder: Path) -> bool:
     return bool(config.get_text_config().tie_word_embeddings)
 
 
-def _vocabulary(folder: Path) -> dict[str, int] | None:
+def _load_vocabulary(folder: Path) -> dict[str, int] | None:
     """Return token -> id of the model's tokenizer, including added tokens; None without tokenizer files."""
-    files = sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()})
+    files = sorted({path for pattern in _TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()})
     if not any(path.name.startswith(("tokenizer", "vocab")) for path in files):
         return None
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    if digest.hexdigest() not in _read_before:
-        _read_before.clear()  # inputs of one merge usually share a tokenizer, so only the last one is cached
-        _read_before[digest.hexdigest()] = _read_vocabulary(folder)
-    return _read_before[digest.hexdigest()]
+    if digest.hexdigest() not in _vocabulary_cache:
+        _vocabulary_cache.clear()  # inputs of one merge usually share a tokenizer, so only the last one is cached
+        _vocabulary_cache[digest.hexdigest()] = _read_vocabulary(folder)
+    return _vocabulary_cache[digest.hexdigest()]
 
 
 def _read_vocabulary(folder: Path) -> dict[str, int]:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from posttrain.merge import global_topk
-from posttrain.merge.blocks import blocks, by_block
+from posttrain.merge.blocks import iterate_blocks, map_blocks
 
-_NO_NORM = 1e-7  # L1 norms below this are not used as divisors
+_MIN_NORM = 1e-7  # L1 norms below this are not used as divisors
 
 
-def largest(delta: Tensor, count: int) -> Tensor:
+def keep_largest(delta: Tensor, count: int) -> Tensor:
     """Return the `count` entries of largest magnitude, 0 elsewhere. Ties go to earlier entries."""
     if count >= delta.numel():
         return delta
     if count <= 0:
         return torch.zeros_like(delta)
-    return torch.where(among_largest(delta, count), delta, delta.new_zeros(()))
+    return torch.where(mask_largest(delta, count), delta, delta.new_zeros(()))
 
 
 def drop_extremes(delta: Tensor, density: float, gamma: float) -> Tensor:
@@ -33,19 +33,19 @@ def drop_extremes(delta: Tensor, density: float, gamma: float) -> Tensor:
     n = delta.numel()
     keep = min(int(density * n), n)
     top = max(min(int(gamma * n), n - keep), 0)
-    kept = largest(delta, top + keep)
-    return kept if top == 0 else torch.where(among_largest(delta, top), delta.new_zeros(()), kept)
+    kept = keep_largest(delta, top + keep)
+    return kept if top == 0 else torch.where(mask_largest(delta, top), delta.new_zeros(()), kept)
 
 
-def among_largest(delta: Tensor, count: int) -> Tensor:
+def mask_largest(delta: Tensor, count: int) -> Tensor:
     """Return a bool mask of the `count` largest magnitudes, 0 < count <= n; ties go to earlier entries.
 
     The threshold is found by a radix select, block by block: no sort, and no memory besides the result.
     """
-    edge = global_topk.edge(lambda: (("", block) for (block,) in blocks(delta)), count)
-    above = by_block(lambda part: part.abs() > edge, delta, dtype=torch.bool)
+    edge = global_topk.find_threshold(lambda: (("", block) for (block,) in iterate_blocks(delta)), count)
+    above = map_blocks(lambda part: part.abs() > edge, delta, dtype=torch.bool)
     missing = count - int(above.sum())
-    for found, part in blocks(above, delta):
+    for found, part in iterate_blocks(above, delta):
         equal = (part.abs() == edge).nonzero()[:missing, 0]
         found[equal] = True
         missing -= len(equal)
@@ -61,17 +61,17 @@ def restore_norm(kept: Tensor, whole: Tensor) -> Tensor:
 
 def norm_ratio(whole: float, kept: float) -> float:
     """Return the factor that scales the L1 norm `kept` to `whole`; 1 if either is below 1e-7."""
-    return 1.0 if min(whole, kept) < _NO_NORM else whole / kept
+    return 1.0 if min(whole, kept) < _MIN_NORM else whole / kept
 
 
-def by_chance(delta: Tensor, probability: Tensor | float, draw: Tensor, *, rescale: bool) -> Tensor:
+def keep_randomly(delta: Tensor, probability: Tensor | float, draw: Tensor, *, rescale: bool) -> Tensor:
     """Keep entries with draw < probability; `rescale` divides them by the probability, which preserves the mean."""
     chance = torch.as_tensor(probability, dtype=delta.dtype, device=delta.device).expand_as(delta)
     kept = draw < chance
     return torch.where(kept, delta / chance if rescale else delta, torch.zeros_like(delta))
 
 
-def rank_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
+def compute_rank_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
     """Return DELLA's keep probabilities, which grow with an entry's rank in its row (last axis).
 
     (density - epsilon) + 2 epsilon rank / (n - 1), rank 0 for the smallest magnitude, clamped to [0, 1]; density for

@@ -15,9 +15,9 @@ from posttrain.errors import MergeError
 from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
-_PARALLEL = 1e-8  # two vectors whose angle has a smaller sine are interpolated linearly
-_SHORTEST = 1e-7  # lower bound of a norm
-_CANCEL = 1e-6  # if |sum of two weights| is smaller, t is 1/2
+_MIN_SINE = 1e-8  # two vectors whose angle has a smaller sine are interpolated linearly
+_MIN_NORM = 1e-7  # lower bound of a norm
+_MIN_WEIGHT_SUM = 1e-6  # if |sum of two weights| is smaller, t is 1/2
 
 
 @register("merge", "nuslerp", needs=("two_models", "base_optional"))
@@ -35,26 +35,26 @@ def nuslerp(
     the first. With a `base_model` the differences from it are interpolated. Parallel vectors are interpolated linearly;
     a zero vector counts as orthogonal to all. Weights that cancel give t = 1/2.
     """
-    whole = sum(weights)
-    t = 0.5 if abs(whole) < _CANCEL else weights[1] / whole
+    weight_sum = sum(weights)
+    t = 0.5 if abs(weight_sum) < _MIN_WEIGHT_SUM else weights[1] / weight_sum
     start = None if base is None else to_sum_dtype(base)
     x, y = (to_sum_dtype(model) if start is None else to_sum_dtype(model) - start for model in models)
     if nuslerp_flatten:
-        found = _on_circle(x.reshape(-1), y.reshape(-1), t).view(x.shape)
+        merged = _slerp_vectors(x.reshape(-1), y.reshape(-1), t).view(x.shape)
     elif nuslerp_row_wise and x.dim() > 1:
-        found = _on_circle(x.transpose(0, -1), y.transpose(0, -1), t).transpose(0, -1)
+        merged = _slerp_vectors(x.transpose(0, -1), y.transpose(0, -1), t).transpose(0, -1)
     else:
-        found = _on_circle(x, y, t)
-    return found if start is None else start + found
+        merged = _slerp_vectors(x, y, t)
+    return merged if start is None else start + merged
 
 
-def _on_circle(x: Tensor, y: Tensor, t: float) -> Tensor:
+def _slerp_vectors(x: Tensor, y: Tensor, t: float) -> Tensor:
     """Interpolate from x (t 0) to y (t 1) on the great circle through both; vectors are along the last axis."""
-    units = (v / v.norm(dim=-1, keepdim=True).clamp(min=_SHORTEST) for v in (x, y))
+    units = (v / v.norm(dim=-1, keepdim=True).clamp(min=_MIN_NORM) for v in (x, y))
     first, second = units
     angle = (first * second).sum(-1, keepdim=True).clamp(-1, 1).acos()
     sine = angle.sin()
-    parallel = sine.abs() < _PARALLEL
+    parallel = sine.abs() < _MIN_SINE
     curved = (((1 - t) * angle).sin() * x + (t * angle).sin() * y) / torch.where(parallel, torch.ones_like(sine), sine)
     return torch.where(parallel, (1 - t) * x + t * y, curved)
 
@@ -113,11 +113,11 @@ def karcher(
     units = [vector / length for vector, length in zip(vectors, lengths, strict=True) if length > tol]
     if not units:
         return torch.zeros_like(to_sum_dtype(models[0]))
-    found = mean_direction(units, max_iter, tol)
+    found = compute_mean_direction(units, max_iter, tol)
     return (sum(lengths) / len(lengths) * found).view(models[0].shape)
 
 
-def mean_direction(units: Sequence[Tensor], max_iter: int, tol: float) -> Tensor:
+def compute_mean_direction(units: Sequence[Tensor], max_iter: int, tol: float) -> Tensor:
     """Return the Karcher mean of unit vectors, see `karcher`; the first vector if they cancel."""
     mean = torch.stack(list(units)).mean(0)
     length = float(mean.norm())

@@ -29,7 +29,7 @@ def update_selective(
     """Merge one model into its base with DLER's update-selective merge; see the rule of that name."""
     extras = None
     if granularity == "global":
-        extras = global_topk.counts(
+        extras = global_topk.count_per_tensor(
             lambda: ((name, to_sum_dtype(tuned[name]) - to_sum_dtype(base[name])) for name in base),
             density,
             at_least_one,

@@ -41,8 +41,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # the format's own limit
+_DTYPE_NAMES = {dtype: word for word, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ def scan(folder: Path) -> dict[str, Spec]:
     Raises MergeError for a folder without safetensors, a shard that is missing, truncated or unreadable, and a tensor
     that is stored twice or is not in the file that the index names.
     """
-    files = _shards(folder)
+    files = _find_shards(folder)
     tensors: dict[str, Spec] = {}
     for file in files:
         for name, spec in read_header(file).items():
             if name in tensors:
                 raise MergeError(f"{name} is stored twice", where=str(folder))
             tensors[name] = spec
-    for name, file_name in _weight_map(folder).items():
+    for name, file_name in _read_weight_map(folder).items():
         found = tensors.get(name)
         if found is None or found.file is None or found.file.name != file_name:
             raise MergeError(f"{name} is not in {file_name}, where the index says it is", where=str(folder))
     return tensors
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _read_weight_map(folder: Path) -> dict[str, str]:
     path = folder / INDEX_NAME
     if not path.is_file():
         return {}
@@ -95,9 +95,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise MergeError(f"unreadable index: {cause}", where=str(path)) from cause
 
 
-def _shards(folder: Path) -> list[Path]:
+def _find_shards(folder: Path) -> list[Path]:
     """Return the weight files: those named in the index, else model.safetensors, else the only safetensors file."""
-    named = sorted(set(_weight_map(folder).values()))
+    named = sorted(set(_read_weight_map(folder).values()))
     missing = [name for name in named if not (folder / name).is_file()]
     if missing:
         raise MergeError(f"missing shards: {', '.join(missing)}", where=str(folder), hint="download the model again")
@@ -121,7 +121,7 @@ def read_header(file: Path) -> dict[str, Spec]:
     with file.open("rb") as stream:
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise MergeError("not a safetensors file, or cut short in its header", where=str(file))
         try:
             header = json.loads(stream.read(length))
@@ -135,13 +135,13 @@ def read_header(file: Path) -> dict[str, Spec]:
         raise MergeError(f"{what}: {size:,} bytes where its header says {expected:,}", where=str(file), hint=hint)
     return {
         name: Spec(
-            _dtype(entry["dtype"], name, file), tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
+            _parse_dtype(entry["dtype"], name, file), tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
         )
         for name, entry in header.items()
     }
 
 
-def _dtype(word: str, name: str, file: Path) -> torch.dtype:
+def _parse_dtype(word: str, name: str, file: Path) -> torch.dtype:
     if word not in DTYPES:
         raise MergeError(
             f"{name} is stored as {word}",
@@ -153,7 +153,7 @@ def _dtype(word: str, name: str, file: Path) -> torch.dtype:
 
 
 @contextmanager
-def reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
+def open_reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
     """Provide a function that reads one tensor by name; files are opened once and closed at the end of the block.
 
     All tensors are read into one buffer of the size of the largest: each call overwrites the previous result. Files are
@@ -190,7 +190,7 @@ def view_as_spec(memory: Tensor, spec: Spec) -> Tensor:
     return memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
-def split(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]]:
+def split_into_shards(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]]:
     """Group names, in the given order, into shards of at most `limit` bytes; a single tensor may exceed it."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -217,7 +217,7 @@ def write(
     requested. `sync` is called with a file that has grown, and finally when the file is complete; the caller must wait
     for whatever `sync` does asynchronously. Raises ValueError if a produced tensor does not match its spec.
     """
-    shards = split(specs, limit)
+    shards = split_into_shards(specs, limit)
     if len(shards) == 1:
         names = ["model.safetensors"]
     else:
@@ -236,7 +236,7 @@ def _write_shard(
 ) -> None:
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))  # wide dtypes first keep data aligned
     with file.open("wb") as stream, ThreadPoolExecutor(1, thread_name_prefix="write") as thread:
-        writing: Future[int] = thread.submit(stream.write, _header(specs, order))
+        writing: Future[int] = thread.submit(stream.write, _build_header(specs, order))
         unsynced = 0
         for name in order:
             tensor, spec = produce(name), specs[name]
@@ -254,13 +254,13 @@ def _write_shard(
     sync(file)
 
 
-def _header(specs: Mapping[str, Spec], order: Sequence[str]) -> bytes:
+def _build_header(specs: Mapping[str, Spec], order: Sequence[str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:
         spec = specs[name]
         end = offset + spec.nbytes
-        entries[name] = {"dtype": _WORDS[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

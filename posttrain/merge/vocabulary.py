@@ -32,7 +32,7 @@ CHATML = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-_LISTED = 3  # tokens listed in an error
+_MAX_LISTED = 3  # tokens listed in an error
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,30 @@ class Vocabulary:
     base: Path | None
 
 
-def by_token(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+def reorder_embeddings(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
     """Return the embeddings of several models (folder -> tensor) with the rows of the merged vocabulary.
 
     Shapes: [V, ...], V the tokens of a model; the results have one row for each token of the merged vocabulary.
     """
-    size = vocabulary.tokens
-    instead = _of_others(vocabulary, tensors)
+    count = vocabulary.tokens
+    replacements = _rows_for_missing_tokens(vocabulary, tensors)
     for token, place in vocabulary.fixed.items():
-        instead[token] = 0 if place is None else tensors[place[0]][place[1]]
-    forced = torch.zeros(size, dtype=torch.bool)
+        replacements[token] = 0 if place is None else tensors[place[0]][place[1]]
+    forced = torch.zeros(count, dtype=torch.bool)
     forced[list(vocabulary.forced)] = True
     found = {}
     for folder, tensor in tensors.items():
         ids = vocabulary.ids[folder]
-        made = tensor.new_zeros((vocabulary.rows, *tensor.shape[1:]))
-        own = (ids >= 0) & ~forced
-        made[:size][own] = tensor[ids[own]]
-        made[:size][~own] = instead[~own].to(tensor.dtype)
-        made[size:] = to_sum_dtype(made[:size]).mean(0).to(tensor.dtype)
-        found[folder] = made
+        reordered = tensor.new_zeros((vocabulary.rows, *tensor.shape[1:]))
+        has_token = (ids >= 0) & ~forced
+        reordered[:count][has_token] = tensor[ids[has_token]]
+        reordered[:count][~has_token] = replacements[~has_token].to(tensor.dtype)
+        reordered[count:] = to_sum_dtype(reordered[:count]).mean(0).to(tensor.dtype)
+        found[folder] = reordered
     return found
 
 
-def _of_others(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor:
+def _rows_for_missing_tokens(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor:
     """Return the row for models that lack a token: the base's row, else the mean over the models that have it."""
     first = to_sum_dtype(next(iter(tensors.values())))
     total = first.new_zeros((vocabulary.tokens, *first.shape[1:]))
@@ -106,21 +106,21 @@ def build_vocabulary(
     settings = recipe.tokenizer
     if settings is None:
         if recipe.tokenizer_source is None:
-            return _common_rows(together, default)
+            return _truncate_to_common_rows(together, default)
         settings = MergeTokenizer(source=recipe.tokenizer_source)
     source = settings.source.removeprefix("model:")
     everyone = list({s.folder: s for part in together for s in part}.values())
     if missing := [s.name for s in [*everyone, default] if s.vocabulary is None]:
         raise MergeError(f"no tokenizer in {', '.join(missing)}, so embeddings cannot be ordered by token")
     if source == "union":
-        tokenizer = _union(default, everyone)
+        tokenizer = _unite_tokenizers(default, everyone)
     else:
-        tokenizer = _used_tokens(default if source == "base" else models[source])
+        tokenizer = _load_without_unused_tokens(default if source == "base" else models[source])
     tokenizer.add_tokens([token for token in settings.tokens if token not in tokenizer.get_vocab()])
-    return _laid_out(tokenizer, settings, together, models, default if recipe.base_model else None, default)
+    return _build_layout(tokenizer, settings, together, models, default if recipe.base_model else None, default)
 
 
-def _common_rows(together: Sequence[Sequence[Source]], default: Source) -> Vocabulary | None:
+def _truncate_to_common_rows(together: Sequence[Sequence[Source]], default: Source) -> Vocabulary | None:
     """Return a vocabulary of the rows that all embeddings have; None if all have the same number of rows.
 
     Also None if the tokenizer's model has more rows. The compatibility report checks that these rows are the same
@@ -131,14 +131,14 @@ def _common_rows(together: Sequence[Sequence[Source]], default: Source) -> Vocab
     if all(len({s.tensors[name].shape[:1] for s in everyone}) == 1 for name in shared):
         return None
     names = frozenset(name for s in everyone for name in embedding_names(s))
-    rows = min(_rows(s) for s in everyone)
-    if _rows(default) != rows:
+    rows = min(_count_rows(s) for s in everyone)
+    if _count_rows(default) != rows:
         return None
     ids = {s.folder: torch.arange(rows) for s in everyone}
     return Vocabulary(None, rows, rows, names, ids, {}, frozenset(), None)
 
 
-def _laid_out(
+def _build_layout(
     tokenizer: Any,
     settings: MergeTokenizer,
     together: Sequence[Sequence[Source]],
@@ -153,15 +153,15 @@ def _laid_out(
     ids = {}
     for source in everyone:
         rows = min((source.tensors[n].shape[0] for n in names if n in source.tensors), default=0)
-        own = torch.full((size,), -1, dtype=torch.long)
+        rows_of_tokens = torch.full((size,), -1, dtype=torch.long)
         for token, new in vocabulary.items():
             place = (source.vocabulary or {}).get(token, -1)
-            own[new] = place if place < rows else -1
-        ids[source.folder] = own
+            rows_of_tokens[new] = place if place < rows else -1
+        ids[source.folder] = rows_of_tokens
     fixed, forced = _fix_tokens(settings.tokens, vocabulary, together, models)
-    same = all(torch.equal(own, torch.arange(size)) for own in ids.values())
-    whole = all(s.tensors[n].shape[0] == size for s in everyone for n in names if n in s.tensors)
-    if same and whole and size % step == 0 and not fixed and vocabulary == default.vocabulary:
+    same = all(torch.equal(rows_of_tokens, torch.arange(size)) for rows_of_tokens in ids.values())
+    no_padding = all(s.tensors[n].shape[0] == size for s in everyone for n in names if n in s.tensors)
+    if same and no_padding and size % step == 0 and not fixed and vocabulary == default.vocabulary:
         return None
     return Vocabulary(
         tokenizer, -(-size // step) * step, size, names, ids, fixed, forced, None if base is None else base.folder
@@ -199,17 +199,17 @@ def _fix_tokens(
 
 def embedding_names(source: Source) -> list[str]:
     """Return the names of a model's tensors with one row per token: input embedding, head and the head's bias."""
-    ends = _embedding_ends(source.folder, (source.config.get("architectures") or [""])[0])
-    return [name for name in source.tensors if _end(name) in ends]
+    ends = _embedding_suffixes(source.folder, (source.config.get("architectures") or [""])[0])
+    return [name for name in source.tensors if _name_suffix(name) in ends]
 
 
-def _end(name: str) -> str:
+def _name_suffix(name: str) -> str:
     """Return the last two parts of a tensor's name; the prefix differs between a model and its files."""
     return ".".join(name.split(".")[-2:])
 
 
 @functools.lru_cache(maxsize=32)
-def _embedding_ends(folder: Path, architecture: str) -> frozenset[str]:
+def _embedding_suffixes(folder: Path, architecture: str) -> frozenset[str]:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -219,10 +219,10 @@ def _embedding_ends(folder: Path, architecture: str) -> frozenset[str]:
         model = loader(config) if loader else AutoModelForCausalLM.from_config(config)
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     wanted = {id(p) for layer in layers if layer is not None for p in layer.parameters(recurse=False)}
-    return frozenset(_end(n) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in wanted)
+    return frozenset(_name_suffix(n) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in wanted)
 
 
-def _used_tokens(source: Source) -> Any:
+def _load_without_unused_tokens(source: Source) -> Any:
     """Return a model's tokenizer without tokens that have no embedding row.
 
     Raises MergeError if they cannot be removed.
@@ -231,7 +231,7 @@ def _used_tokens(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(source.folder)
-    rows = _rows(source)
+    rows = _count_rows(source)
     unused = {token for token, place in tokenizer.get_vocab().items() if place >= rows}
     if not unused:
         return tokenizer
@@ -239,7 +239,7 @@ def _used_tokens(source: Source) -> Any:
     if core["model"].get("type") != "BPE":
         raise MergeError(
             f"{count_noun(len(unused), 'token')} of {source.name} have no row in its embedding, such as "
-            f"{', '.join(sorted(unused)[:_LISTED])}; they can be removed from fast BPE tokenizers only"
+            f"{', '.join(sorted(unused)[:_MAX_LISTED])}; they can be removed from fast BPE tokenizers only"
         )
     core["added_tokens"] = [entry for entry in core["added_tokens"] if entry["id"] < rows]
     core["model"]["vocab"] = {token: i for token, i in core["model"]["vocab"].items() if token not in unused}
@@ -249,11 +249,11 @@ def _used_tokens(source: Source) -> Any:
     return tokenizer
 
 
-def _union(first: Source, sources: Sequence[Source]) -> Any:
+def _unite_tokenizers(first: Source, sources: Sequence[Source]) -> Any:
     """Return the tokenizer of `first` with the missing tokens of all other sources appended."""
     from transformers import AutoTokenizer
 
-    found = _used_tokens(first)
+    found = _load_without_unused_tokens(first)
     known = set(found.get_vocab())
     ordinary: list[Any] = []
     added: list[Any] = []
@@ -261,7 +261,7 @@ def _union(first: Source, sources: Sequence[Source]) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(source.folder)
         special = {info.content: info for _, info in sorted(tokenizer.added_tokens_decoder.items())}
         order = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        own = [token for token, place in order if place < _rows(source) and token not in known]
+        own = [token for token, place in order if place < _count_rows(source) and token not in known]
         ordinary += [token for token in own if token not in special]
         added += [special[token] for token in special if token in own]
         known |= set(own)
@@ -270,11 +270,11 @@ def _union(first: Source, sources: Sequence[Source]) -> Any:
     return found
 
 
-def _rows(source: Source) -> int:
+def _count_rows(source: Source) -> int:
     return min((source.tensors[name].shape[0] for name in embedding_names(source)), default=0)
 
 
-def template(asked: str | None, models: Sequence[Source], tokenizer: Source) -> str | None:
+def select_template(asked: str | None, models: Sequence[Source], tokenizer: Source) -> str | None:
     """Return the chat template to write, None for the tokenizer's own.
 
     Raises MergeError if the model has no tokenizer.
@@ -290,13 +290,14 @@ def template(asked: str | None, models: Sequence[Source], tokenizer: Source) -> 
     from transformers import AutoTokenizer
 
     found = Counter(
-        template.strip()
+        select_template.strip()
         for model in models
-        if model.vocabulary is not None and (template := _own_template(AutoTokenizer.from_pretrained(model.folder)))
+        if model.vocabulary is not None
+        and (select_template := _default_template(AutoTokenizer.from_pretrained(model.folder)))
     )
     return found.most_common(1)[0][0] if found else None
 
 
-def _own_template(tokenizer: Any) -> str:
+def _default_template(tokenizer: Any) -> str:
     own = tokenizer.chat_template
     return str((own.get("default") if isinstance(own, dict) else own) or "")

@@ -10,7 +10,7 @@ from posttrain.merge import blocks, rules, selective, sparsify
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "ENTRIES", 4)
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", 4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -45,10 +45,10 @@ def test_a_rule_by_blocks_is_the_rule() -> None:
     models, base = list(torch.rand(3, 3, 5)), torch.rand(3, 5)
     whole = selective.ram(models, base, [], eps=0.2)
     parts = torch.empty(3, 5)
-    blocks.rule_by_block(parts, selective.ram, models, base, [1.0] * 3, {"eps": 0.2})
+    blocks.apply_rule_by_block(parts, selective.ram, models, base, [1.0] * 3, {"eps": 0.2})
     assert torch.equal(whole, parts)
     scalar, merged = [torch.tensor(1.0), torch.tensor(3.0)], torch.empty(())
-    blocks.rule_by_block(merged, rules.linear, scalar, None, [1.0, 1.0], {"normalize": True})
+    blocks.apply_rule_by_block(merged, rules.linear, scalar, None, [1.0, 1.0], {"normalize": True})
     assert merged == 2
 
 
@@ -76,7 +76,7 @@ def test_the_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
         for count in range(1, delta.numel() + 1):
             expected = torch.zeros(delta.numel(), dtype=torch.bool)
             expected[order[:count]] = True
-            assert torch.equal(sparsify.among_largest(delta, count).reshape(-1), expected)
+            assert torch.equal(sparsify.mask_largest(delta, count).reshape(-1), expected)
 
 
 def test_threads_are_put_back() -> None:

@@ -21,9 +21,9 @@ ZERO = t(0, 0, 0, 0)
 
 
 def test_largest_keeps_the_first_of_equal_entries() -> None:
-    assert sparsify.largest(t(1, -2, 2, 0.5), 1).tolist() == [0, -2, 0, 0]
-    assert sparsify.largest(t(1, -2, 2, 0.5), 0).tolist() == [0, 0, 0, 0]
-    assert sparsify.largest(t(1, -2), 5).tolist() == [1, -2]
+    assert sparsify.keep_largest(t(1, -2, 2, 0.5), 1).tolist() == [0, -2, 0, 0]
+    assert sparsify.keep_largest(t(1, -2, 2, 0.5), 0).tolist() == [0, 0, 0, 0]
+    assert sparsify.keep_largest(t(1, -2), 5).tolist() == [1, -2]
 
 
 def test_ties_trims_elects_and_averages() -> None:
@@ -45,7 +45,7 @@ def test_ties_and_mergekit_differ_only_in_which_of_equally_large_entries_stay() 
     for delta in (model - base for model in models):
         order = 399 - delta.abs().flip(0).argsort(descending=True, stable=True)
         theirs = delta * torch.zeros(400).index_fill(0, order[:count], 1)
-        ours = sparsify.largest(delta, count)
+        ours = sparsify.keep_largest(delta, count)
         only_one = (ours != 0) != (theirs != 0)
         assert int((ours != 0).sum()) == int((theirs != 0).sum()) == count
         assert set(delta[only_one].abs().tolist()) == {float(delta.abs()[order[count - 1]])}
@@ -104,7 +104,7 @@ def test_dare_is_right_on_average() -> None:
 def test_della_ranks_by_row_and_divides_by_the_own_chance() -> None:
     """density 0.5, epsilon 0.25 in rows of 3: chances 0.25, 0.5, 0.75 by magnitude."""
     delta = torch.stack([t(3, -1, 2), t(0, 5, -6)])
-    chances = sparsify.rank_probabilities(delta, 0.5, 0.25)
+    chances = sparsify.compute_rank_probabilities(delta, 0.5, 0.25)
     assert chances.tolist() == [[0.75, 0.25, 0.5], [0.25, 0.5, 0.75]]
     draws = [torch.full((2, 3), 0.3, dtype=torch.float64)]
     settings = {"density": 0.5, "epsilon": 0.25}
@@ -112,7 +112,7 @@ def test_della_ranks_by_row_and_divides_by_the_own_chance() -> None:
     assert merged.tolist() == [[4, 0, 4], [0, 10, -8]]
     by_norm = deltas.della_linear([delta], torch.zeros_like(delta), [1], draws, **settings)  # 17 of 16 kept
     torch.testing.assert_close(by_norm, torch.stack([t(3, 0, 2), t(0, 5, -6)]) * 17 / 16)
-    assert sparsify.rank_probabilities(t(7), 0.5, 0.25).tolist() == [0.5]
+    assert sparsify.compute_rank_probabilities(t(7), 0.5, 0.25).tolist() == [0.5]
 
 
 def test_breadcrumbs_drops_the_top_and_the_bottom() -> None:
@@ -175,8 +175,8 @@ def test_counts_over_the_model_are_those_of_a_sort(dtype: torch.dtype) -> None:
     for share in (0.0, 0.05, 0.3, 0.5, 0.9, 1.0):
         kept = [names[i] for i in order[: int(share * 19)]]
         expected = {name: kept.count(name) for name in state}
-        assert global_topk.counts(lambda: iter(state.items()), share, at_least_one=False) == expected
-    assert sum(global_topk.counts(lambda: iter(state.items()), 0.01, at_least_one=True).values()) == 1
+        assert global_topk.count_per_tensor(lambda: iter(state.items()), share, at_least_one=False) == expected
+    assert sum(global_topk.count_per_tensor(lambda: iter(state.items()), 0.01, at_least_one=True).values()) == 1
 
 
 def test_slerp_is_symmetric_and_keeps_the_norm() -> None:
@@ -200,7 +200,7 @@ def test_checkpoint_averages() -> None:
     assert blends.checkpoint_average(models, None, [], mode="ema", decay=0.5).tolist() == [2.75]
     assert blends.checkpoint_average(models, None, [], mode="ema", decay=0.5, bias_correction=True).tolist() == [3]
     for count, corrected in itertools.product((1, 2, 5), (False, True)):
-        shares = blends.checkpoint_shares(count, mode="ema", k=None, decay=0.9, bias_correction=corrected)
+        shares = blends.checkpoint_coefficients(count, mode="ema", k=None, decay=0.9, bias_correction=corrected)
         assert sum(shares) == pytest.approx(1)
 
 

@@ -15,7 +15,7 @@ from posttrain.errors import MergeError, RecipeError
 from posttrain.merge import state_dict_merges
 from posttrain.merge.layer_values import value_at
 from posttrain.merge.rules import merge_state
-from posttrain.merge.stream import draws
+from posttrain.merge.stream import draw_uniform
 from posttrain.recipe.load import load
 from posttrain.recipe.merge_sections import Filtered
 
@@ -71,7 +71,9 @@ def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
     if method == "karcher":  # the base is one of the models
         inputs = [*inputs, base]
     given = {"lam" if key == "lambda" else key: value for key, value in parameters.items() if key != "weight"}
-    extras = {name: draws(0, name, [m[name] for m in inputs]) for name in base} if "draws" in rule.needs else None
+    extras = (
+        {name: draw_uniform(0, name, [m[name] for m in inputs]) for name in base} if "draws" in rule.needs else None
+    )
     anchor = base if {"base_model", "base_optional"} & set(rule.needs) else None
     weights = [parameters.get("weight", 1.0)] * len(inputs)
     expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)

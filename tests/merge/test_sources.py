@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.errors import ModelError
-from posttrain.merge.sources import open_source, written_once
+from posttrain.merge.sources import drop_tied_copies, open_source
 from posttrain.merge.tensors import Spec
 from posttrain.models import tiny
 
@@ -76,8 +76,8 @@ def test_a_directory_is_read_where_it_is(models: Path) -> None:
 def test_only_a_copy_of_the_embedding_is_left_out() -> None:
     """`lm_head.weight` of the embedding's shape is its copy; of another shape it is a tensor of its own."""
     embedding, head = Spec(torch.float32, (9, 4)), Spec(torch.float32, (7, 4))
-    assert written_once({"embed.weight": embedding, "lm_head.weight": embedding}).keys() == {"embed.weight"}
-    assert written_once({"embed.weight": embedding, "lm_head.weight": head}).keys() == {
+    assert drop_tied_copies({"embed.weight": embedding, "lm_head.weight": embedding}).keys() == {"embed.weight"}
+    assert drop_tied_copies({"embed.weight": embedding, "lm_head.weight": head}).keys() == {
         "embed.weight",
         "lm_head.weight",
     }

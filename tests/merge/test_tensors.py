@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.errors import MergeError
-from posttrain.merge.tensors import INDEX_NAME, Spec, read_header, reader, scan, split, write
+from posttrain.merge.tensors import INDEX_NAME, Spec, open_reader, read_header, scan, split_into_shards, write
 
 TENSORS = {
     "half": torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16),
@@ -35,20 +35,20 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors", {"format": "pt"})
     specs = scan(tmp_path)
     assert {name: (s.dtype, s.shape) for name, s in specs.items()} == {n: (s.dtype, s.shape) for n, s in SPECS.items()}
-    with reader(specs) as read:
+    with open_reader(specs) as read:
         assert all(torch.equal(read(name), tensor) for name, tensor in TENSORS.items())
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
     """40 + 40 + 8 bytes at a limit of 80: two shards; a tensor above the limit gets one of its own."""
     specs = {name: Spec(torch.float32, (size,)) for name, size in (("a", 10), ("b", 10), ("c", 2))}
-    assert split(specs, 80) == [["a", "b"], ["c"]]
-    assert split(specs, 20) == [["a"], ["b"], ["c"]]
+    assert split_into_shards(specs, 80) == [["a", "b"], ["c"]]
+    assert split_into_shards(specs, 20) == [["a"], ["b"], ["c"]]
     write(tmp_path, specs, lambda name: torch.full(specs[name].shape, float(ord(name))), limit=80)
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     assert index["metadata"]["total_size"] == 88
     assert index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
-    with reader(scan(tmp_path)) as read:
+    with open_reader(scan(tmp_path)) as read:
         assert read("c").tolist() == [99.0, 99.0]
 
 
