@@ -25,4 +25,4 @@ class HigherLower:
         return float(self.found)
 
     def close(self) -> None:
-        pass  # where a game holds files, processes or connections, they end here
+        pass  # close files, processes or connections here
