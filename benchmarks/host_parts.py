@@ -161,7 +161,7 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
 
 def named_columns() -> list[str]:
     """What components call the reward components and data columns that they read, by default."""
-    entries = [entry for kind, named in registry.index().items() if kind != "merge" for entry in named.values()]
+    entries = [entry for kind, named in registry.load_index().items() if kind != "merge" for entry in named.values()]
     defaults = [value[1] for entry in entries for value in entry["params"].values() if len(value) == 2]
     return sorted({value for value in defaults if isinstance(value, str)})
 
@@ -172,7 +172,7 @@ def named_columns() -> list[str]:
 def components(batch: RolloutBatch) -> Iterator[tuple[str, Work]]:
     logp = -torch.rand(batch.mask.shape)
     pairs, rows = pairs_of(len(batch)), token_rows(batch)
-    for kind, named in registry.index().items():
+    for kind, named in registry.load_index().items():
         for name in named if kind not in OUTSIDE_A_STEP else ():
             function = registry.get(kind, name).function  # type: ignore[arg-type]
             params = REQUIRED.get((kind, name), {})

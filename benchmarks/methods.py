@@ -25,7 +25,7 @@ from posttrain.evaluate.estimators import bootstrap_ci, pass_contributions
 from posttrain.evaluate.summary import format_interval
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.training_sections import Optim
-from posttrain.report.curves import Point, nice_ticks, number, running_mean
+from posttrain.report.curves import Point, compute_ticks, format_number, running_mean
 from posttrain.run.metrics import read_metrics
 
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "lite_ppo", "dler", "gdpo")
@@ -210,7 +210,7 @@ def chart(title: str, lines: Mapping[str, Sequence[Point]]) -> str:
     smooth = {name: running_mean(points, 3) for name, points in lines.items()}
     xs = [x for points in smooth.values() for x, _ in points]
     ys = [y for points in smooth.values() for _, y in points]
-    ticks = nice_ticks(min(ys), max(ys), 4)
+    ticks = compute_ticks(min(ys), max(ys), 4)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = (x - min(xs)) / ((max(xs) - min(xs)) or 1)
@@ -221,7 +221,7 @@ def chart(title: str, lines: Mapping[str, Sequence[Point]]) -> str:
     for tick in ticks:
         y = at(min(xs), tick)[1]
         drawn.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(tick)}</text>')
     for n, (name, points) in enumerate(smooth.items()):
         colour = COLOURS[n % len(COLOURS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))

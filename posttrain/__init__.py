@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_OF_API = ("Run", "dpo", "generate", "harness", "load_recipe", "reward_model", "rl", "sft")
-_PACKAGES = ("evaluate", "export", "merge")  # callable packages
-__all__ = ["PosttrainError", *_OF_API, *_PACKAGES]
+_API_NAMES = ("Run", "dpo", "generate", "harness", "load_recipe", "reward_model", "rl", "sft")
+_CALLABLE_PACKAGES = ("evaluate", "export", "merge")  # callable packages
+__all__ = ["PosttrainError", *_API_NAMES, *_CALLABLE_PACKAGES]
 
 _process = sys.modules.get("multiprocessing.process")  # already imported in a process that multiprocessing started
 if _process is not None and _process.current_process().name.startswith("EngineCore"):
@@ -37,9 +37,9 @@ if _process is not None and _process.current_process().name.startswith("EngineCo
 
 def __getattr__(name: str) -> Any:
     """Import a part of the Python interface at its first use."""
-    if name in _OF_API:
+    if name in _API_NAMES:
         return getattr(importlib.import_module("posttrain.api"), name)
-    if name in _PACKAGES:
+    if name in _CALLABLE_PACKAGES:
         return importlib.import_module(f"posttrain.{name}")
     if name == "PosttrainError":
         return importlib.import_module("posttrain.errors").PosttrainError

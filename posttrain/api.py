@@ -102,9 +102,11 @@ class Run:
     @property
     def model(self) -> Path | None:
         """Folder of the trained or merged model; None if there is none (yet)."""
-        said = (self.summary or {}).get("model")
-        places = [Path(said)] if isinstance(said, str) and Path(said).is_dir() else []
-        return next((p for p in [self.path / "final", *places] if p.is_dir() and self.stage not in _READERS), None)
+        reported = (self.summary or {}).get("model")
+        places = [Path(reported)] if isinstance(reported, str) and Path(reported).is_dir() else []
+        return next(
+            (p for p in [self.path / "final", *places] if p.is_dir() and self.stage not in _STAGES_WITHOUT_MODEL), None
+        )
 
     def _rows(self, name: str) -> Rows:
         from posttrain.run.jsonl import sound_rows
@@ -125,7 +127,7 @@ class Run:
         return f'{head}<iframe sandbox="allow-scripts" srcdoc="{text}" style="width: 100%; height: 40em"></iframe>'
 
 
-_READERS = ("eval", "harness", "generate", "pairs")  # stages that produce no model
+_STAGES_WITHOUT_MODEL = ("eval", "harness", "generate", "pairs")  # stages that produce no model
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Loaded:
@@ -136,12 +138,12 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Loa
     with all values (`.resolved`) and the origin of each (`.origins`). Raises RecipeError or UserError that lists all
     mistakes.
     """
-    with _in_words_of_python():
+    with _translate_errors():
         return _load(recipe, None, overrides)
 
 
 # Pattern of a command-line option in a message -> the argument of the Python function.
-_PYTHON = (
+_OPTION_TRANSLATIONS = (
     (r"the same command (?:with|and) --resume", "the same call with resume=True"),
     (r"--output ([^\s;,)]+) --resume", r"output='\1', resume=True"),
     (r"--output (NEW_NAME|DIR(?:ECTORY)?)\b", r"output='\1'"),
@@ -154,21 +156,21 @@ _PYTHON = (
 
 
 @contextlib.contextmanager
-def _in_words_of_python() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Rewrite command-line options in errors as Python arguments: `resume=True` for `--resume`."""
     try:
         yield
     except PosttrainError as error:
-        error.problems = tuple(_for_python(problem) for problem in error.problems)
+        error.problems = tuple(_translate_problem(problem) for problem in error.problems)
         error.args = (join_problems(error.problems),)
         raise
 
 
-def _for_python(problem: Problem) -> Problem:
+def _translate_problem(problem: Problem) -> Problem:
     """Return a problem with command-line options rewritten as arguments."""
 
     def translate(text: str) -> str:
-        for pattern, ours in _PYTHON:
+        for pattern, ours in _OPTION_TRANSLATIONS:
             text = re.sub(pattern, ours, text)
         return text
 
@@ -188,7 +190,7 @@ def train(*_: Any, **__: Any) -> Any:
     )
 
 
-def _stage(verb: str, about: str) -> Callable[..., Run]:
+def _make_stage_function(verb: str, about: str) -> Callable[..., Run]:
     """Return the function that runs recipes of one stage."""
 
     def run(
@@ -199,10 +201,10 @@ def _stage(verb: str, about: str) -> Callable[..., Run]:
         allow_changed: bool = False,
         **overrides: Any,
     ) -> Run:
-        with _in_words_of_python():
+        with _translate_errors():
             return _run(verb, recipe, output, resume, allow_changed, overrides)
 
-    run.__name__ = run.__qualname__ = _NAMES.get(verb, verb)
+    run.__name__ = run.__qualname__ = _FUNCTION_NAMES.get(verb, verb)
     run.__doc__ = f"""{about}
 
     recipe: a file, the name of a shipped recipe, values as a dict, or what `load_recipe` returned. output: the run
@@ -214,16 +216,16 @@ def _stage(verb: str, about: str) -> Callable[..., Run]:
     return run
 
 
-_NAMES = {"reward-model": "reward_model", "eval": "evaluate"}  # verb -> name of its function
+_FUNCTION_NAMES = {"reward-model": "reward_model", "eval": "evaluate"}  # verb -> name of its function
 
-sft = _stage("sft", "Run supervised fine-tuning.")
-dpo = _stage("dpo", "Run preference optimisation on pairs: DPO and its relatives.")
-reward_model = _stage("reward-model", "Train a reward model on pairs or labels.")
-rl = _stage("rl", "Run reinforcement learning with verifier rewards.")
-evaluate = _stage("eval", "Evaluate a model's accuracy on rows graded by reward scripts.")
-harness = _stage("harness", "Evaluate a model on lm-eval benchmarks.")
-generate = _stage("generate", "Complete the prompts of a recipe.")
-merge = _stage("merge", "Merge models.")
+sft = _make_stage_function("sft", "Run supervised fine-tuning.")
+dpo = _make_stage_function("dpo", "Run preference optimisation on pairs: DPO and its relatives.")
+reward_model = _make_stage_function("reward-model", "Train a reward model on pairs or labels.")
+rl = _make_stage_function("rl", "Run reinforcement learning with verifier rewards.")
+evaluate = _make_stage_function("eval", "Evaluate a model's accuracy on rows graded by reward scripts.")
+harness = _make_stage_function("harness", "Evaluate a model on lm-eval benchmarks.")
+generate = _make_stage_function("generate", "Complete the prompts of a recipe.")
+merge = _make_stage_function("merge", "Merge models.")
 
 
 def export(
@@ -251,7 +253,7 @@ def export(
     plan = command.plan_export(
         str(model),
         to,
-        list(_as_typed(overrides)),
+        list(_flatten_overrides(overrides)),
         Path(output) if output else None,
         dtype,
         upload_as,
@@ -306,7 +308,7 @@ def _load(recipe: Any, verb: str | None, overrides: Mapping[str, Any]) -> Loaded
     from posttrain.recipe import load as loading
     from posttrain.recipe.stages import STAGES
 
-    changes = list(_as_typed(overrides))
+    changes = list(_flatten_overrides(overrides))
     if isinstance(recipe, loading.Loaded):
         if changes:
             raise UserError("the recipe is loaded already", hint="give overrides to load_recipe")
@@ -327,20 +329,20 @@ def _load(recipe: Any, verb: str | None, overrides: Mapping[str, Any]) -> Loaded
     return preflight.load(str(recipe), changes, stage=verb)
 
 
-def _as_typed(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def _flatten_overrides(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Yield `key.path=VALUE` for each value, as on a command line: `{"optim": {"lr": 1e-6}}` -> `optim.lr=1e-06`."""
     for name, value in values.items():
         key = f"{above}.{name}" if above else name.replace("__", ".")
         if isinstance(value, Mapping) and value:
-            yield from _as_typed(value, key)
+            yield from _flatten_overrides(value, key)
             continue
         try:
-            yield f"{key}={json.dumps(value, default=_plain)}"
+            yield f"{key}={json.dumps(value, default=_to_json_value)}"
         except TypeError as error:
             raise UserError(f"{key}: {error}", allowed="numbers, texts, lists and dicts of them") from None
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Return a path as text, and a numpy or torch number as a Python number."""
     if isinstance(value, Path):
         return str(value)

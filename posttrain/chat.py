@@ -44,14 +44,14 @@ def render(
             hint="give `model.chat_template: FILE.jinja`, or write `data.chat: false` for plain text",
         )
     try:
-        with _limit(RENDER_SECONDS):
+        with _limit_cpu_time(RENDER_SECONDS):
             marked = any(MARK in str(m.get("content")) for m in messages)
             in_parts = marked or _reads_parts(tokenizer, str(tokenizer.chat_template))
-            shown = _in_parts(messages) if in_parts else list(messages)
+            shown = _split_messages(messages) if in_parts else list(messages)
             return tokenizer.apply_chat_template(
                 shown, tools=list(tools) if tools else None, add_generation_prompt=generation_prompt, tokenize=False
             )
-    except _TooLong:
+    except _RenderTimeout:
         raise DataError(
             f"the chat template has not ended after {RENDER_SECONDS:g} s of processor time",
             hint="a loop of it may have no end; give `model.chat_template` another one",
@@ -61,12 +61,12 @@ def render(
         raise DataError(f"the chat template refuses the messages ({roles}): {type(cause).__name__}: {cause}") from cause
 
 
-class _TooLong(BaseException):
+class _RenderTimeout(BaseException):
     """Time limit of a render. Not an Exception, so that code which probes templates for errors does not swallow it."""
 
 
 @contextlib.contextmanager
-def _limit(seconds: float) -> Iterator[None]:
+def _limit_cpu_time(seconds: float) -> Iterator[None]:
     """Raise _TooLong in the enclosed code after this many seconds of the thread's CPU time.
 
     CPU time, because on a busy machine milliseconds of work take seconds. Outside the main thread there is no limit.
@@ -80,7 +80,7 @@ def _limit(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         more = seconds - (time.thread_time() - started)
         if more <= 0:
-            raise _TooLong
+            raise _RenderTimeout
         signal.setitimer(signal.ITIMER_REAL, max(more, 0.01))
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -92,11 +92,13 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, left, every)
 
 
-def _in_parts(messages: Sequence[Message]) -> list[Message]:
-    return [{**m, "content": _parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages]
+def _split_messages(messages: Sequence[Message]) -> list[Message]:
+    return [
+        {**m, "content": _split_content(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
+    ]
 
 
-def _parts(content: str) -> list[dict[str, str]]:
+def _split_content(content: str) -> list[dict[str, str]]:
     """Split a content into text parts and image parts, one for each MARK."""
     first, *others = content.split(MARK)
     parts = [{"type": "text", "text": first}] if first or not others else []
@@ -110,7 +112,7 @@ def _reads_parts(tokenizer: Any, template: str) -> bool:
     """Return whether the template renders a list of parts but not a string, as templates of vision models do."""
     del template
     messages = [{"role": "user", "content": _PROBE}]
-    return not _writes_probe(tokenizer, messages) and _writes_probe(tokenizer, _in_parts(messages))
+    return not _writes_probe(tokenizer, messages) and _writes_probe(tokenizer, _split_messages(messages))
 
 
 def _writes_probe(tokenizer: Any, messages: Sequence[Message]) -> bool:
@@ -126,13 +128,13 @@ def _writes_probe(tokenizer: Any, messages: Sequence[Message]) -> bool:
         return False
 
 
-def cue(tokenizer: Any) -> str:
+def generation_header(tokenizer: Any) -> str:
     """Return the header of the assistant turn, which a generation prompt adds after a question."""
-    return _cue(tokenizer, str(tokenizer.chat_template))
+    return _generation_header(tokenizer, str(tokenizer.chat_template))
 
 
 @functools.lru_cache(maxsize=4)
-def _cue(tokenizer: Any, template: str) -> str:
+def _generation_header(tokenizer: Any, template: str) -> str:
     del template
     question = [{"role": "user", "content": _PROBE}]
     before, prompt = (render(tokenizer, question, generation_prompt=asked) for asked in (False, True))
@@ -156,14 +158,14 @@ def _turn_end(tokenizer: Any, size: int, template: str) -> TurnEnd:
     if not found:
         raise DataError("the chat template does not write the content of the last assistant message")
     end = first_special(tokenizer, tail)
-    while end.id is not None and (match := _any_of(special_texts(tokenizer)).match(tail, len(end.text))):
+    while end.id is not None and (match := _match_any(special_texts(tokenizer)).match(tail, len(end.text))):
         end = TurnEnd(tail[: match.end()], tokenizer.convert_tokens_to_ids(match[0]))
     return end
 
 
 def first_special(tokenizer: Any, tail: str) -> TurnEnd:
     """Return `tail` up to and including its first special token."""
-    found = _any_of(special_texts(tokenizer)).search(tail)
+    found = _match_any(special_texts(tokenizer)).search(tail)
     if found is None:
         return TurnEnd(tail, None)
     return TurnEnd(tail[: found.end()], tokenizer.convert_tokens_to_ids(found[0]))
@@ -178,7 +180,9 @@ def find_turn_end(tokenizer: Any, tail: str) -> TurnEnd:
     end = turn_end(tokenizer)
     if end.id is None:
         return TurnEnd(tail, None)
-    found = [(m.end(), tokenizer.convert_tokens_to_ids(m[0])) for m in _any_of(special_texts(tokenizer)).finditer(tail)]
+    found = [
+        (m.end(), tokenizer.convert_tokens_to_ids(m[0])) for m in _match_any(special_texts(tokenizer)).finditer(tail)
+    ]
     usual = [place for place, token in found if token == end.id]
     if usual:
         return TurnEnd(tail[: usual[-1]], end.id)
@@ -202,7 +206,7 @@ def _special_texts(tokenizer: Any, size: int, named: tuple[str, ...]) -> frozens
 
 
 @functools.lru_cache(maxsize=4)
-def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
+def _match_any(texts: frozenset[str]) -> re.Pattern[str]:
     """Return a pattern that finds the first of these texts.
 
     Of two texts that start at the same position (`<|im_end|>`, `<|im_end|>x`) it matches the longer.
@@ -225,7 +229,7 @@ def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in found if i is not None))
 
 
-def prefilled_think(prompt_text: str, tag: str = "think") -> bool:
+def has_prefilled_think(prompt_text: str, tag: str = "think") -> bool:
     """Return whether the rendered prompt already opens `<think>`, so that completions can only close it."""
     opened, closed = prompt_text.rfind(f"<{tag}>"), prompt_text.rfind(f"</{tag}>")
     return opened > closed and not prompt_text[opened + len(tag) + 2 :].strip()

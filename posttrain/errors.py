@@ -37,13 +37,13 @@ def join_problems(problems: Sequence[Problem]) -> str:
     return "\n".join(str(p if last[p.hint] == n else replace(p, hint="")) for n, p in enumerate(problems))
 
 
-_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?=$|[ ,])")
+_LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?=$|[ ,])")
 _KEY = re.compile(r"([A-Za-z_]\w*(?:\.[\w-]+)*): ")
 
 
-def as_data(problem: Problem) -> dict[str, str | int | None]:
+def problem_as_dict(problem: Problem) -> dict[str, str | int | None]:
     """Return a problem as data: file, line, column and key (None if it has none), and its texts."""
-    place, key = _PLACE.match(problem.where), _KEY.match(problem.what)
+    place, key = _LOCATION.match(problem.where), _KEY.match(problem.what)
     numbers = {name: int(place[name]) if place and place[name] else None for name in ("line", "column")}
     return {
         "file": place["file"] if place else None,
@@ -183,7 +183,7 @@ def count_noun(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-SHORTEST = 3  # words up to this length are not completed to a name that begins with them
+MIN_PREFIX_LENGTH = 3  # words up to this length are not completed to a name that begins with them
 
 
 def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
@@ -199,7 +199,7 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
         return same[0]
     if found := difflib.get_close_matches(word, names, n=5, cutoff=alike):
         return next((name for name in found if sorted(name) == sorted(word)), found[0])
-    begun = [name for name in names if len(word) > SHORTEST and name.startswith(word)]
+    begun = [name for name in names if len(word) > MIN_PREFIX_LENGTH and name.startswith(word)]
     return begun[0] if len(begun) == 1 else None
 
 

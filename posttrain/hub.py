@@ -19,29 +19,33 @@ def host() -> str:
     return urlparse(os.environ.get("HF_ENDPOINT", "")).hostname or "huggingface.co"
 
 
-def offline() -> str:
+def offline_setting() -> str:
     """Return the setting that forbids access to the hub (`HF_HUB_OFFLINE=1`); "" if there is none."""
     name = next((name for name in _OFFLINE if os.environ.get(name)), "")  # the first variable that is set wins
     value = os.environ.get(name, "")
     return f"{name}={value}" if value.lower() in ("1", "true", "yes", "on") else ""
 
 
-def why_silent() -> str:
+def explain_unavailable() -> str:
     """Return why the hub cannot be used, as a clause; "" if it can be reached."""
-    if said := offline():
-        return f"{said} is set, so the hub is not asked"
-    return "" if reachable() else f"{host()} cannot be reached from here"
+    if setting := offline_setting():
+        return f"{setting} is set, so the hub is not asked"
+    return "" if is_reachable() else f"{host()} cannot be reached from here"
 
 
-def way_out() -> str:
+def offline_hint() -> str:
     """Return a hint if the hub is disabled by a variable; else ""."""
-    return f"name a local path, or unset {said.partition('=')[0]} to ask the hub" if (said := offline()) else ""
+    return (
+        f"name a local path, or unset {setting.partition('=')[0]} to ask the hub"
+        if (setting := offline_setting())
+        else ""
+    )
 
 
 @functools.cache
-def reachable(timeout: float = 4.0) -> bool:
+def is_reachable(timeout: float = 4.0) -> bool:
     """Return whether the hub accepts connections; proxies are assumed to work. False in offline mode."""
-    if offline():
+    if offline_setting():
         return False
     if any(os.environ.get(name) for name in _PROXIES):
         return True
@@ -60,7 +64,7 @@ def looks_like_id(name: str) -> bool:
     )
 
 
-def only_a_path(name: str, suffixes: tuple[str, ...]) -> bool:
+def is_only_path(name: str, suffixes: tuple[str, ...]) -> bool:
     """Return whether a name cannot be a hub id: it has a file suffix, a path prefix, or a forbidden character."""
     return name.endswith(suffixes) or name.startswith((".", "/", "~")) or not looks_like_id(name)
 
@@ -68,29 +72,29 @@ def only_a_path(name: str, suffixes: tuple[str, ...]) -> bool:
 QUICK_S = 0.8  # timeout of the check before a run; a slower hub is asked again when the run loads
 
 
-def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
+def explain_missing(name: str, kind: Literal["model", "dataset"]) -> str:
     """Return why a hub id is unavailable, as a clause; "" if it is in the local cache or on the hub, or unknown."""
     if is_cached(name, kind):
         return ""
-    if said := offline():
-        return f"{said} is set, and the local cache does not hold it"
-    status = _status(f"https://{host()}/api/{kind}s/{name}")
+    if setting := offline_setting():
+        return f"{setting} is set, and the local cache does not hold it"
+    status = _request_status(f"https://{host()}/api/{kind}s/{name}")
     if status is None:
         return f"{host()} cannot be reached, and the local cache does not hold it"
-    missing = status in (401, 404) and not _token()  # with a token it may be private: the libraries can say
+    missing = status in (401, 404) and not _is_signed_in()  # with a token it may be private: the libraries can say
     return f"the hub knows no such {'data set' if kind == 'dataset' else 'model'}" if missing else ""
 
 
 def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:
     """Return whether a local cache of the hub's libraries has files of a model or data set."""
-    if snapshot(name, kind) is not None:
+    if find_snapshot(name, kind) is not None:
         return True
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets").expanduser()
     named = (name.replace("/", "___"), name.replace("/", "___").lower())
     return kind == "dataset" and any((prepared / one).is_dir() for one in named)
 
 
-def snapshot(name: str, kind: Literal["model", "dataset"] = "model") -> Path | None:
+def find_snapshot(name: str, kind: Literal["model", "dataset"] = "model") -> Path | None:
     """Return the newest snapshot folder of a model or data set in the hub's local cache, or None."""
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or _home() / "hub"
     place = Path(cache).expanduser() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
@@ -103,12 +107,12 @@ def _home() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
 
 
-def _token() -> bool:
+def _is_signed_in() -> bool:
     """Return whether the user is signed in at the hub."""
     return bool(os.environ.get("HF_TOKEN")) or (_home() / "token").expanduser().is_file()
 
 
-def _status(url: str) -> int | None:
+def _request_status(url: str) -> int | None:
     """Return the hub's HTTP status; 0 for a timeout or an invalid answer; None if no connection can be opened."""
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from posttrain.errors import DataError
 
-PLACE = "<image>"  # position of an image in the texts of rows and in tool results
+PLACEHOLDER = "<image>"  # position of an image in the texts of rows and in tool results
 MARK = "<\ufffc>"  # position of an image in the text of a message passed to the chat template
-LARGEST = 100_000_000  # maximum number of pixels of a decoded image
-SHOWN = 160  # pixels of a thumbnail's longer side
-NARROWEST = 100  # maximum ratio of the longer side to the shorter one
+MAX_IMAGE_PIXELS = 100_000_000  # maximum number of pixels of a decoded image
+THUMBNAIL_PIXELS = 160  # pixels of a thumbnail's longer side
+MAX_ASPECT_RATIO = 100  # maximum ratio of the longer side to the shorter one
 
-Taken = Literal["mask", "blur", "blank"]  # how an image is degraded
+Degradation = Literal["mask", "blur", "blank"]  # how an image is degraded
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def open_image(image: Image) -> Any:
     except Pillow.UnidentifiedImageError as cause:
         raise DataError(f"{image.name} is no image that Pillow can read ({len(stream.getvalue())} bytes)") from cause
     except Pillow.DecompressionBombError as cause:
-        raise DataError(f"{image.name}: {cause}", allowed=f"up to {LARGEST:,} pixels") from cause
+        raise DataError(f"{image.name}: {cause}", allowed=f"up to {MAX_IMAGE_PIXELS:,} pixels") from cause
     except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as cause:
         raise DataError(f"{image.name} is broken: {cause}") from cause
     return _fit_limits(_as_rgb(upright), image)
@@ -90,14 +90,16 @@ def _read_bytes(image: Image) -> bytes:
 
 
 def _check_size(name: str, width: int, height: int) -> None:
-    if width * height > LARGEST:
-        raise DataError(
-            f"{name} has {width} x {height} pixels", allowed=f"up to {LARGEST:,}", hint="make it smaller before"
-        )
-    if min(width, height) == 0 or max(width, height) > NARROWEST * min(width, height):
+    if width * height > MAX_IMAGE_PIXELS:
         raise DataError(
             f"{name} has {width} x {height} pixels",
-            allowed=f"the longer side at most {NARROWEST} times the other",
+            allowed=f"up to {MAX_IMAGE_PIXELS:,}",
+            hint="make it smaller before",
+        )
+    if min(width, height) == 0 or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise DataError(
+            f"{name} has {width} x {height} pixels",
+            allowed=f"the longer side at most {MAX_ASPECT_RATIO} times the other",
         )
 
 
@@ -129,11 +131,11 @@ def _fit_limits(picture: Any, image: Image) -> Any:
         return picture
     size = max(1, size[0]), max(1, size[1])
     # rounding to whole pixels may exceed the ratio
-    size = min(size[0], NARROWEST * size[1]), min(size[1], NARROWEST * size[0])
+    size = min(size[0], MAX_ASPECT_RATIO * size[1]), min(size[1], MAX_ASPECT_RATIO * size[0])
     return picture.resize(size, Pillow.Resampling.BICUBIC)
 
 
-def take_away(image: Image, how: Taken, *, ratio: float, patch: int, seed: int) -> Image:
+def degrade(image: Image, how: Degradation, *, ratio: float, patch: int, seed: int) -> Image:
     """Return a degraded image of the same size, so that it has the same number of tokens.
 
     mask: a share `ratio` of its squares of `patch` pixels, sampled with the seed, is black. blur: Gaussian blur with
@@ -181,10 +183,10 @@ def split_pictures(value: Any, max_pixels: int) -> list[Any]:
     is its only part. Raises DataError for an image that cannot be shown to a model.
     """
     parts = list(value) if isinstance(value, list | tuple) and any(map(is_picture, value)) else [value]
-    return [_keep_picture(part, max_pixels) if is_picture(part) else part for part in parts]
+    return [_encode_picture(part, max_pixels) if is_picture(part) else part for part in parts]
 
 
-def _keep_picture(picture: Any, max_pixels: int) -> Image:
+def _encode_picture(picture: Any, max_pixels: int) -> Image:
     image = Image("data:", max_pixels=max_pixels)
     _check_size("an image that was returned", *picture.size)
     return Image(png_url(_fit_limits(_as_rgb(picture), image)))
@@ -195,13 +197,13 @@ def join_parts(parts: Sequence[str | Image]) -> tuple[str, tuple[Image, ...]]:
 
     A PLACE that occurs in a text is escaped.
     """
-    texts = [PLACE if isinstance(part, Image) else break_places(part) for part in parts]
+    texts = [PLACEHOLDER if isinstance(part, Image) else escape_placeholders(part) for part in parts]
     return "\n".join(filter(None, texts)), tuple(part for part in parts if isinstance(part, Image))
 
 
-def break_places(text: str) -> str:
+def escape_placeholders(text: str) -> str:
     """Escape PLACE in a text of a model or tool, which contains no image, by inserting a space."""
-    return text.replace(PLACE, f"< {PLACE[1:]}")
+    return text.replace(PLACEHOLDER, f"< {PLACEHOLDER[1:]}")
 
 
 def data_url(content: bytes) -> str:
@@ -219,7 +221,7 @@ def png_url(picture: Any) -> str:
 def thumbnail_url(image: Image) -> str:
     """Return the image as a small JPEG data URL for a page."""
     picture = open_image(image)
-    picture.thumbnail((SHOWN, SHOWN))
+    picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     stream = io.BytesIO()
     picture.save(stream, format="JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

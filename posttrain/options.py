@@ -29,15 +29,15 @@ PartialColumn = Annotated[str, NameOf("PartialColumn")]  # a number in some rows
 TextColumn = Annotated[str, NameOf("TextColumn")]  # a text in some rows, null in others
 RewardName = Annotated[str, NameOf("RewardName")]  # a reward of the recipe
 ScoreName = Annotated[str, NameOf("ScoreName")]  # a reward of the recipe, `correct` or `reward`
-MEASURED = ("tool_seconds",)  # columns filled by rollouts with tools or an environment if the data lacks them
+ROLLOUT_COLUMNS = ("tool_seconds",)  # columns filled by rollouts with tools or an environment if the data lacks them
 
-CLOSED = ConfigDict(extra="forbid", strict=True)
+STRICT_CONFIG = ConfigDict(extra="forbid", strict=True)
 
 
 class Gate(TypedDict, total=False):
     """Condition under which a term applies: all given conditions must hold. An empty gate is always open."""
 
-    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    __pydantic_config__ = STRICT_CONFIG  # type: ignore[misc]
     rows: Literal["correct"]  # rows with a correct answer
     on: ScoreName  # rows by a reward component, `correct` or `reward`: with min, above, or both
     min: float  # the component is at least this
@@ -50,7 +50,7 @@ class Gate(TypedDict, total=False):
 class Channel(TypedDict, total=False):
     """A part of the reward with a separate advantage."""
 
-    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    __pydantic_config__ = STRICT_CONFIG  # type: ignore[misc]
     rewards: dict[ScoreName, float]  # component -> factor in the channel's reward
     weight: float  # weight of the channel's advantage, default 1
     condition: Gate  # rows outside have the channel reward 0

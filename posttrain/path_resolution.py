@@ -34,12 +34,12 @@ def is_shipped(path: Path) -> bool:
     return any(path.is_relative_to(shipped_folder(folder)) for folder in ("rewards", "tools"))
 
 
-def candidates(name: str, base_dir: Path | None) -> list[Path]:
+def candidate_paths(name: str, base_dir: Path | None) -> list[Path]:
     """Return the paths at which `name` is looked for, in order. `base_dir` is the folder of the recipe.
 
     Raises UserError for a text that cannot be a file name.
     """
-    refuse_strange_name(name)
+    check_file_name(name)
     path = Path(name)
     with contextlib.suppress(RuntimeError):  # no such user: `~` is a plain character
         path = path.expanduser()
@@ -51,17 +51,17 @@ def candidates(name: str, base_dir: Path | None) -> list[Path]:
 
 def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> Path:
     """Return the first candidate path that exists. Raises `error` that lists all searched paths."""
-    places = candidates(name, base_dir)
+    places = candidate_paths(name, base_dir)
     for place in places:
         if place.exists():
-            refuse_special(place, what, error)
+            check_not_special(place, what, error)
             return place.resolve()
     searched = ", ".join(str(p) for p in dict.fromkeys(places))
-    hint = suggest_file(name, places) or list_alike(places)
+    hint = suggest_file(name, places) or list_similar_files(places)
     raise error(f"{what} not found: {name}", allowed=f"searched: {searched}", hint=hint)
 
 
-def refuse_strange_name(name: str) -> None:
+def check_file_name(name: str) -> None:
     """Raise UserError for a text that no file system accepts as a name: too long, or with a NUL character."""
     if "\0" in name:
         raise UserError(f"{name[:60]!r} is no file name: it holds a NUL character")
@@ -69,7 +69,7 @@ def refuse_strange_name(name: str) -> None:
         raise UserError(f"`{name[:60]}...` is no file name: it has {count_noun(len(name), 'character')}")
 
 
-def refuse_special(path: Path, what: str, error: type[UserError] = UserError) -> None:
+def check_not_special(path: Path, what: str, error: type[UserError] = UserError) -> None:
     """Raise `error` for a pipe, socket or device, which might never end when read. path: exists."""
     mode = path.stat().st_mode
     kinds = {"pipe": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": stat.S_ISCHR, "block device": stat.S_ISBLK}
@@ -96,18 +96,18 @@ def suggest_file(name: str, places: Sequence[Path]) -> str:
     return ""
 
 
-MOST_NAMES = 6  # files listed in a hint
+MAX_NAMES = 6  # files listed in a hint
 
 
-def list_alike(places: Sequence[Path]) -> str:
+def list_similar_files(places: Sequence[Path]) -> str:
     """Return a hint with the files next to the searched paths with the same suffix (folders for a name without one)."""
     for place in places:
         if place.parent.is_dir():
             beside = [path for path in itertools.islice(place.parent.iterdir(), 10_000) if path.name[0] != "."]
             alike = sorted(p.name for p in beside if (p.suffix == place.suffix if place.suffix else p.is_dir()))
             if alike:
-                more = ", ..." if len(alike) > MOST_NAMES else ""
-                return f"{place.parent} has {', '.join(alike[:MOST_NAMES])}{more}"
+                more = ", ..." if len(alike) > MAX_NAMES else ""
+                return f"{place.parent} has {', '.join(alike[:MAX_NAMES])}{more}"
     return ""
 
 
@@ -117,7 +117,9 @@ def split_function(use: str) -> tuple[str, str] | None:
     return (left, name) if colon and left and name.isidentifier() else None
 
 
-def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> tuple[Path | str, str]:
+def locate_function(
+    use: str, base_dir: Path | None, what: str, error: type[UserError] = UserError
+) -> tuple[Path | str, str]:
     """Return (script path or module name, function name) of `use`.
 
     Raises `error` if the script does not exist or `use` has another form.
@@ -131,7 +133,7 @@ def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] 
     return find(left, base_dir, f"{what} script", error) if left.endswith(".py") else left, name
 
 
-def no_function(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
+def missing_function_error(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
     """Return the error for a file or module (`left`) without the requested function. known: names it defines."""
     public = sorted(n for n in known if not n.startswith("_"))
     return error(
@@ -141,18 +143,20 @@ def no_function(left: str, name: str, known: Iterable[str], error: type[UserErro
     )
 
 
-def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError) -> UserError:
+def missing_module_error(
+    use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError
+) -> UserError:
     """Return the error for a module that cannot be imported; suggests an existing file of that name."""
     left, _, name = use.rpartition(":")
     file = f"{left.replace('.', '/')}.py"
-    if any(place.is_file() for place in candidates(file, base_dir)):
+    if any(place.is_file() for place in candidate_paths(file, base_dir)):
         hint = f"did you mean `{file}:{name}`? a file is named by its path"
     else:
-        hint = _near_module(left, name)
+        hint = _suggest_module(left, name)
     return error(f"{what} `{use}`: cannot import {left}: {why}", hint=hint)
 
 
-def _near_module(module: str, name: str) -> str:
+def _suggest_module(module: str, name: str) -> str:
     """Return a hint with the most similar installed module, compared at the first part that does not exist."""
     parts = module.split(".")
     path: Sequence[str] | None = None

@@ -52,7 +52,7 @@ RUNNERS = {
     "pairs": "posttrain.evaluate.pairs:run",
     "run": "posttrain.pipeline:run",
 }
-HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
+TRAINING_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 
 
 def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
     Writes summary.json, which marks the stage as finished, and keeps status.json and report.html up to date. Of several
     processes, only the one that opened the directory for writing writes.
     """
-    if engines := engines_beside(recipe):
+    if engines := count_engine_processes(recipe):
         warm_process.start(engines)
     try:
         runner = _runner_of(recipe)
@@ -78,12 +78,12 @@ def _runner_of(recipe: Stage) -> Callable[[Stage, RunDirectory], dict[str, Any]]
     try:
         return import_runner(RUNNERS[recipe.verb])
     except ModuleNotFoundError as error:
-        if error.name not in HEAVY:
+        if error.name not in TRAINING_PACKAGES:
             raise
         raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
 
 
-def engines_beside(recipe: Stage) -> int:
+def count_engine_processes(recipe: Stage) -> int:
     """Return the number of vLLM engine processes that a stage starts."""
     section = getattr(recipe, "rollout", None) or getattr(recipe, "engine", None)
     is_beside = section is not None and section.engine == "vllm" and section.vllm.server is None
@@ -116,12 +116,12 @@ def run(recipe: PipelineRecipe, directory: RunDirectory) -> dict[str, Any]:
     if len(recipe.seeds) == 1:
         run_seed(recipe, directory.path, recipe.seeds[0])
     else:
-        run_children(_children(recipe, directory), recipe.parallel)
+        run_children(_seed_processes(recipe, directory), recipe.parallel)
     return summarise(recipe, directory.path)
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedStage:
     """A finished stage of one seed."""
 
     path: Path
@@ -129,51 +129,53 @@ class Done:
     skipped: bool  # finished before this start
 
 
-def resolve(values: Any, done: Mapping[str, Done], path: tuple[str, ...] = ()) -> Any:
+def resolve_references(values: Any, done: Mapping[str, FinishedStage], path: tuple[str, ...] = ()) -> Any:
     """Return the values with every `stage:NAME` replaced by a path, or by minutes at `run.max_minutes`."""
     if isinstance(values, Mapping):
-        return {key: resolve(value, done, (*path, key)) for key, value in values.items()}
+        return {key: resolve_references(value, done, (*path, key)) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return [resolve(value, done, path) for value in values]
+        return [resolve_references(value, done, path) for value in values]
     match = REFERENCE.match(values) if isinstance(values, str) else None
     if match is None:
         return values
     stage = done[match[1]]
     if path == MINUTES:
-        return _minutes(match[1], stage.summary)
+        return _training_minutes(match[1], stage.summary)
     return str(stage.path / (match[2] or "final"))
 
 
-def _minutes(name: str, summary: Mapping[str, Any]) -> float:
+def _training_minutes(name: str, summary: Mapping[str, Any]) -> float:
     seconds = summary.get("train_seconds")
     if not isinstance(seconds, (int, float)) or seconds <= 0:
         raise RecipeError(f"run.max_minutes: stage:{name} has no training time", hint="name a stage that trains")
     return seconds / 60
 
 
-def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
+def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, FinishedStage]:
     """Run all stages of one seed in this process, so that heavy libraries are imported once."""
-    done: dict[str, Done] = {}
+    done: dict[str, FinishedStage] = {}
     GracefulStop.take_ignored_signal()  # discard a signal from before these stages
     samplers = [stage["name"] for stage in recipe.stages if stage["stage"] in SAMPLERS]
     for stage in recipe.stages:
         name = stage["name"]
         if number := GracefulStop.take_ignored_signal():
             raise Interrupted(f"stopped after stage {list(done)[-1]}", where=str(path), number=number)
-        values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name, samplers)}}, done)
+        values = resolve_references(
+            {**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name, samplers)}}, done
+        )
         loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")
         folder = path.resolve() / f"seed-{seed}" / name
         summary = read_json(folder / "summary.json")
         if summary is not None:
             again = [needed for _, needed, _ in references(stage) if not done[needed].skipped]
             _refuse_stale(folder, loaded, again)
-            done[name] = Done(folder, summary, skipped=True)
+            done[name] = FinishedStage(folder, summary, skipped=True)
             continue
         started = time.perf_counter()
         summary = run_in_folder(folder, loaded, name)
         took = duration(time.perf_counter() - started)
-        terminal.note(f"{MILESTONE}{name} in {took}  {headline(summary)}")
-        done[name] = Done(folder, summary, skipped=False)
+        terminal.note(f"{MILESTONE}{name} in {took}  {format_headline(summary)}")
+        done[name] = FinishedStage(folder, summary, skipped=False)
         LivePage(path).write()
         gc.collect()  # free the stage's model before the next one is loaded
         for line in rounds.milestones([s["name"] for s in recipe.stages], {n: d.summary for n, d in done.items()}):
@@ -183,10 +185,10 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
 
 def run_in_folder(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
     """Run a recipe in its own directory, resuming if it was begun, and return the summary."""
-    return (_run_apart if uses_vllm(loaded.recipe) else _run_in)(folder, loaded, name)
+    return (_run_in_child if uses_vllm(loaded.recipe) else _run_in_process)(folder, loaded, name)
 
 
-def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
+def _run_in_process(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
     text = json.dumps(loaded.resolved, indent=2) + "\n"  # JSON is valid YAML, so the file is a runnable recipe
     begun = folder.exists() and any(folder.iterdir())
     try:
@@ -203,7 +205,7 @@ def uses_vllm(recipe: Stage) -> bool:
     return engine is not None and engine.engine == "vllm"
 
 
-def _run_apart(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
+def _run_in_child(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
     """Run the stage in a separate process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     request = folder.with_suffix(".json")
@@ -226,14 +228,14 @@ def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
         )
 
 
-def headline(summary: Mapping[str, Any]) -> str:
+def format_headline(summary: Mapping[str, Any]) -> str:
     """Return the most important numbers of a summary on one line."""
     shown = ("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last")
     found = {key: summary[key] for key in shown if isinstance(summary.get(key), (int, float))}
     return "  ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found.items())
 
 
-def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
+def _seed_processes(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
     """Return one process per seed, each with its share of the cores."""
     request = directory.logs / "pipeline.json"
     write_json(request, {"stages": recipe.stages, "base_dir": str(recipe.base_dir.resolve())})
@@ -267,13 +269,13 @@ def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
         return found
     from posttrain.evaluate.table import closing_table, describe_findings
 
-    labels = _labels(recipe)
+    labels = _table_labels(recipe)
     rows = closing_table({labels[name]: {s: path / f"seed-{s}" / name for s in seeds} for name in recipe.table})
     rows = [{**row, "stage": name} for row, name in zip(rows, recipe.table, strict=True)]
     return {**found, "table": rows, "findings": describe_findings(rows)}
 
 
-def _labels(recipe: PipelineRecipe) -> dict[str, str]:
+def _table_labels(recipe: PipelineRecipe) -> dict[str, str]:
     """Return the table label of each eval stage: the stage whose model it evaluates, or its own name if not unique."""
     stages = {stage["name"]: stage for stage in recipe.stages}
     found = {name: REFERENCE.fullmatch(str(stages[name]["model"]["path"])) for name in recipe.table}
@@ -292,7 +294,7 @@ def main(kind: str, request: str, path: str, name: str) -> int:
     base_dir = Path(asked["base_dir"])
     try:
         if kind == "stage":
-            _run_in(Path(path), load_dict(asked["stage"], base_dir=base_dir, where=f"stage {name}"), name)
+            _run_in_process(Path(path), load_dict(asked["stage"], base_dir=base_dir, where=f"stage {name}"), name)
         else:
             values = {"stage": "pipeline", "stages": asked["stages"]}
             loaded = load_dict(values, base_dir=base_dir, where="pipeline")

@@ -26,10 +26,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import UserError, did_you_mean
-from posttrain.path_resolution import is_shipped, no_function, no_module, place_of, split_function
+from posttrain.path_resolution import (
+    is_shipped,
+    locate_function,
+    missing_function_error,
+    missing_module_error,
+    split_function,
+)
 from posttrain.redact import without_secrets
 
-_PRIVATE = "posttrain_script_"  # prefix of the module names of user scripts
+_SCRIPT_MODULE_PREFIX = "posttrain_script_"  # prefix of the module names of user scripts
 INDEX = Path(__file__).with_name("components.json")
 
 # kind -> the package whose modules register components of that kind, in call order within a step
@@ -106,10 +112,10 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = (  # kinds whose `needs` are not fields of a batch
+KINDS_WITHOUT_BATCH = (  # kinds whose `needs` are not fields of a batch
     *("sampler", "shape", "workflow", "prompt_variants", "replay", "pair_loss", "token_weight", "merge", "task"),
 )
-ALWAYS_THERE = (  # batch fields that are always present, without `needs`
+ALWAYS_PRESENT = (  # batch fields that are always present, without `needs`
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "replayed", "reward_weights", "sampler_state",
     "selected", "step", "total_steps", "truncated", "turn_rewards", "versions",
 )  # fmt: skip
@@ -153,14 +159,14 @@ def register(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if (kind, name) in _components:
             raise ValueError(f"{kind} `{name}` is registered twice")
-        own = keywords(function)
+        own = keyword_parameters(function)
         _components[kind, name] = Component(kind, name, function, paper, needs, note, exclusive, own, roles)
         return function
 
     return decorate
 
 
-def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
+def keyword_parameters(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
     """Return the keyword-only arguments of a function or of a class's constructor.
 
     name -> (annotation as text, default or `...`).
@@ -188,9 +194,9 @@ def _annotation(hint: Any) -> str:
 def get(kind: Kind, name: str) -> Component:
     """Return the component of that kind and name, importing only its module. Raises UserError with a suggestion."""
     if (kind, name) not in _components:
-        entry = index().get(kind, {}).get(name)
+        entry = load_index().get(kind, {}).get(name)
         if entry is None:
-            known = sorted(index().get(kind, {}))
+            known = sorted(load_index().get(kind, {}))
             raise UserError(
                 f"unknown {kind}: {name}",
                 allowed=f"known: {', '.join(known)}; or path/file.py:function",
@@ -208,25 +214,27 @@ def resolve(kinds: Kind | tuple[Kind, ...], use: str, base_dir: Path | None = No
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if split_function(use) is None:
-        return get(kind_of(kinds, use), use)
+        return get(find_kind(kinds, use), use)
     function = load_function(use, base_dir, what=kinds[0].replace("_", " "))
     marked = next((c for c in _components.values() if c.function is function and c.kind in kinds), None)
     if marked is not None:
         check_needs(marked)
-    return marked or Component(kinds[0], use, function, params=keywords(function))
+    return marked or Component(kinds[0], use, function, params=keyword_parameters(function))
 
 
-def needs_words(kind: str) -> set[str]:
+def allowed_needs(kind: str) -> set[str]:
     """Return the words that a component of that kind may list in `needs`."""
-    if kind in OWN_WORDS:
-        return {word for entry in index().get(kind, {}).values() for word in entry["needs"]}
-    others = (entry for k, entries in index().items() if k not in OWN_WORDS for entry in entries.values())
-    return {word for entry in others for word in entry["needs"]}.union(ALWAYS_THERE)
+    if kind in KINDS_WITHOUT_BATCH:
+        return {word for entry in load_index().get(kind, {}).values() for word in entry["needs"]}
+    others = (
+        entry for k, entries in load_index().items() if k not in KINDS_WITHOUT_BATCH for entry in entries.values()
+    )
+    return {word for entry in others for word in entry["needs"]}.union(ALWAYS_PRESENT)
 
 
 def check_needs(component: Component) -> None:
     """Raise UserError for an unknown word in the `needs` of a user's component."""
-    known = needs_words(component.kind)
+    known = allowed_needs(component.kind)
     for word in component.needs:
         if word not in known:
             raise UserError(
@@ -236,9 +244,9 @@ def check_needs(component: Component) -> None:
             )
 
 
-def kind_of(kinds: tuple[Kind, ...], name: str) -> Kind:
+def find_kind(kinds: tuple[Kind, ...], name: str) -> Kind:
     """Return the kind that has a component of that name; the first kind if none has."""
-    return next((kind for kind in kinds if name in index().get(kind, {})), kinds[0])
+    return next((kind for kind in kinds if name in load_index().get(kind, {})), kinds[0])
 
 
 def load_function(
@@ -248,7 +256,7 @@ def load_function(
 
     A file is imported by path under a private module name; its folder is not added to sys.path.
     """
-    left, name = place_of(use, base_dir, what, error)
+    left, name = locate_function(use, base_dir, what, error)
     if isinstance(left, Path):
         module, left = load_module(left), str(left)
     else:
@@ -256,16 +264,18 @@ def load_function(
             module = importlib.import_module(left)
         except (Exception, SystemExit) as cause:
             why = str(cause) if isinstance(cause, ImportError) else f"{type(cause).__name__}: {cause}"
-            raise no_module(use, base_dir, what, why, error) from cause
+            raise missing_module_error(use, base_dir, what, why, error) from cause
     try:
         return getattr(module, name)
     except AttributeError:
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         own = [n for n in public if getattr(vars(module)[n], "__module__", None) == module.__name__]
-        raise no_function(left, name, own or public, error) from None  # prefer functions it defines to imported ones
+        raise missing_function_error(
+            left, name, own or public, error
+        ) from None  # prefer functions it defines to imported ones
 
 
-def types_of(function: Callable[..., Any]) -> dict[str, Any]:
+def resolve_annotations(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the resolved annotations of a user's function or class constructor; {} if they cannot be resolved."""
     inner = getattr(function, "func", function)  # the function inside a partial
     if inspect.isclass(inner):
@@ -278,7 +288,7 @@ def types_of(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def wrong_type(annotation: Any, value: Any) -> str:
+def explain_type_mismatch(annotation: Any, value: Any) -> str:
     """Return why a recipe's `value` does not match `annotation`, or "". Types unknown to pydantic accept any value."""
     if annotation is None:
         return ""
@@ -290,14 +300,14 @@ def wrong_type(annotation: Any, value: Any) -> str:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        said = _unknown_field(annotation, first) or first["msg"]
-        return f"`{place}`: {said}" if place else said
+        message = _describe_unknown_field(annotation, first) or first["msg"]
+        return f"`{place}`: {message}" if place else message
     except (PydanticUserError, SchemaError):
         return ""
     return ""
 
 
-def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
+def _describe_unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
     """Return the message for an unknown key of a TypedDict, with the known keys and a note on API keys."""
     known = list(getattr(annotation, "__annotations__", {}))
     if error["type"] != "extra_forbidden" or len(error["loc"]) != 1 or not known:
@@ -306,17 +316,17 @@ def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
     return f"no key of this section; known: {', '.join(known)}{kept if 'key_env' in known else ''}"
 
 
-def shown_value(value: Any, longest: int = 200) -> str:
+def format_value(value: Any, longest: int = 200) -> str:
     """Return a recipe's value for an error message: its repr, truncated, with secrets such as `api_key` redacted."""
     text = repr(without_secrets(value))
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def script_line(error: BaseException) -> str:
+def find_script_line(error: BaseException) -> str:
     """Return `FILE:LINE` of the user script that raised or called the raising code; "" if no script is involved."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    private = [str(frame.f_globals.get("__name__", "")).startswith(_PRIVATE) for frame in frames]
+    private = [str(frame.f_globals.get("__name__", "")).startswith(_SCRIPT_MODULE_PREFIX) for frame in frames]
     ours = [i for i, frame in enumerate(frames) if private[i] and not is_shipped(Path(frame.f_code.co_filename))]
     return f"{frames[ours[-1]].f_code.co_filename}:{lines[ours[-1]]}" if ours else ""
 
@@ -324,7 +334,7 @@ def script_line(error: BaseException) -> str:
 @functools.cache
 def load_module(path: Path) -> Any:
     """Load the script at `path` under a private module name, once per process. Raises UserError if it fails."""
-    private = f"{_PRIVATE}{path.stem}_{abs(hash(str(path))):x}"
+    private = f"{_SCRIPT_MODULE_PREFIX}{path.stem}_{abs(hash(str(path))):x}"
     spec = importlib.util.spec_from_file_location(private, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -333,14 +343,14 @@ def load_module(path: Path) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:
         del sys.modules[private]
-        line = script_line(cause).rpartition("/")[2]
+        line = find_script_line(cause).rpartition("/")[2]
         at = f" (at {line})" if line else ""
         raise UserError(f"{path} cannot be imported: {type(cause).__name__}: {cause}{at}") from cause
     return module
 
 
 @functools.cache
-def index() -> dict[str, dict[str, dict[str, Any]]]:
+def load_index() -> dict[str, dict[str, dict[str, Any]]]:
     """Return kind -> name -> {module, params: {key: [type, default?]}, paper, needs, note, doc}.
 
     Reads components.json only.

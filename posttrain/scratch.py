@@ -27,7 +27,7 @@ class Scratch:
     """A temporary folder at `path`, removed by `close`. purpose: one word, part of the folder's name."""
 
     def __init__(self, purpose: str) -> None:
-        remove_left(purpose)
+        remove_leftovers(purpose)
         new = Path(tempfile.mkdtemp(prefix="posttrain-new-"))
         self._lock = _lock(new)
         self._closing = threading.Lock()
@@ -57,7 +57,7 @@ def scratch(purpose: str) -> Iterator[Path]:
 
 
 @functools.cache
-def remove_left(purpose: str) -> None:
+def remove_leftovers(purpose: str) -> None:
     """Remove this user's folders for `purpose` whose processes are dead; searches once per process."""
     if fcntl is None:
         return

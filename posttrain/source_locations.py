@@ -11,38 +11,38 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-SHOWN = 3  # rows listed in a message
-_places: dict[str, str] = {}
+MAX_LISTED = 3  # rows listed in a message
+_locations: dict[str, str] = {}
 
 
-def note(uid: str, place: str) -> None:
+def record_location(uid: str, place: str) -> None:
     """Record the source location of a row: `FILE:LINE`, or a source and a number."""
-    _places[uid] = place
+    _locations[uid] = place
 
 
-def place_of(uid: object) -> str:
+def find_location(uid: object) -> str:
     """Return the location of a row, relative to the working directory if inside it; "" for a row created in code.
 
     A derived row (`UID/chosen`, `UID@0.6`, `UID.2`) has the location of its source row.
     """
-    found = _places.get(str(uid)) or _places.get(re.split(r"[/@]|\.\d+$", str(uid))[0], "")
+    found = _locations.get(str(uid)) or _locations.get(re.split(r"[/@]|\.\d+$", str(uid))[0], "")
     return found.removeprefix(f"{Path.cwd()}/")
 
 
-def row(uid: object) -> str:
+def describe_row(uid: object) -> str:
     """Return `rows.jsonl:3 (row 5f2c)`, or `row 5f2c` if the location is unknown."""
-    place = place_of(uid)
+    place = find_location(uid)
     return f"{place} (row {uid})" if place else f"row {uid}"
 
 
-def rows(uids: Sequence[str]) -> str:
+def describe_rows(uids: Sequence[str]) -> str:
     """Return `rows.jsonl:3, 7, ...`; `row 3` or `rows 7, 12` if a location is unknown."""
     once = list(dict.fromkeys(uids))
-    places = [place_of(uid) for uid in once[:SHOWN]]
-    more = ", ..." if len(once) > SHOWN else ""
+    places = [find_location(uid) for uid in once[:MAX_LISTED]]
+    more = ", ..." if len(once) > MAX_LISTED else ""
     if all(places):
         return ", ".join(_without_repeats(places)) + more
-    return f"{'row' if len(once) == 1 else 'rows'} {', '.join(map(str, once[:SHOWN]))}{more}"
+    return f"{'row' if len(once) == 1 else 'rows'} {', '.join(map(str, once[:MAX_LISTED]))}{more}"
 
 
 def _without_repeats(places: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ MARK = "__type__"
 
 def dumps(value: Any) -> str:
     """Return the value as JSON text. Raises TypeError with the type of a value that cannot be restored."""
-    return json.dumps(_plain(value), ensure_ascii=False)
+    return json.dumps(_to_json(value), ensure_ascii=False)
 
 
 def loads(text: str) -> Any:
@@ -28,10 +28,10 @@ def loads(text: str) -> Any:
 
 # Name of a type -> (the type, function to its JSON value, function back).
 _TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "tuple": (tuple, lambda v: [_plain(one) for one in v], tuple),
-    "set": (set, lambda v: [_plain(one) for one in v], set),
-    "frozenset": (frozenset, lambda v: [_plain(one) for one in v], frozenset),
-    "dict": (dict, lambda v: [[_plain(key), _plain(one)] for key, one in v.items()], dict),
+    "tuple": (tuple, lambda v: [_to_json(one) for one in v], tuple),
+    "set": (set, lambda v: [_to_json(one) for one in v], set),
+    "frozenset": (frozenset, lambda v: [_to_json(one) for one in v], frozenset),
+    "dict": (dict, lambda v: [[_to_json(key), _to_json(one)] for key, one in v.items()], dict),
     "complex": (complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
@@ -44,21 +44,21 @@ _TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return the value as plain JSON values, with type marks for the types that JSON lacks."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
-        return [_plain(one) for one in value]
+        return [_to_json(one) for one in value]
     if type(value) is dict and MARK not in value and all(type(key) is str for key in value):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _to_json(one) for key, one in value.items()}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return {MARK: "numpy", "value": [value.dtype.str, _plain(value.tolist())]}
+        return {MARK: "numpy", "value": [value.dtype.str, _to_json(value.tolist())]}
     for name, (kind, write, _) in _TYPES.items():
         if isinstance(value, kind):  # a named tuple is a tuple, a defaultdict a dict
             return {MARK: name, "value": write(value)}
     if isinstance(value, list):  # here and below: subclasses, such as StrEnum
-        return _plain(list(value))
+        return _to_json(list(value))
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):

@@ -62,7 +62,7 @@ def test_packages_of_the_same_name_stay_packages() -> None:
     import posttrain.merge.rules
 
     assert callable(pt.merge) and callable(pt.evaluate) and callable(pt.export)
-    assert callable(posttrain.export.card.gather)
+    assert callable(posttrain.export.card.collect_facts)
     assert pt.merge is posttrain.merge and hasattr(posttrain.merge, "rules")
     assert callable(posttrain.evaluate.estimators.mean)
 

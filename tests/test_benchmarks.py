@@ -275,7 +275,7 @@ def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
     args = argparse.Namespace(prompts=2, group=2, tokens=(12, 20), only=[], repeats=1)
     found = host_parts.measured(args, tmp_path)
     assert min(found.values()) > 0
-    listed = {f"{kind} {name}" for kind, named in registry.index().items() for name in named}
+    listed = {f"{kind} {name}" for kind, named in registry.load_index().items() for name in named}
     listed = {name for name in listed if name.split()[0] not in host_parts.OUTSIDE_A_STEP}
     assert listed < found.keys()
     scripts = {path.stem for path in shipped_folder("rewards").glob("*.py")} - set(host_parts.ELSEWHERE)

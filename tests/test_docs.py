@@ -28,7 +28,9 @@ PAGES = [
 ]
 PATHS = {path for stage in STAGES.values() for path in keys.all_paths(stage)}
 ROOTS = {path.partition(".")[0] for path in PATHS}
-ARGUMENTS = {key for kind in registry.index().values() for found in kind.values() for key in found.get("params", ())}
+ARGUMENTS = {
+    key for kind in registry.load_index().values() for found in kind.values() for key in found.get("params", ())
+}
 KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[:= ])")
 ANCHORED = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 COMMAND = re.compile(r"(?:^|`|\$ ?|bin/)posttrain ([a-z-]+)([^\n`#]*)", re.MULTILINE)

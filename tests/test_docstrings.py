@@ -82,7 +82,7 @@ def test_docstrings_say_what_a_caller_must_know(package: str) -> None:
 )
 def test_components_name_their_source(kind: str) -> None:
     """In `register(paper=...)`, in its docstring or note, or for all of a module in the module's docstring."""
-    entries = registry.index()[kind].items()
+    entries = registry.load_index()[kind].items()
     texts = {name: f"{e['doc']} {e['note']} {import_module(e['module']).__doc__}" for name, e in entries}
     said = {name: " ".join(text.split()) for name, text in texts.items()}
     missing = {f"{kind}/{name}" for name, e in entries if not e["paper"] and not SOURCE.search(said[name])}

@@ -38,9 +38,9 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    asked = hub._status
+    asked = hub._request_status
     address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(hub, "_status", lambda url: asked(url.replace(f"https://{hub.host()}", address)))
+    monkeypatch.setattr(hub, "_request_status", lambda url: asked(url.replace(f"https://{hub.host()}", address)))
     yield answers
     server.shutdown()
 
@@ -50,32 +50,32 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 )
 def test_what_the_hub_answers(code: int, why: str, status: list[int]) -> None:
     status[0] = code
-    assert why in hub.why_absent("org/x", "model") and bool(why) == bool(hub.why_absent("org/x", "model"))
+    assert why in hub.explain_missing("org/x", "model") and bool(why) == bool(hub.explain_missing("org/x", "model"))
 
 
 def test_with_a_token_what_is_not_seen_may_be_private(status: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     status[0] = 404
     monkeypatch.setenv("HF_TOKEN", "x")
-    assert hub.why_absent("org/x", "dataset") == ""
+    assert hub.explain_missing("org/x", "dataset") == ""
 
 
 def test_nobody_is_asked_where_the_cache_holds_it_or_it_is_forbidden(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "_status", lambda _url: pytest.fail("asked"))
+    monkeypatch.setattr(hub, "_request_status", lambda _url: pytest.fail("asked"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub.why_absent("org/x", "model") == "HF_HUB_OFFLINE=1 is set, and the local cache does not hold it"
+    assert hub.explain_missing("org/x", "model") == "HF_HUB_OFFLINE=1 is set, and the local cache does not hold it"
     (cache / "hub" / "models--org--x" / "snapshots" / "abc").mkdir(parents=True)
-    assert hub.why_absent("org/x", "model") == ""
-    assert hub.why_absent("org/x", "dataset")
+    assert hub.explain_missing("org/x", "model") == ""
+    assert hub.explain_missing("org/x", "dataset")
     (cache / "datasets" / "org___x").mkdir(parents=True)
-    assert hub.why_absent("org/x", "dataset") == ""
+    assert hub.explain_missing("org/x", "dataset") == ""
 
 
 def test_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = hub._status
-    monkeypatch.setattr(hub, "_status", lambda _url: asked("http://127.0.0.1:1/x"))
-    assert "cannot be reached, and the local cache does not hold it" in hub.why_absent("org/x", "model")
+    asked = hub._request_status
+    monkeypatch.setattr(hub, "_request_status", lambda _url: asked("http://127.0.0.1:1/x"))
+    assert "cannot be reached, and the local cache does not hold it" in hub.explain_missing("org/x", "model")
 
 
 def test_modules_of_a_cached_model_are_known_and_those_of_experts_are_not(cache: Path) -> None:

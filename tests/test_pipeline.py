@@ -179,9 +179,9 @@ def test_results_of_a_stage_that_ran_again_are_not_mixed_with_older_ones(tmp_pat
 
 
 def test_a_time_can_only_be_taken_from_a_stage_that_trains(tmp_path):
-    done = {"m": pipeline.Done(tmp_path, {"model": "x"}, skipped=False)}
+    done = {"m": pipeline.FinishedStage(tmp_path, {"model": "x"}, skipped=False)}
     with pytest.raises(RecipeError, match="stage:m has no training time"):
-        pipeline.resolve({"run": {"max_minutes": "stage:m"}}, done)
+        pipeline.resolve_references({"run": {"max_minutes": "stage:m"}}, done)
 
 
 @pytest.mark.usefixtures("runners")
@@ -283,7 +283,7 @@ def test_a_pipeline_respects_omp_num_threads(tmp_path, monkeypatch) -> None:
     recipe = types.SimpleNamespace(stages=[], base_dir=tmp_path, seeds=[0, 1], parallel=2)
     directory = types.SimpleNamespace(logs=tmp_path, path=tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert [child.env["OMP_NUM_THREADS"] for child in pipeline._children(recipe, directory)] == ["3", "3"]
+    assert [child.env["OMP_NUM_THREADS"] for child in pipeline._seed_processes(recipe, directory)] == ["3", "3"]
     monkeypatch.delenv("OMP_NUM_THREADS")
-    shared = {child.env["OMP_NUM_THREADS"] for child in pipeline._children(recipe, directory)}
+    shared = {child.env["OMP_NUM_THREADS"] for child in pipeline._seed_processes(recipe, directory)}
     assert shared == {str(max(1, usable_cpus() // 2))}

@@ -38,8 +38,8 @@ def test_every_field_of_a_batch_is_known_and_preferences_have_words_of_their_own
     rows only with `advantage.steps`."""
     fields = {field.name for field in dataclasses.fields(RolloutBatch)}
     steps = {"trajectory_ids", "trajectory_tokens", "step_ids", "state_ids", "dones"}
-    assert fields - registry.needs_words("loss") <= {"answer_mask", "prompt_mask"} | steps
-    assert "win_rates" in registry.needs_words("pair_loss") and "win_rates" not in registry.needs_words("loss")
+    assert fields - registry.allowed_needs("loss") <= {"answer_mask", "prompt_mask"} | steps
+    assert "win_rates" in registry.allowed_needs("pair_loss") and "win_rates" not in registry.allowed_needs("loss")
 
 
 def test_secrets_are_not_shown_in_errors() -> None:
@@ -52,6 +52,6 @@ def test_secrets_are_not_shown_in_errors() -> None:
         "max_tokens": 3,
     }
     assert not is_secret("pad_token") and not is_secret("max_tokens")
-    told = registry.shown_value(value)
+    told = registry.format_value(value)
     assert "sk-1" not in told and "NAME" in told and "3" in told
-    assert registry.shown_value("y" * 500, 60).endswith("...") and len(registry.shown_value("y" * 500, 60)) == 60
+    assert registry.format_value("y" * 500, 60).endswith("...") and len(registry.format_value("y" * 500, 60)) == 60

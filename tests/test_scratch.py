@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.scratch import Scratch, remove_left, scratch
+from posttrain.scratch import Scratch, remove_leftovers, scratch
 
 HOLD = "from posttrain.scratch import Scratch; print(Scratch('engine').path, flush=True); input()"
 
@@ -23,9 +23,9 @@ HOLD = "from posttrain.scratch import Scratch; print(Scratch('engine').path, flu
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    remove_left.cache_clear()
+    remove_leftovers.cache_clear()
     yield tmp_path
-    remove_left.cache_clear()
+    remove_leftovers.cache_clear()
 
 
 def holder() -> tuple[subprocess.Popen[str], Path]:

@@ -68,7 +68,7 @@ def test_reference_of_keys_is_complete(pages: dict[str, str]) -> None:
 
 
 def test_reference_of_methods_is_complete(pages: dict[str, str]) -> None:
-    for kind, entries in registry.index().items():
+    for kind, entries in registry.load_index().items():
         headings = re.findall(r"^### (\S+) ", pages[f"reference/methods/{kind}.md"], re.MULTILINE)
         assert set(entries) == set(headings), kind
     assert re.findall(r"^### (\S+) ", pages["reference/methods/index.md"], re.MULTILINE) == list(presets.names())

@@ -37,9 +37,9 @@ def _check_turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
     names = [reward.name for reward in rewards if reward.per_turn]
     advantage = dict(section.get("advantage") or {})
     use = advantage.pop("use", "")
-    needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
+    needs = {*registry.load_index()["advantage"].get(use, {}).get("needs", ())}
     if any(
-        "turn_ids" in registry.index()[kind].get(name, {}).get("needs", ())
+        "turn_ids" in registry.load_index()[kind].get(name, {}).get("needs", ())
         for kind, name in _chosen_components(section)
     ):
         needs.add("turn_ids")  # the component reads step boundaries but needs no per-step reward

@@ -195,7 +195,8 @@ def _show_sampler(console: Console, first: Mapping[str, Any]) -> None:
 
     sizes = sorted(set(first["rollouts"]))
     each = f"{sizes[0]} rollouts each" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} rollouts each"
-    text = f"sampler {first['sampler']}: step 1 draws {source_locations.rows(first['rows'])}; {first['note'] or each}"
+    drawn = source_locations.describe_rows(first["rows"])
+    text = f"sampler {first['sampler']}: step 1 draws {drawn}; {first['note'] or each}"
     console.print(text, markup=False, soft_wrap=True)
 
 
@@ -242,7 +243,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
     from posttrain import source_locations
 
     coloured = console.color_system is not None and not console.no_color
-    console.rule(source_locations.row(sample["uid"]), align="left", characters="-", style="dim")
+    console.rule(source_locations.describe_row(sample["uid"]), align="left", characters="-", style="dim")
     for name, part in sample["parts"].items():
         text = Text()
         if len(sample["parts"]) > 1:
@@ -285,7 +286,7 @@ def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
     from posttrain import source_locations
 
     found = [
-        (fate, cause, str(len(uids)), source_locations.rows(uids))
+        (fate, cause, str(len(uids)), source_locations.describe_rows(uids))
         for fate in ("dropped", "cut", "noted")
         for cause, uids in report[fate].items()
     ]

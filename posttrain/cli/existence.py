@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError, ModelError, did_you_mean
-from posttrain.path_resolution import ROW_FILES, candidates, find, split_function, suggest_file
+from posttrain.path_resolution import ROW_FILES, candidate_paths, find, split_function, suggest_file
 
 if TYPE_CHECKING:
     from posttrain.recipe.section import Names
@@ -36,8 +36,8 @@ def check_model(name: str, base_dir: Path) -> str:
     from posttrain.models.model_paths import hint_for, locate
 
     place = locate(name, base_dir)
-    if place.kind == "hub" and (why := hub.why_absent(name, "model")):
-        tried = candidates(name, base_dir)
+    if place.kind == "hub" and (why := hub.explain_missing(name, "model")):
+        tried = candidate_paths(name, base_dir)
         hint = hint_for(name) or suggest_file(name, tried)
         raise ModelError(f"model not found: {name}; {why}", allowed=f"no directory {tried[0]}", hint=hint)
     if place.kind != "adapter" or place.path is None:
@@ -111,7 +111,7 @@ def could_be_hub_id(name: str) -> bool:
     """Return whether a name could be an id on the model hub."""
     from posttrain import hub
 
-    return name not in ("tiny", "tiny-vision") and not hub.only_a_path(name, (".gguf", *ROW_FILES))
+    return name not in ("tiny", "tiny-vision") and not hub.is_only_path(name, (".gguf", *ROW_FILES))
 
 
 def check_data(name: str, base_dir: Path, source: Source | None) -> None:
@@ -122,10 +122,10 @@ def check_data(name: str, base_dir: Path, source: Source | None) -> None:
 
     if name.startswith(ACCEPTED_PREFIX):
         check_run(name.removeprefix(ACCEPTED_PREFIX), EVALUATION, base_dir)
-    elif hub.only_a_path(name, ROW_FILES) and not name.startswith(("gym:", "task:")):
+    elif hub.is_only_path(name, ROW_FILES) and not name.startswith(("gym:", "task:")):
         find(name, base_dir, "data", DataError)
-    elif _is_hub_only(name, base_dir) and (why := hub.why_absent(name, "dataset")):
-        tried = candidates(name, base_dir)
+    elif _is_hub_only(name, base_dir) and (why := hub.explain_missing(name, "dataset")):
+        tried = candidate_paths(name, base_dir)
         problem = f"data not found: {name}; {why}"
         raise DataError(problem, allowed=f"no file or directory {tried[0]}", hint=suggest_file(name, tried))
     if source is not None:
@@ -135,7 +135,7 @@ def check_data(name: str, base_dir: Path, source: Source | None) -> None:
 def _is_hub_only(name: str, base_dir: Path) -> bool:
     """Return whether a data name can only be an id on the hub."""
     made = name.startswith(("gym:", "task:")) or split_function(name) is not None
-    return not made and could_be_hub_id(name) and not any(map(path_exists, candidates(name, base_dir)))
+    return not made and could_be_hub_id(name) and not any(map(path_exists, candidate_paths(name, base_dir)))
 
 
 def check_run(name: str, names: Names, base_dir: Path) -> None:

@@ -101,8 +101,8 @@ def plan_export(
     from posttrain.export import card, licences, run, source
     from posttrain.run.atomic_io import read_json
 
-    if licence and (doubt := licences.doubt_licence(licence)):
-        say(f"note: {doubt}")
+    if licence and (warning := licences.warn_unknown_licence(licence)):
+        say(f"note: {warning}")
     found = source.find_source(model)
     for path in evaluations:
         stage = (read_json(path / "resolved.json") or {}).get("stage")
@@ -111,7 +111,7 @@ def plan_export(
                 f"--eval: {path} is no finished evaluation", hint="name the run directory of `posttrain eval`"
             )
     repo = to.removeprefix(HUB) if to.startswith(HUB) else ""
-    facts = card.gather(found, licence=licence, evaluations=evaluations)
+    facts = card.collect_facts(found, licence=licence, evaluations=evaluations)
     where = output or run.default_output(found, f"hub-{repo.replace('/', '-')}" if repo else to)
     run.check_output(where, overwrite=overwrite)
     kind: Any = upload_as if repo else to

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.cli import component_checks
 from posttrain.errors import DataError, Problem, UserError
-from posttrain.path_resolution import PLAIN_FILES, candidates
+from posttrain.path_resolution import PLAIN_FILES, candidate_paths
 
 if TYPE_CHECKING:
     from posttrain.data.columns import RequiredColumn
@@ -117,7 +117,7 @@ def _list_held_out_checks(
 def _is_local(source: Source, base_dir: Path) -> bool:
     """Return whether the source is a JSONL, CSV or similar text file on this machine, compressed or not."""
     name = source.source or ""
-    return name.endswith(PLAIN_FILES) and any(path.is_file() for path in candidates(name, base_dir))
+    return name.endswith(PLAIN_FILES) and any(path.is_file() for path in candidate_paths(name, base_dir))
 
 
 def _check_source(
@@ -161,7 +161,7 @@ def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
     if not reads_images(model, base_dir):
         raise DataError(
             f"the row has images, and {model} reads none",
-            where=source_locations.row(first["uid"]),
+            where=source_locations.describe_row(first["uid"]),
             hint="take a model that sees, or rename the column: `data.columns: {pictures: images}`",
         )
     wrong: list[Problem] = []
@@ -170,7 +170,7 @@ def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
             try:
                 open_image(Image(source, data.image.min_pixels, data.image.max_pixels))
             except DataError as error:
-                wrong += error.at(source_locations.row(row["uid"])).problems
+                wrong += error.at(source_locations.describe_row(row["uid"])).problems
     if wrong:
         raise DataError.of(wrong[:5])
 
@@ -197,7 +197,7 @@ def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
     what = "every answer has `train: false`" if answers else others
     raise DataError(
         f"no token is trained on: {what}",
-        where=source_locations.rows([str(row["uid"]) for row in rows]),
+        where=source_locations.describe_rows([str(row["uid"]) for row in rows]),
         hint="remove it from what the model is to learn" if answers else "an answer has the role `assistant`",
     )
 
@@ -251,7 +251,7 @@ def _row_format(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labe
 
     stage = section["stage"]
     if stage == "dpo":
-        needs = registry.index()["pair_loss"].get(section["loss"]["use"], {}).get("needs", ())
+        needs = registry.load_index()["pair_loss"].get(section["loss"]["use"], {}).get("needs", ())
         return "labels" if "labels" in needs else "pairs"
     if stage == "reward_model":
         return "pairs" if RewardObjective.model_validate(section["objective"]).pairs else "answers"
@@ -309,7 +309,7 @@ def _check_numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                 raise binary_labels.missing_column_error(row, objective["user"])
     elif section["stage"] == "dpo":
         loss = section["loss"]
-        declared = registry.index()["pair_loss"].get(loss["use"], {}).get("needs", ())
+        declared = registry.load_index()["pair_loss"].get(loss["use"], {}).get("needs", ())
         pair_columns.refuse_missing(rows, pair_columns.needs_with_params(set(declared) - {"labels"}, loss), loss["use"])
         anchors = Anchors.model_validate(section["anchors"])
         pair_columns.refuse_twice({column for row in rows for column in row}, anchors)
@@ -334,7 +334,7 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[RequiredColumn]
     yield from solution_columns(recipe.prompt_variants, recipe.solutions)
     for key, section in recipe.every_component():
         if split_function(section.use) is None:
-            described = registry.index()[registry.kind_of(section.kinds, section.use)][section.use]["params"]
+            described = registry.load_index()[registry.find_kind(section.kinds, section.use)][section.use]["params"]
             takes = {name: (known[0], known[1] if len(known) > 1 else None) for name, known in described.items()}
         else:
             try:
@@ -424,5 +424,7 @@ def _check_golds(
     if shipped and seen.complete and len(unusable) == len(seen.rows) and allowed < 1:
         column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
         hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"
-        raise RewardError(f"reward {reward.name}: {what}", where=source_locations.rows(list(unusable)), hint=hint)
+        raise RewardError(
+            f"reward {reward.name}: {what}", where=source_locations.describe_rows(list(unusable)), hint=hint
+        )
     return [f"{what}: the run counts them as bad golds"]

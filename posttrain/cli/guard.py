@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from posttrain import terminal
-from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Problem, UserError, as_data
+from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Problem, UserError, problem_as_dict
 
 # keys of typer's context.meta
 DEBUG, RUN, RESUME, JSON = "posttrain.debug", "posttrain.run", "posttrain.resume", "posttrain.json"
@@ -100,7 +100,7 @@ def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence
     directory: Any = meta.get(RUN)
     has_run = directory is not None and directory.path.is_dir()
     run = {"run": str(directory.path), "resume": redacted_text(shlex.join(meta[RESUME]))} if has_run else {}
-    error = {"exit_code": code, "problems": [as_data(problem) for problem in problems], **run}
+    error = {"exit_code": code, "problems": [problem_as_dict(problem) for problem in problems], **run}
     terminal.say(json.dumps(error, indent=2, ensure_ascii=False))
 
 
@@ -205,10 +205,10 @@ def _print_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
             where = f" (traceback: {saved})"
     if meta.get(DEBUG):
         terminal.note(traceback.format_exc().rstrip())
-    from posttrain.registry import script_line
+    from posttrain.registry import find_script_line
 
     first = (str(error).splitlines() or [""])[0]
-    script = script_line(error)
+    script = find_script_line(error)
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     head = f"{script}  {what}" if script else f"unexpected {what}"
     terminal.note_escaped(_rank_prefix(head) + terminal.bold(head) + terminal.escape_control_characters(where))

@@ -14,8 +14,7 @@ from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.show import commented_lines, print_json
 from posttrain.cli.stage import Json
-from posttrain.errors import Problem, UserError, count_noun
-from posttrain.errors import as_data as problem_as_data
+from posttrain.errors import Problem, UserError, count_noun, problem_as_dict
 
 if TYPE_CHECKING:
     from posttrain.recipe.foreign.draft import Draft
@@ -148,8 +147,8 @@ def outcome_as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[P
         "left_out": [{**asdict(one), "value": "***" if is_secret(one.key) else one.value} for one in draft.left],
         "differs": draft.notes,
         "valid": not problems,
-        "problems": [problem_as_data(one) for one in problems],
-        "notes": [problem_as_data(one) for one in notes],
+        "problems": [problem_as_dict(one) for one in problems],
+        "notes": [problem_as_dict(one) for one in notes],
     }
 
 

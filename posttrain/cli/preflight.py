@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.cli import component_checks, existence, imports
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
-from posttrain.path_resolution import candidates, split_function, suggest_file
+from posttrain.path_resolution import candidate_paths, split_function, suggest_file
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -211,7 +211,7 @@ class _RecipeChecker:
             self._check_data_function(path, name, part)
             return
         with self.collect_errors(path):
-            tried = candidates(name.removeprefix(existence.ACCEPTED_PREFIX), self.base_dir)
+            tried = candidate_paths(name.removeprefix(existence.ACCEPTED_PREFIX), self.base_dir)
             here = names.kind == "file" or name.startswith(("gym:", "task:")) or any(map(existence.path_exists, tried))
             base = ""
             with self.collect_errors(path, self.problems if here else self.absent, about):

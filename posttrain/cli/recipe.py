@@ -16,7 +16,7 @@ from posttrain.cli.importing import import_recipe
 from posttrain.cli.run_messages import print_notes
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe
-from posttrain.errors import Problem, UserError, as_data, did_you_mean
+from posttrain.errors import Problem, UserError, did_you_mean, problem_as_dict
 
 if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
@@ -96,7 +96,7 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
 
 
 def _to_data(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
-    return [as_data(problem) for problem in problems]
+    return [problem_as_dict(problem) for problem in problems]
 
 
 def _print_absence_notes(notes: Sequence[Problem]) -> None:

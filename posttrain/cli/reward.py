@@ -314,7 +314,7 @@ def _print_trial(what: str, trial: Trial) -> None:
         best = f"{trial.rows - len(trial.bad_gold)} of {count_noun(trial.rows, 'row')}"
         terminal.say(f"gold scores best on {best} ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
-            terminal.say(f"  {source_locations.row(uid)}: {wrong}")
+            terminal.say(f"  {source_locations.describe_row(uid)}: {wrong}")
         for doubt in trial.doubts:
             terminal.say(f"warning: {doubt}")
         tricks = [f"{name} on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]

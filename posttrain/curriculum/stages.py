@@ -109,7 +109,7 @@ def _refuse_other_scales(pool: Pool, column: str) -> None:
         low, high = min(values), max(values)
         raise DataError(
             f"`{column}` is {low:g} to {high:g}: {len(outside)} of {len(pool)} prompts are outside of 0 to 1",
-            where=source_locations.rows(outside),
+            where=source_locations.describe_rows(outside),
             allowed="difficulties from 0 (easy) to 1 (hard)",
             hint=f"write ({column} - {low:g}) / {high - low:g} into a column, and name that one" if high > low else "",
         )

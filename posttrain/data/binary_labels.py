@@ -31,7 +31,7 @@ def split_answers(row: Mapping[str, Any]) -> Iterator[Row]:
         for side, label in (("chosen", 1), ("rejected", 0)):
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}
         return
-    where = source_locations.row(row["uid"])
+    where = source_locations.describe_row(row["uid"])
     prompt, answer = _split_prompt_and_answer(row)
     if answer is None:
         raise DataError(
@@ -67,7 +67,7 @@ def _pick_mismatched(answers: Sequence[Row], index: int) -> Any:
     for other in following:
         if other["chosen"] != own["chosen"] and other.get("prompt") != own.get("prompt"):
             return other["chosen"]
-    raise DataError("no row with another prompt and another answer", where=source_locations.row(own["uid"]))
+    raise DataError("no row with another prompt and another answer", where=source_locations.describe_row(own["uid"]))
 
 
 def read_number(row: Mapping[str, Any], column: str) -> float | None:
@@ -82,14 +82,16 @@ def read_number(row: Mapping[str, Any], column: str) -> float | None:
         raise missing_column_error(row, column)
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    raise DataError(f"`{column}` is {str(value)[:40]!r}, not a finite number", where=source_locations.row(row["uid"]))
+    raise DataError(
+        f"`{column}` is {str(value)[:40]!r}, not a finite number", where=source_locations.describe_row(row["uid"])
+    )
 
 
 def missing_column_error(row: Mapping[str, Any], column: str) -> DataError:
     """Return the error for a row without a column that the reward model is trained on."""
     return DataError(
         f"the reward model learns from the column `{column}`, which this row lacks",
-        where=source_locations.row(row["uid"]),
+        where=source_locations.describe_row(row["uid"]),
         allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
         hint=f"name it, e.g. data.columns: {{{column}: THEIR_NAME}}",
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain import source_locations
 from posttrain.errors import DataError, Problem, count_noun, nearest
-from posttrain.options import MEASURED
+from posttrain.options import ROLLOUT_COLUMNS
 
 if TYPE_CHECKING:
     from posttrain.recipe.rl_sections import PromptVariants, Solutions
@@ -38,8 +38,8 @@ def named_columns(
 ) -> Iterator[RequiredColumn]:
     """Yield the columns named by arguments annotated as `options.Column`, `PartialColumn` or `TextColumn`.
 
-    annotations: argument -> (annotation as text, default), as returned by `registry.keywords`; given: the arguments set
-    in the recipe.
+    annotations: argument -> (annotation as text, default), as returned by `registry.keyword_parameters`; given: the
+    arguments set in the recipe.
     """
     for argument, (annotation, default) in annotations.items():
         kinds = set(re.findall(r"\w+", annotation))
@@ -61,7 +61,7 @@ def find_problems(
 ) -> Iterator[tuple[RequiredColumn, Problem]]:
     """Yield (column, problem) for each column that is missing from the rows or holds values of the wrong type.
 
-    acts: whether rollouts have tools or an environment, whose times the rollout fills in (`options.MEASURED`).
+    acts: whether rollouts have tools or an environment, whose times the rollout fills in (`options.ROLLOUT_COLUMNS`).
     """
     for one in wanted:
         lacking = [row for row in rows if _is_missing(row.get(one.column))]
@@ -71,7 +71,7 @@ def find_problems(
         if strange := [row for row in present if not isinstance(row[one.column], kind)]:
             problem = f"{reads} as a {what}, which {strange[0][one.column]!r:.60} is not"
             yield one, _problem_of_rows(strange, problem, f"give each row a {what} there, or leave the row out")
-        elif not present and not (one.column in MEASURED and acts):
+        elif not present and not (one.column in ROLLOUT_COLUMNS and acts):
             yield one, _missing_column_problem(one, rows, f"{reads}, and the data has none")
         elif one.every and present and lacking:
             yield (
@@ -93,7 +93,7 @@ def _missing_column_problem(one: RequiredColumn, rows: Sequence[Row], what: str)
     """Return the problem of a column that no row has, with the nearest known column as a hint."""
     known = sorted({name for row in rows for name in row if name != "uid"})
     hint = f"map it: data.columns: {{{one.column}: {nearest(one.column, known) or 'THEIR_NAME'}}}"
-    if one.column in MEASURED:
+    if one.column in ROLLOUT_COLUMNS:
         hint = "it is measured where rollouts have `tools` or an `environment`: add them, or remove the component"
     return Problem("", what, f"columns: {', '.join(known)}", hint)
 
@@ -102,7 +102,7 @@ def _problem_of_rows(
     rows: Sequence[Row], what: str, hint: str = "give each row a number there, or leave the row out"
 ) -> Problem:
     """Return a problem located at the given rows."""
-    where = source_locations.rows([str(row.get("uid", "?")) for row in rows])
+    where = source_locations.describe_rows([str(row.get("uid", "?")) for row in rows])
     return Problem(where, what, hint=hint)
 
 

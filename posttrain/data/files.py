@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from posttrain.errors import DataError, Problem, count_noun
-from posttrain.path_resolution import COMPRESSED, TEXT_FILES, refuse_special
+from posttrain.path_resolution import COMPRESSED, TEXT_FILES, check_not_special
 from posttrain.recipe.yaml import display_path
 
 Record = tuple[str, dict[str, Any]]  # (source location for errors, record)
@@ -33,7 +33,7 @@ def check(path: Path) -> None:
 
     Reads only the first bytes.
     """
-    refuse_special(path, "data", DataError)
+    check_not_special(path, "data", DataError)
     name = display_path(path)
     kind = _kind(path)
     if kind is None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from posttrain import source_locations
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError, Problem, count_noun
-from posttrain.images import MARK, PLACE, Image, data_url, png_url
+from posttrain.images import MARK, PLACEHOLDER, Image, data_url, png_url
 from posttrain.recipe.sections import Data, ImageLimits
 
 FETCH_SECONDS, FETCH_BYTES = 30, 50 << 20
@@ -104,7 +104,7 @@ def _replace_image_parts(message: Any, into: list[Any]) -> Any:
                 value = value["url"]
             if value is not None:
                 into.append(f"data:image/*;base64,{value}" if "base64" in part and value == part["base64"] else value)
-        shown.append({"type": "text", "text": PLACE} if _is_image(part) else part)
+        shown.append({"type": "text", "text": PLACEHOLDER} if _is_image(part) else part)
     key = "content" if "content" in message else "value"
     return {**message, key: shown}
 
@@ -155,12 +155,12 @@ def insert_placeholders(row: Row, where: str) -> Row:
     wrong = [
         name
         for name in ("completion", "chosen", "rejected", "answer")
-        if any(PLACE in t for t in _texts(row.get(name)))
+        if any(PLACEHOLDER in t for t in _texts(row.get(name)))
     ]
     wrong += [
         "an assistant message"
         for m in row.get("messages") or ()
-        if m["role"] == "assistant" and PLACE in str(m.get("content"))
+        if m["role"] == "assistant" and PLACEHOLDER in str(m.get("content"))
     ]
     if wrong:
         raise DataError(
@@ -169,14 +169,16 @@ def insert_placeholders(row: Row, where: str) -> Row:
     asked = "messages" if row.get("messages") is not None else "prompt"
     if row.get(asked) is None:
         raise DataError("a row of plain `text` has images", where=where, hint="write it as `messages`")
-    count, placeholders = len(row["images"]), sum(text.count(PLACE) for text in _texts(row[asked]))
+    count, placeholders = len(row["images"]), sum(text.count(PLACEHOLDER) for text in _texts(row[asked]))
     if placeholders == 0:
-        return {**row, asked: _prepend_placeholders(row[asked], PLACE * count, where)}
+        return {**row, asked: _prepend_placeholders(row[asked], PLACEHOLDER * count, where)}
     if placeholders != count:
+        found = count_noun(placeholders, f"place `{PLACEHOLDER}`", f"places `{PLACEHOLDER}`")
         raise DataError(
-            f"{count_noun(count, 'image')} and {count_noun(placeholders, f'place `{PLACE}`', f'places `{PLACE}`')}",
+            f"{count_noun(count, 'image')} and {found}",
             where=where,
-            hint=f"write {PLACE} once for each image, or nowhere: they then stand before the first text of the user",
+            hint=f"write {PLACEHOLDER} once for each image, or nowhere: "
+            "they then stand before the first text of the user",
         )
     return row
 
@@ -205,7 +207,7 @@ def use_template_marks(messages: list[Row], row: Mapping[str, Any]) -> list[Row]
     if not row.get("images"):
         return messages
     return [
-        {**m, "content": m["content"].replace(PLACE, MARK)} if isinstance(m.get("content"), str) else m
+        {**m, "content": m["content"].replace(PLACEHOLDER, MARK)} if isinstance(m.get("content"), str) else m
         for m in messages
     ]
 
@@ -215,7 +217,7 @@ def check_model(rows: Sequence[Mapping[str, Any]], reader: Reader | None) -> Non
     if reader is None and (first := next((row for row in rows if row.get("images")), None)):
         raise DataError(
             "the row has images, and the model, or this command, reads none",
-            where=source_locations.row(first["uid"]),
+            where=source_locations.describe_row(first["uid"]),
             hint="use a vision model, or rename the column: `data.columns: {pictures: images}`",
         )
 
@@ -243,7 +245,7 @@ def expand_placeholders(
         try:
             found.append(_expand_text(text, images, row, reader))
         except DataError as error:
-            wrong += error.at(source_locations.row(row["uid"])).problems
+            wrong += error.at(source_locations.describe_row(row["uid"])).problems
     if wrong:
         raise DataError.of(wrong[:5])
     return found
@@ -256,7 +258,7 @@ def _expand_text(text: Text, images: Sequence[Image], row: Mapping[str, Any], re
     if count and not images:
         raise DataError(
             f"the text has `{reader.placeholder}`, where the model puts an image, and the row has none",
-            where=source_locations.row(text.uid),
+            where=source_locations.describe_row(text.uid),
             hint="give the row a column `images`, or remove it from the text",
         )
     if count != len(images) and count not in _image_counts(row, len(images)):
@@ -282,7 +284,7 @@ def _image_counts(row: Mapping[str, Any], images: int) -> set[int]:
     """
     shown, counts = 0, set[int]()
     for text in _texts(row.get("messages")):
-        shown += text.count(PLACE)
+        shown += text.count(PLACEHOLDER)
         counts.add(shown)
     return counts if shown == images else set()
 

@@ -283,7 +283,7 @@ def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
     token = repr(tokenizer.decode([end.id])) if end.id is not None else "no special token; EOS is appended"
     found = [_check("chat template", True, f"an assistant turn ends in {token}")]
     prompt = chat.render(tokenizer, [{"role": "user", "content": "x"}], generation_prompt=True)
-    if chat.prefilled_think(prompt):
+    if chat.has_prefilled_think(prompt):
         text = "the generation prompt already opens <think>: completions begin inside it, formats must allow for that"
         found.append(_check("opened tag", True, text))
     return found

@@ -263,7 +263,7 @@ def _read_score(record: Record, key: str) -> Any:
     if key not in record:
         raise DataError(
             f"this builder needs `{key}` of every completion",
-            where=source_locations.row(record["uid"]),
+            where=source_locations.describe_row(record["uid"]),
             hint="`posttrain eval` writes it; completions of `generate` are graded by a pairs stage with rewards",
         )
     return record[key]

@@ -171,7 +171,7 @@ def _require_completions(rows: Sequence[Row]) -> None:
         which = "this row" if len(lacking) == 1 else f"the {len(lacking)} rows without"
         raise DataError(
             "no `completion` to train on",
-            where=source_locations.row(lacking[0]["uid"]),
+            where=source_locations.describe_row(lacking[0]["uid"]),
             hint=f"{others}: give {which} one, or leave out {which}",
         )
 
@@ -207,7 +207,9 @@ def prepare_pairs(
         cause = _find_pair_fault(row, pair, rules, single)
         if cause and rules.bad == "error":
             raise DataError(
-                cause, where=source_locations.row(pair.uid), hint="write `pairs: {bad: drop}` to leave such rows out"
+                cause,
+                where=source_locations.describe_row(pair.uid),
+                hint="write `pairs: {bad: drop}` to leave such rows out",
             )
         fitted = _drop(prepared, cause, pair.uid) if cause else _fit_pair(pair, section, prepared, tokenizer)
         if fitted is not None:
@@ -355,7 +357,7 @@ def _fit_to_max_length(uid: str, prompt: int, answer: int, section: Data, into: 
     if section.overlong == "error":
         raise DataError(
             f"{count_noun(prompt + answer, 'token')}, over data.max_length {limit}",
-            where=source_locations.row(uid),
+            where=source_locations.describe_row(uid),
             hint=f"`max_length: {prompt + answer}` takes this row; or overlong: drop | truncate_prompt | keep",
         )
     if section.overlong == "keep":

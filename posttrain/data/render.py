@@ -80,7 +80,7 @@ def render_example(row: Row, tokenizer: Any, section: Data, reader: images.Reade
     if len(found) > 1:
         raise DataError(
             "the chat template rewrites earlier turns: this row makes several sequences",
-            where=source_locations.row(found[0].uid),
+            where=source_locations.describe_row(found[0].uid),
         )
     return found[0]
 
@@ -99,7 +99,7 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
     """Return two sequences with the same prompt as a pair. Raises DataError if their prompt tokens differ."""
     prompts = {tuple(compress(e.ids, map(not_, e.trained))) for e in (chosen, rejected)}
     if len(prompts) != 1:
-        raise DataError("the sides begin with different prompt tokens", where=source_locations.row(uid))
+        raise DataError("the sides begin with different prompt tokens", where=source_locations.describe_row(uid))
     sides = [tuple(compress(e.ids, e.trained)) for e in (chosen, rejected)]
     return Pair(uid, prompts.pop(), sides[0], sides[1], chosen.images)
 
@@ -184,7 +184,7 @@ def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Se
     if longest > LONGEST_TEXT:
         raise DataError(
             f"the text has {longest:,} characters",
-            where=source_locations.row(str(row["uid"])),
+            where=source_locations.describe_row(str(row["uid"])),
             allowed=f"up to {LONGEST_TEXT:,}, more than any model is trained on in one row",
             hint="divide the row, or leave it out",
         )
@@ -234,7 +234,7 @@ def check_sides(row: Row) -> None:
         known = ", ".join(sorted(name for name in row if name != "uid"))
         raise DataError(
             "no `chosen` and `rejected`, the two answers of a pair",
-            where=source_locations.row(row["uid"]),
+            where=source_locations.describe_row(row["uid"]),
             allowed=f"columns: {known}",
             hint=hint,
         )
@@ -250,7 +250,7 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     if completion is None:
         raise DataError(
             "no `completion` to train on",
-            where=source_locations.row(row["uid"]),
+            where=source_locations.describe_row(row["uid"]),
             hint="write e.g. columns: {completion: answer}",
         )
     return [*prompt_messages(row, section), *answer_messages(completion)]
@@ -259,7 +259,7 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
 def _null_error(column: str, row: Row) -> DataError:
     """Return the error for a column that is null."""
     hint = "give it a value, or leave the row out"
-    return DataError(f"`{column}` is null", where=source_locations.row(row["uid"]), hint=hint)
+    return DataError(f"`{column}` is null", where=source_locations.describe_row(row["uid"]), hint=hint)
 
 
 def answer_messages(answer: Any) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
             prompt.pop()
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat.clean_messages(prompt)
     if not messages:
-        raise DataError("the prompt is empty", where=source_locations.row(row["uid"]))
+        raise DataError("the prompt is empty", where=source_locations.describe_row(row["uid"]))
     return _with_system(messages, section.system)
 
 
@@ -290,7 +290,7 @@ def tools(row: Row) -> list[Any] | None:
     value = row.get("tools")
     if not value:
         return None
-    where = source_locations.row(row.get("uid", ""))
+    where = source_locations.describe_row(row.get("uid", ""))
     try:
         found = json.loads(value) if isinstance(value, str) and value.strip() else value or None
     except ValueError as cause:
@@ -316,7 +316,7 @@ def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
     if section.train_on != "all":
         raise DataError(
             "a row of plain `text` has no prompt to leave out",
-            where=source_locations.row(uid),
+            where=source_locations.describe_row(uid),
             hint="write `train_on: all`",
         )
     return Text(uid, (Piece(row["text"], True),), turns.eos(tokenizer))
@@ -330,12 +330,12 @@ def plain_text(row: Row, column: str, section: Data) -> str:
     if value is None:
         raise DataError(
             f"no `{column}`",
-            where=source_locations.row(row["uid"]),
+            where=source_locations.describe_row(row["uid"]),
             hint="`chat: false` needs prompt (and completion) texts",
         )
     if not isinstance(value, str):
         raise DataError(
-            f"`{column}` is messages, which `chat: false` cannot write", where=source_locations.row(row["uid"])
+            f"`{column}` is messages, which `chat: false` cannot write", where=source_locations.describe_row(row["uid"])
         )
     if column == "prompt" and section.system:
         return f"{section.system}\n\n{value}"

@@ -86,7 +86,7 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
                 raise _add_rename_hint(error, record, source.columns) from None
             continue
         uid = row_uid(record, _stable_name(str(source.source)), position)
-        source_locations.note(uid, where)
+        source_locations.record_location(uid, where)
         rows.append({**row, "uid": uid})
     if wrong:
         raise files.summarize_problems(wrong, "row")

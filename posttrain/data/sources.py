@@ -15,7 +15,7 @@ from posttrain.data import accepted, files, gym
 from posttrain.data.files import Record, drop_nested_nulls, refuse_lone_surrogates
 from posttrain.data.tasks import make
 from posttrain.errors import DataError, MissingExtra, count_noun, did_you_mean
-from posttrain.path_resolution import ROW_FILES, candidates, split_function, suggest_file
+from posttrain.path_resolution import ROW_FILES, candidate_paths, split_function, suggest_file
 from posttrain.recipe.sections import Source
 from posttrain.registry import load_function
 
@@ -64,7 +64,7 @@ def check(section: Source, base_dir: Path) -> None:
     elif split_function(name) is None:
         if section.params:
             raise DataError(f"{name} takes no `params`; only gym:, task:, accepted: and file.py:function do")
-        path = next((p.resolve() for p in candidates(name, base_dir) if p.exists()), None)
+        path = next((p.resolve() for p in candidate_paths(name, base_dir) if p.exists()), None)
         if path is not None and path.is_dir():
             _check_directory(path, section.split)
         elif path is not None:
@@ -75,7 +75,7 @@ def folder_of(section: Source, base_dir: Path) -> Path:
     """Return the base folder of relative paths in the rows of a source: its file's folder, or the recipe's."""
     name = str(section.source)
     function = split_function(name)
-    path = next((p.resolve() for p in candidates(function[0] if function else name, base_dir) if p.exists()), None)
+    path = next((p.resolve() for p in candidate_paths(function[0] if function else name, base_dir) if p.exists()), None)
     return base_dir if path is None else path if path.is_dir() else path.parent
 
 
@@ -150,14 +150,14 @@ def _explain_mismatch(function: Any, arguments: dict[str, Any]) -> str:
 
 def _read_stored(section: Source, name: str, base_dir: Path, stop: int | None) -> list[Record]:
     """Return the records of a file, a directory or a data set on the hub."""
-    path = next((p.resolve() for p in candidates(name, base_dir) if p.exists()), None)
+    path = next((p.resolve() for p in candidate_paths(name, base_dir) if p.exists()), None)
     if path is not None and path.is_dir():
         return _read_directory(path, section.split, stop)
     if path is not None:
         return files.read(path, stop)
-    searched = ", ".join(str(p) for p in dict.fromkeys(candidates(name, base_dir)))
-    if hub.only_a_path(name, ROW_FILES):
-        hint = suggest_file(name, candidates(name, base_dir))
+    searched = ", ".join(str(p) for p in dict.fromkeys(candidate_paths(name, base_dir)))
+    if hub.is_only_path(name, ROW_FILES):
+        hint = suggest_file(name, candidate_paths(name, base_dir))
         raise DataError(f"data not found: {name}", allowed=f"searched: {searched}", hint=hint)
     return _read_hub(section, name, searched, stop)
 
@@ -204,11 +204,11 @@ def _read_hub(section: Source, name: str, searched: str, stop: int | None) -> li
         with _no_retries():
             data = datasets.load_dataset(name, section.config, split=section.split)
     except (OSError, ValueError) as cause:  # ConnectionError, DatasetNotFoundError, unknown split or configuration
-        where = f"; {silent}" if (silent := hub.why_silent()) else ""
+        where = f"; {silent}" if (silent := hub.explain_unavailable()) else ""
         raise DataError(
             f"data not found: {name}",
             allowed=f"no file or directory {searched}{where}; the hub library says: {str(cause).splitlines()[0]}",
-            hint=hub.way_out(),
+            hint=hub.offline_hint(),
         ) from cause
     return _read_arrow(data, name, stop)
 
@@ -220,7 +220,7 @@ def _no_retries() -> Iterator[None]:
     import huggingface_hub.constants as constants
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    offline = before[0] or not hub.reachable()
+    offline = before[0] or not hub.is_reachable()
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
     try:
         yield

@@ -60,7 +60,7 @@ def render_or_raise(uid: str, tokenizer: Any, messages: Sequence[Message], **how
     try:
         return chat.render(tokenizer, messages, **how)
     except DataError as error:
-        raise error.at(source_locations.row(uid)) from error.__cause__
+        raise error.at(source_locations.describe_row(uid)) from error.__cause__
 
 
 def render_context(uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> Text:
@@ -90,7 +90,7 @@ def render_last_turn(
     answer = _find_answer(uid, prompt, messages, tokenizer, tools)
     added = (ADDED_THOUGHT,) if _adds_thought(prompt, answer, messages[-1]) else ()
     text = replace(before, notes=_unique((*before.notes, *answer.notes, *added)), frames=(answer.frame,))
-    header = chat.cue(tokenizer)
+    header = chat.generation_header(tokenizer)
     if header and answer.frame.startswith(header):  # the generation prompt lacks the header after a tool result
         text = replace(text, pieces=(Piece(prompt + header, False),))
         return _end_answer(text, chat.TurnEnd(answer.end.text[len(header) :], answer.end.id), tokenizer)
@@ -154,7 +154,7 @@ def _end_answer(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
 
 def _adds_thought(prompt: str, answer: _Answer, turn: Message) -> bool:
     """Return whether the template wrote an empty thought into a turn that has none of its own."""
-    opened = "<think>" if chat.prefilled_think(prompt) else ""
+    opened = "<think>" if chat.has_prefilled_think(prompt) else ""
     own = _EMPTY_THOUGHT.search(str(turn.get("content"))) or any(
         turn.get(name) == "" for name in template_spans.THOUGHTS
     )
@@ -216,10 +216,10 @@ def _find_answer(
             return _Answer(_extract_answer(view, tokenizer), _format_frame(view, turn, tokenizer), others)
         if other := [leaf for leaf in lost if leaf.field != "content"]:
             raise _not_written_error(uid, other[0], turn)
-    if chat.prefilled_think(prompt) and not _thinks(turn):
+    if chat.has_prefilled_think(prompt) and not _thinks(turn):
         raise DataError(
             "the chat template opens <think> before the model's turn, but the answer never closes it",
-            where=source_locations.row(uid),
+            where=source_locations.describe_row(uid),
             hint="give answers with their thinking, or another `model.chat_template`",
         )
     if not str(turn.get("content") or "").strip():
@@ -303,11 +303,11 @@ def _fill_turn(uid: str, prompt: str, messages: Sequence[Message], tokenizer: An
     plain = {**turn, "content": _PLACEHOLDER}
     asked_for = [*messages[:-1], plain]
     view = _render_turn(uid, prompt, asked_for, tokenizer, tools)
-    closed, opened = _CLOSED_THOUGHT.search(prompt), chat.prefilled_think(prompt)
+    closed, opened = _CLOSED_THOUGHT.search(prompt), chat.has_prefilled_think(prompt)
     if closed and _thinks(turn):
         raise DataError(
             "the chat template's generation prompt leaves no room for the thought of this answer",
-            where=source_locations.row(uid),
+            where=source_locations.describe_row(uid),
             hint="give `model.chat_template` one that lets the model think, or take the thoughts out of the rows",
         )
     if view is not None:
@@ -380,7 +380,7 @@ def _not_written_error(uid: str, leaf: Leaf, message: Message) -> DataError:
     shown = text if len(text) <= 40 else f"{text[:40]}..."
     return DataError(
         f"the chat template does not write `{leaf.field}` of this {role} message ({shown!r})",
-        where=source_locations.row(uid),
+        where=source_locations.describe_row(uid),
         hint=hint,
     )
 
@@ -389,6 +389,6 @@ def _rewritten_turn_error(uid: str) -> DataError:
     """Return the error for a turn whose finished form differs from its generated form."""
     return DataError(
         "the chat template writes this turn differently from how it is generated, so there is no text to train on",
-        where=source_locations.row(uid),
+        where=source_locations.describe_row(uid),
         hint="give `model.chat_template` a Jinja file whose finished turns begin with its generation prompt",
     )

@@ -21,7 +21,7 @@ from posttrain.data import images
 from posttrain.data.prepare import encode_with_images
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
-from posttrain.images import PLACE, Image, break_places
+from posttrain.images import PLACEHOLDER, Image, escape_placeholders
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.stages import GenerateRecipe
@@ -88,7 +88,7 @@ class Conversation:
     @property
     def opens_thought(self) -> bool:
         """Whether the next answer begins inside a thought that the template has opened."""
-        return chat.prefilled_think(self.prompt())
+        return chat.has_prefilled_think(self.prompt())
 
     def _row(self) -> dict[str, Any]:
         """Return the conversation as a data row."""
@@ -118,8 +118,10 @@ class Conversation:
         message again, if the template refuses it or the window has no room for it.
         """
         self.stop.clear()
-        if PLACE in text and self.loaded.images is not None and not self.pending:
-            raise DataError(f"the message has {PLACE}, and no image is given with it", hint="/image FILE before it")
+        if PLACEHOLDER in text and self.loaded.images is not None and not self.pending:
+            raise DataError(
+                f"the message has {PLACEHOLDER}, and no image is given with it", hint="/image FILE before it"
+            )
         messages, shown, pending = list(self.messages), list(self.images), list(self.pending)
         content = images.insert_placeholders({"prompt": text, "images": pending}, "")["prompt"]
         self.messages.append({"role": "user", "content": content})
@@ -168,12 +170,12 @@ class Conversation:
         text = self._decode(sampled, special=False)
         ended = bool(sampled) and sampled[-1] in self.loaded.eos_ids
         finish = "stop" if ended else "interrupted" if self.stop.is_set() else "length"
-        return self._record_answer(text, sampled, finish, opened=chat.prefilled_think(prompt))
+        return self._record_answer(text, sampled, finish, opened=chat.has_prefilled_think(prompt))
 
     def _record_answer(self, text: str, sampled: Sequence[int], finish: str, *, opened: bool) -> Answer:
         """Append the turn to the messages, run its tool calls, and append their results."""
         raw = self._decode(sampled, special=True) if self.offer else text
-        content = break_places(f"<think>{raw}" if opened else raw)
+        content = escape_placeholders(f"<think>{raw}" if opened else raw)
         self.messages.append({"role": "assistant", "content": content})
         if self.offer is None or self.caller is None or finish != "stop":
             return Answer(text, len(sampled), finish)
@@ -190,7 +192,7 @@ class Conversation:
         if call.images and reader is None:
             raise DataError(f"the tool {call.name} returned an image, and {self.name} sees none")
         self.images += [image.source for image in call.images]
-        result = call.result if call.images else break_places(call.result)
+        result = call.result if call.images else escape_placeholders(call.result)
         user_message = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
         tool_message = {"role": "tool", "name": call.name or "unknown", "content": result}
         self.messages.append(user_message if as_user else tool_message)

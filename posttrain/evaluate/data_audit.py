@@ -263,4 +263,4 @@ def _label_verdict(found: Mapping[str, Any]) -> tuple[str, bool, str]:
 
 def _format_rows(uids: Sequence[str]) -> str:
     """Format the locations of rows in parentheses; empty without rows."""
-    return f" ({source_locations.rows([str(uid) for uid in uids])})" if uids else ""
+    return f" ({source_locations.describe_rows([str(uid) for uid in uids])})" if uids else ""

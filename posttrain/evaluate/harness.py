@@ -145,7 +145,7 @@ def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
 def _task_load_error(name: str, error: Exception) -> DataError:
     """Return the DataError for a task whose file is wrong, or whose data cannot be loaded."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    offline = hub.offline()
+    offline = hub.offline_setting()
     hint = (
         f"{offline} is set: unset it, or download the data set first"
         if offline

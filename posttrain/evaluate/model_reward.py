@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from posttrain.data.render import Example, prompt_messages, render_example
 from posttrain.errors import RewardError
-from posttrain.images import break_places
+from posttrain.images import escape_placeholders
 from posttrain.recipe.preference_sections import HEAD_A_LABEL
 from posttrain.recipe.section import ModelName
 from posttrain.recipe.sections import Data, Model
@@ -216,8 +216,10 @@ def read_row(
     if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
         messages = messages[0]["content"]
     if shown:  # only user messages contain the row's images
-        completion = break_places(completion)
-        messages = [m if m["role"] == "user" else {**m, "content": break_places(str(m["content"]))} for m in messages]
+        completion = escape_placeholders(completion)
+        messages = [
+            m if m["role"] == "user" else {**m, "content": escape_placeholders(str(m["content"]))} for m in messages
+        ]
     if not section.chat or not tokenizer.chat_template:
         row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion, **shown}
         found = render_example(row, tokenizer, section.model_copy(update={"chat": False}), reader)

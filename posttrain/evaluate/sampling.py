@@ -59,7 +59,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)
     refuse_with_images(recipe, prepared.rows)
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items(), *prepared.noted.items()]:
-        terminal.note(f"{count_noun(len(uids), 'prompt')}: {cause} ({source_locations.rows(uids)})")
+        terminal.note(f"{count_noun(len(uids), 'prompt')}: {cause} ({source_locations.describe_rows(uids)})")
     return prepared
 
 

@@ -70,8 +70,9 @@ class ShapedEngine(Generator):
         """Return the rows of a rollout as a single completion of its prompt."""
         scored = [row for row in rows if row.scored]
         if len(scored) != 1:
+            location = source_locations.describe_row(prompt.uid)
             raise RecipeError(
-                f"shape `{self.shape.name}` gave {len(scored)} scored rows for {source_locations.row(prompt.uid)}",
+                f"shape `{self.shape.name}` gave {len(scored)} scored rows for {location}",
                 allowed="one, which is the rollout's answer",
                 hint="evaluate without the shape",
             )

@@ -19,7 +19,7 @@ from posttrain.batch.records import call_records
 from posttrain.data import images, render
 from posttrain.errors import RecipeError
 from posttrain.evaluate.shaped import sample_rollouts
-from posttrain.images import PLACE, break_places
+from posttrain.images import PLACEHOLDER, escape_placeholders
 from posttrain.models.images import ImageReader
 from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
@@ -63,14 +63,14 @@ class WorkflowRunner:
             draw=asked.draw,
             render=partial(self.render, row=asked.row),
             between=self.reply_tokens,
-            text=lambda ids: break_places(asked.text(ids)),
+            text=lambda ids: escape_placeholders(asked.text(ids)),
             scores=lambda calls: asked.grade(calls_to_rows(caller, calls)),
             memory=asked.memory,
             adapter_of=self.adapter_of,
         )
         with contextlib.suppress(OutOfRoom):
             await self.run({**asked.row, "prompt": question}, caller)
-        about = f"{self.key} `{self.use}` of {source_locations.row(str(asked.row.get('uid', '')))}"
+        about = f"{self.key} `{self.use}` of {source_locations.describe_row(str(asked.row.get('uid', '')))}"
         if caller.out_of_room and not caller.made:
             raise RecipeError(
                 f"{about}: the prompt of the first call has {caller.out_of_room} tokens",
@@ -103,7 +103,7 @@ class WorkflowRunner:
             if not section.chat:
                 prompt = "\n\n".join(str(message["content"]) for message in prompt)
         call_row = {"uid": row.get("uid", ""), "prompt": prompt}
-        if self.reader is not None and row.get("images") and PLACE in str(prompt):
+        if self.reader is not None and row.get("images") and PLACEHOLDER in str(prompt):
             call_row["images"] = row["images"]
         text = render.prompt_text(call_row, self.tokenizer, section)
         (text,) = images.expand_placeholders([call_row], [text], section, self.reader) or (text,)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import hub
-from posttrain.export.source import Source, adapter_base, licence_of
+from posttrain.export.source import Source, read_adapter_base, read_licence
 from posttrain.models.lineage import find_run_of_model, merge_inputs, start_models, trace_lineage
 from posttrain.recipe.merging import UNWEIGHTED
 from posttrain.run.atomic_io import read_json
 from posttrain.run.environment import packages
 
-SHOWN = (  # recipe keys that a card lists if they have a value
+RECIPE_KEYS = (  # recipe keys that a card lists if they have a value
     *(
         "algorithm",
         "merge_method",
@@ -33,7 +33,7 @@ SHOWN = (  # recipe keys that a card lists if they have a value
     "run.seed",
 )
 VERSIONS = ("posttrain", "torch", "transformers", "trl", "peft", "vllm")
-MOST_RUNS = 2000  # directories next to the run that are searched for evaluations
+MAX_RUNS_SEARCHED = 2000  # directories next to the run that are searched for evaluations
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Facts:
         return next(iter(self.public_bases), None) if self.base else None
 
 
-def gather(source: Source, *, licence: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
+def collect_facts(source: Source, *, licence: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
     """Collect the facts about a model.
 
     licence, evaluations: given by the user; evaluations of the model in run directories next to its run are added.
     """
     traced = trace_lineage(source.path)
-    under = adapter_base(Path(source.path).expanduser())
+    under = read_adapter_base(Path(source.path).expanduser())
     bases = traced.roots if traced.runs else [under] if under else []
-    found = [*evaluations, *(_evaluations(source) if source.run else ())]
+    found = [*evaluations, *(_find_evaluations(source) if source.run else ())]
     named = {_known_licence(base) for base in bases}
     known = licence or _known_licence(source.path) or (named.pop() if len(named) == 1 else None)
     measured = list(dict.fromkeys(path.resolve() for path in found))
@@ -93,15 +93,15 @@ def _notes(source: Source) -> list[str]:
     return []
 
 
-def _folder_of(path: str) -> Path | None:
+def _find_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
-    return folder if folder.is_dir() else hub.snapshot(path)
+    return folder if folder.is_dir() else hub.find_snapshot(path)
 
 
 def _known_licence(model: str) -> str | None:
     """Return the licence named in a model's card or GGUF file; None if it names none or is not available locally."""
     if not model.endswith(".gguf"):
-        return licence_of(_folder_of(model))
+        return read_licence(_find_folder(model))
     from gguf import GGUFReader
 
     from posttrain.models.model_paths import locate
@@ -111,7 +111,7 @@ def _known_licence(model: str) -> str | None:
     return str(named.contents()) if named else None
 
 
-def _evaluations(source: Source) -> Iterator[Path]:
+def _find_evaluations(source: Source) -> Iterator[Path]:
     """Yield finished evaluations of the model: stages of its pipeline, and runs in the folder that holds its run."""
     assert source.run is not None
     here, above = Path(source.path).resolve(), source.run.resolve().parent
@@ -119,7 +119,7 @@ def _evaluations(source: Source) -> Iterator[Path]:
     beside = list(above.glob("*/resolved.json"))
     if above.parent.name == "runs":  # runs/NAME/TIME-HASH
         beside += above.parent.glob("*/*/resolved.json")
-    for file in sorted(set(beside[:MOST_RUNS])):
+    for file in sorted(set(beside[:MAX_RUNS_SEARCHED])):
         recipe = read_json(file) or {}
         named = (recipe.get("model") or {}).get("path")
         done = (file.parent / "summary.json").is_file()
@@ -132,15 +132,21 @@ def write_card(facts: Facts, kind: str, name: str, files: Sequence[str] = ()) ->
 
     kind: adapter, merged, gguf or ollama. name: the name that others load the model by. files: GGUF files.
     """
-    parts = [_head(facts, kind), f"# {facts.title}\n", _what(facts, kind), _training_section(facts), _metrics(facts)]
-    parts += [_loading_section(facts, kind, name, files), _licence(facts), _versions(facts)]
+    parts = [
+        _front_matter(facts, kind),
+        f"# {facts.title}\n",
+        _summary_section(facts, kind),
+        _training_section(facts),
+        _evaluation_section(facts),
+    ]
+    parts += [_loading_section(facts, kind, name, files), _licence_section(facts), _versions_section(facts)]
     return "\n".join(part for part in parts if part)
 
 
-def _head(facts: Facts, kind: str) -> str:
+def _front_matter(facts: Facts, kind: str) -> str:
     import yaml
 
-    stages = dict.fromkeys(str(_recipe(run).get("stage", "")).replace("_", "-") for run in facts.runs)
+    stages = dict.fromkeys(str(_read_recipe(run).get("stage", "")).replace("_", "-") for run in facts.runs)
     values: dict[str, Any] = {
         "library_name": {"adapter": "peft", "merged": "transformers"}.get(kind, "gguf"),
         "pipeline_tag": "text-generation",
@@ -151,13 +157,13 @@ def _head(facts: Facts, kind: str) -> str:
         values["base_model"] = facts.public_base or public
         full = "merge" if len(public) > 1 else "finetune"
         values["base_model_relation"] = {"adapter": "adapter", "merged": full}.get(kind, "quantized")
-    sets = [source for run in facts.runs for source in _sources(_recipe(run)) if _is_hub_set(source)]
+    sets = [source for run in facts.runs for source in _data_sources(_read_recipe(run)) if _is_hub_set(source)]
     if sets:
         values["datasets"] = list(dict.fromkeys(sets))
     return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---\n"
 
 
-def _what(facts: Facts, kind: str) -> str:
+def _summary_section(facts: Facts, kind: str) -> str:
     forms = {
         "adapter": "A LoRA adapter",
         "merged": "A model with all its weights"
@@ -165,23 +171,23 @@ def _what(facts: Facts, kind: str) -> str:
         "gguf": "A model as a GGUF file",
         "ollama": "A model as a GGUF file with a Modelfile for Ollama",
     }
-    stages = _steps(facts.runs)
-    base = f" on {_name_all(facts.bases)}" if facts.bases else ""
+    stages = _describe_steps(facts.runs)
+    base = f" on {_list_models(facts.bases)}" if facts.bases else ""
     made = f"Trained with posttrain{base}: {stages}." if stages else (f"Its base is{base[3:]}." if base else "")
     return "\n".join([f"{forms[kind]}. {made}".strip(), "", *(f"- {note}" for note in facts.notes)])
 
 
-def _steps(runs: Sequence[Path]) -> str:
+def _describe_steps(runs: Sequence[Path]) -> str:
     """Return a sentence about the runs: in sequence, or for a merge each run with its name and starting model."""
-    if not any(merge_inputs(_recipe(run)) for run in runs):
-        return ", then ".join(_stage_name(_recipe(run)) for run in runs)
+    if not any(merge_inputs(_read_recipe(run)) for run in runs):
+        return ", then ".join(_stage_name(_read_recipe(run)) for run in runs)
     return "; ".join(
-        f"`{run.name}` is {_stage_name(recipe)} of {_name_all(start_models(recipe))}"
-        for run, recipe in ((run, _recipe(run)) for run in runs)
+        f"`{run.name}` is {_stage_name(recipe)} of {_list_models(start_models(recipe))}"
+        for run, recipe in ((run, _read_recipe(run)) for run in runs)
     )
 
 
-def _name_all(models: Iterable[str]) -> str:
+def _list_models(models: Iterable[str]) -> str:
     return ", ".join(f"`{_model_name(model)}`" for model in models)
 
 
@@ -198,17 +204,21 @@ def _merge_lines(recipe: Mapping[str, Any]) -> list[str]:
     """Return table rows about a merge: its inputs with weights, its base, and the common parameters."""
     common = recipe.get("parameters") or {}
     lines = []
-    for one in merge_inputs(recipe):
-        own = {k: v for k, v in (one.get("parameters") or {}).items() if v is not None}
+    for model in merge_inputs(recipe):
+        own = {k: v for k, v in (model.get("parameters") or {}).items() if v is not None}
         if recipe.get("merge_method") not in UNWEIGHTED:
             given = common.get("weight")
             own = {"weight": own.pop("weight", 1.0 if given is None else given), **own}
-        told = [f"layers {one['layer_range'][0]} to {one['layer_range'][1] - 1}"] if one.get("layer_range") else []
-        told += [f"{key} {value}" for key, value in own.items()]
-        lines.append(f"| model | {_cell(', '.join([_name_all([str(one['model'])]), *told]))} |")
+        cells = (
+            [f"layers {model['layer_range'][0]} to {model['layer_range'][1] - 1}"] if model.get("layer_range") else []
+        )
+        cells += [f"{key} {value}" for key, value in own.items()]
+        lines.append(f"| model | {_escape_cell(', '.join([_list_models([str(model['model'])]), *cells]))} |")
     if recipe.get("base_model"):
         lines.append(f"| `base_model` | `{_model_name(str(recipe['base_model']))}` |")
-    shared = [f"| `parameters.{key}` | {_cell(v)} |" for key, v in common.items() if v is not None and key != "weight"]
+    shared = [
+        f"| `parameters.{key}` | {_escape_cell(v)} |" for key, v in common.items() if v is not None and key != "weight"
+    ]
     return lines + shared
 
 
@@ -222,44 +232,47 @@ def _training_section(facts: Facts) -> str:
     if not facts.runs:
         return "## Training\n\nNo run directory was beside the model, so its recipe and data are not known here.\n"
     lines = ["## Training\n"]
-    merged = any(merge_inputs(_recipe(run)) for run in facts.runs)
+    merged = any(merge_inputs(_read_recipe(run)) for run in facts.runs)
     for run in facts.runs:
-        recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
+        recipe, summary = _read_recipe(run), read_json(run / "summary.json") or {}
         lines += [f"### {f'{run.name}: ' if merged else ''}{_stage_name(recipe)}\n", "| | |", "|---|---|"]
-        lines += [f"| `{key}` | {_cell(value)} |" for key in SHOWN if (value := _at(recipe, key)) not in (None, "", [])]
+        lines += [
+            f"| `{key}` | {_escape_cell(value)} |"
+            for key in RECIPE_KEYS
+            if (value := _get_key(recipe, key)) not in (None, "", [])
+        ]
         data = recipe.get("data") or {}
-        for source in _sources(recipe):
+        for source in _data_sources(recipe):
             split = f", split {data['split']}" if _is_hub_set(source) and data.get("split") else ""
             size = f", {data['size']} rows" if data.get("size") else ""
-            lines += [f"| data | {_cell(_drop_folders(source))}{split}{size} |"]
+            lines += [f"| data | {_escape_cell(_drop_folders(source))}{split}{size} |"]
         lines += _merge_lines(recipe)
         rewards = [f"{one.get('use')} (weight {one.get('weight', 1.0):g})" for one in recipe.get("rewards") or ()]
         if rewards:
-            lines += [f"| rewards | {_cell(', '.join(_drop_folders(one) for one in rewards))} |"]
+            lines += [f"| rewards | {_escape_cell(', '.join(_drop_folders(one) for one in rewards))} |"]
         ended = {k: v for k, v in summary.items() if isinstance(v, int | float) and not k.endswith("seconds")}
-        lines += [f"| {name} | {_number(value)} |" for name, value in ended.items()]
+        lines += [f"| {name} | {_format_number(value)} |" for name, value in ended.items()]
         lines += [""]
     return "\n".join(lines)
 
 
-def _metrics(facts: Facts) -> str:
+def _evaluation_section(facts: Facts) -> str:
     """Return a table of all evaluations with intervals, or a sentence that there are none."""
     if not facts.evaluations:
         return "## Evaluation\n\nNo evaluation of this model was found beside its run.\n"
     remarks: list[str] = []
     lines = ["## Evaluation\n", "| data | metric | mean | interval | problems |", "|---|---|---|---|---|"]
     for run in facts.evaluations:
-        recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
+        recipe, summary = _read_recipe(run), read_json(run / "summary.json") or {}
         harness = f"lm-eval {summary['lm_eval']}" if "lm_eval" in summary else ""
-        sources = harness or ", ".join(_drop_folders(source) for source in _sources(recipe))
+        sources = harness or ", ".join(_drop_folders(source) for source in _data_sources(recipe))
         for name, found in (summary.get("intervals") or {}).items():
             if found["mean"] is None:
                 continue
             bounds = f"{100 * found['level']:g}%: {found['low']:.3f} to {found['high']:.3f}"
             note = f" ({found['note']})" if found["note"] else ""
-            lines += [
-                f"| {_cell(sources)} | {_cell(name)} | {found['mean']:.3f} | {bounds}{note} | {found['problems']} |"
-            ]
+            measured = f"{found['mean']:.3f} | {bounds}{note} | {found['problems']}"
+            lines += [f"| {_escape_cell(sources)} | {_escape_cell(name)} | {measured} |"]
         if trained := summary.get("trained_on"):
             rows = f"{trained['rows']} of {trained['of']} rows"
             remarks += [
@@ -299,28 +312,28 @@ def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -
     return "\n".join(["## Loading\n", f"```{language}", *code, "```", ""])
 
 
-def _licence(facts: Facts) -> str:
+def _licence_section(facts: Facts) -> str:
     if facts.licence:
         return f"## Licence\n\n{facts.licence}\n"
-    what = f"{_name_all(facts.bases) or 'its base'} names none that could be read here"
+    what = f"{_list_models(facts.bases) or 'its base'} names none that could be read here"
     if len(facts.bases) > 1:
-        each = (f"{_name_all([base])} {_known_licence(base) or 'names none'}" for base in facts.bases)
+        each = (f"{_list_models([base])} {_known_licence(base) or 'names none'}" for base in facts.bases)
         what = f"its bases name no common one ({', '.join(each)})"
     return f"## Licence\n\nUnknown: {what}. Look it up before you pass this model on.\n"
 
 
-def _versions(facts: Facts) -> str:
+def _versions_section(facts: Facts) -> str:
     env = (read_json(facts.runs[-1] / "env.json") or {}) if facts.runs else {}
     found = env.get("packages") or packages()
     listed = ", ".join(f"{name} {found[name]}" for name in VERSIONS if name in found)
     return f"## Versions\n\n{'Trained' if facts.runs else 'Exported'} with {listed}.\n"
 
 
-def _recipe(run: Path) -> dict[str, Any]:
+def _read_recipe(run: Path) -> dict[str, Any]:
     return read_json(run / "resolved.json") or {}
 
 
-def _sources(recipe: Mapping[str, Any]) -> list[str]:
+def _data_sources(recipe: Mapping[str, Any]) -> list[str]:
     """Return the data sources of a recipe."""
     data = recipe.get("data") or {}
     return [str(source) for one in data.get("mix") or [data] if (source := one.get("source"))]
@@ -330,7 +343,7 @@ def _is_hub_set(source: str) -> bool:
     plain = ":" not in source and source.count("/") == 1 and hub.looks_like_id(source)
     return (
         plain
-        and not hub.only_a_path(source, (".jsonl", ".json", ".csv", ".parquet", ".gz"))
+        and not hub.is_only_path(source, (".jsonl", ".json", ".csv", ".parquet", ".gz"))
         and not Path(source).exists()
     )
 
@@ -346,17 +359,17 @@ def _drop_folders(name: str | None) -> str:
     return f"{path.parent.name}/{path.name}" if path.name in ("final", "best") else path.name
 
 
-def _at(values: Mapping[str, Any], key: str) -> Any:
+def _get_key(values: Mapping[str, Any], key: str) -> Any:
     found: Any = values
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def _cell(value: Any) -> str:
+def _escape_cell(value: Any) -> str:
     """Return a value as a Markdown table cell, with pipes and line breaks escaped."""
     return str(value).replace("|", "\\|").replace("\n", " ")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from posttrain.errors import ModelError
-from posttrain.export.gguf_tokenizer import Vocabulary, check_tokenizer, vocabulary
+from posttrain.export.gguf_tokenizer import Vocabulary, build_vocabulary, check_tokenizer
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.rounding_bounds import relative_gap
 from posttrain.models.save import probe_logits
@@ -33,13 +33,13 @@ TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.cpp's LLAMA_FTYPE
 SUFFIXES = (".weight", ".bias")
 FLOAT16_MAX = 65504.0
-READ = (  # config keys that must be unchanged when the file is read
+COMPARED_KEYS = (  # config keys that must be unchanged when the file is read
     *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "max_position_embeddings", "tie_word_embeddings"),
 )
 
 
-def refusal(what: str) -> ModelError:
+def unsupported_error(what: str) -> ModelError:
     """Return the error for a model that cannot be written as GGUF."""
     convert = "posttrain export MODEL --to merged, then python convert_hf_to_gguf.py FOLDER"
     return ModelError(
@@ -55,16 +55,18 @@ def check(config: Any, tokenizer: Any) -> Vocabulary:
     config: a transformers config. Only config and tokenizer are needed.
     """
     if config.model_type not in ARCHITECTURES:
-        raise refusal(f"its architecture is {config.model_type}")
-    rope = _rope(config)
+        raise unsupported_error(f"its architecture is {config.model_type}")
+    rope = _rope_parameters(config)
     if rope.get("rope_type", "default") != "default":
-        raise refusal(f"its positions are scaled (rope_type {rope['rope_type']}), which is lost when the file is read")
+        raise unsupported_error(
+            f"its positions are scaled (rope_type {rope['rope_type']}), which is lost when the file is read"
+        )
     if config.hidden_act != "silu":
-        raise refusal(f"its activation is {config.hidden_act}, not silu")
+        raise unsupported_error(f"its activation is {config.hidden_act}, not silu")
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True) and window < config.max_position_embeddings:
-        raise refusal(f"its attention has a sliding window of {window}")
-    return vocabulary(tokenizer, config.vocab_size, refusal)
+        raise unsupported_error(f"its attention has a sliding window of {window}")
+    return build_vocabulary(tokenizer, config.vocab_size, unsupported_error)
 
 
 def write(loaded: LoadedModel, path: Path, dtype: str, about: dict[str, str]) -> None:
@@ -81,16 +83,16 @@ def write(loaded: LoadedModel, path: Path, dtype: str, about: dict[str, str]) ->
     words = check(config, loaded.tokenizer)
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, architecture)
-    _describe(writer, config, dtype, about)
+    _add_metadata(writer, config, dtype, about)
     _add_tokenizer(writer, loaded, words)
     (number,) = (key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(number, config.num_hidden_layers)
-    weights = list(_weights(loaded.model))
+    weights = list(_named_weights(loaded.model))
     for name, weight in weights:
         there = names.get_name(name, SUFFIXES)
         if there is None:
-            raise refusal(f"llama.cpp has no place for its weight {name}")
-        kind, shape = _type_of(weight, dtype), tuple(weight.shape)
+            raise unsupported_error(f"llama.cpp has no place for its weight {name}")
+        kind, shape = _select_type(weight, dtype), tuple(weight.shape)
         if kind.name in ("F32", "F16"):
             plain = np.dtype(np.float32 if kind.name == "F32" else np.float16)
             writer.add_tensor_info(there, shape, plain, weight.numel() * plain.itemsize)
@@ -101,20 +103,20 @@ def write(loaded: LoadedModel, path: Path, dtype: str, about: dict[str, str]) ->
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, weight in weights:
-        kind = _type_of(weight, dtype)
-        values = _as_stored(name, weight, config, architecture)
+        kind = _select_type(weight, dtype)
+        values = _convert_weight(name, weight, config, architecture)
         if kind.name == "F16" and float(np.abs(values).max()) > FLOAT16_MAX:
             raise ModelError(f"{name} has a weight above {FLOAT16_MAX:g}, float16's largest", hint="--dtype bfloat16")
         writer.write_tensor_data(quantize(values, kind))
     writer.close()
 
 
-def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over named weights, tied ones once."""
     return ((name, weight.detach()) for name, weight in model.named_parameters())
 
 
-def _type_of(weight: torch.Tensor, dtype: str) -> GGMLQuantizationType:
+def _select_type(weight: torch.Tensor, dtype: str) -> GGMLQuantizationType:
     """Return the type of a weight in the file.
 
     Vectors are float32; a matrix whose rows are no multiple of q8_0's block of 32 is float16, as in llama.cpp.
@@ -127,7 +129,7 @@ def _type_of(weight: torch.Tensor, dtype: str) -> GGMLQuantizationType:
     return GGMLQuantizationType["F16" if name == "Q8_0" and weight.shape[-1] % 32 else name]
 
 
-def _as_stored(name: str, weight: torch.Tensor, config: Any, architecture: str) -> np.ndarray:
+def _convert_weight(name: str, weight: torch.Tensor, config: Any, architecture: str) -> np.ndarray:
     """Return a weight in float32 with llama.cpp's row order.
 
     llama.cpp interleaves the rotary pairs of a Llama; transformers stores them half a head apart.
@@ -140,7 +142,7 @@ def _as_stored(name: str, weight: torch.Tensor, config: Any, architecture: str) 
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def _rope_parameters(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
@@ -148,7 +150,7 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _describe(writer: GGUFWriter, config: Any, dtype: str, about: dict[str, str]) -> None:
+def _add_metadata(writer: GGUFWriter, config: Any, dtype: str, about: dict[str, str]) -> None:
     """Write GGUF's metadata keys about the model."""
     writer.add_type("model")
     writer.add_name(about["name"])
@@ -168,7 +170,7 @@ def _describe(writer: GGUFWriter, config: Any, dtype: str, about: dict[str, str]
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(_rope(config).get("rope_theta", 10000.0))
+    writer.add_rope_freq_base(_rope_parameters(config).get("rope_theta", 10000.0))
     writer.add_rope_dimension_count(_head_dim(config))
     writer.add_vocab_size(config.vocab_size)
 
@@ -210,9 +212,9 @@ def verify(loaded: LoadedModel, path: Path, dtype: str) -> dict[str, Any]:
     again = load(section, path.parent)
     check_tokenizer(again.tokenizer, loaded.tokenizer)
     _check_config(again.model.config, loaded.model.config)
-    found = dict(_weights(again.model))
-    for name, weight in _weights(loaded.model):
-        values, kind = weight.float().cpu().numpy(), _type_of(weight, dtype)
+    found = dict(_named_weights(again.model))
+    for name, weight in _named_weights(loaded.model):
+        values, kind = weight.float().cpu().numpy(), _select_type(weight, dtype)
         held = dequantize(quantize(values, kind), kind).reshape(values.shape)
         if name not in found or not np.array_equal(found[name].numpy(), held):
             raise ModelError(f"the file's weight {name} is not the model's", where=str(path))
@@ -223,11 +225,13 @@ def verify(loaded: LoadedModel, path: Path, dtype: str) -> dict[str, Any]:
 
 def _check_config(found: Any, expected: Any) -> None:
     """Raise ModelError if the configuration that was read back differs."""
-    pairs = {key: (getattr(found, key), getattr(expected, key)) for key in READ}
+    pairs = {key: (getattr(found, key), getattr(expected, key)) for key in COMPARED_KEYS}
     pairs["head_dim"] = (_head_dim(found), _head_dim(expected))
-    pairs["rope_theta"] = (_rope(found).get("rope_theta"), _rope(expected).get("rope_theta"))
+    pairs["rope_theta"] = (_rope_parameters(found).get("rope_theta"), _rope_parameters(expected).get("rope_theta"))
     for key, (one, other) in pairs.items():
         if one != other:
-            raise refusal(f"its {key} is {other}, and reading the file gives {one}")
+            raise unsupported_error(f"its {key} is {other}, and reading the file gives {one}")
     if abs(found.rms_norm_eps - expected.rms_norm_eps) > 1e-4 * expected.rms_norm_eps:
-        raise refusal(f"its rms_norm_eps is {expected.rms_norm_eps}, and reading the file gives {found.rms_norm_eps}")
+        raise unsupported_error(
+            f"its rms_norm_eps is {expected.rms_norm_eps}, and reading the file gives {found.rms_norm_eps}"
+        )

@@ -18,11 +18,11 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 
 # The split of Llama 3, and that of Qwen2 and Qwen3, which splits off single digits.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-WHOLE_WORDS_FIRST = {"llama-bpe"}  # a word that is a token is not merged from bytes (`ignore_merges`)
+_OTHER_CHARACTERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_WORDS + r"\p{N}{1,3}" + _OTHER_CHARACTERS: "llama-bpe", _WORDS + r"\p{N}" + _OTHER_CHARACTERS: "qwen2"}
+IGNORE_MERGES = {"llama-bpe"}  # a word that is a token is not merged from bytes (`ignore_merges`)
 
-TEXTS = (  # on which both tokenizers must agree
+COMPARED_TEXTS = (  # on which both tokenizers must agree
     "What is 17 + 25? 1234567 apples, 3.14 pears; it's they'll I'D",
     "def add(a, b):\n    return a + b\n\n\n\tx  =  add( 1,2 ) # done\r\n",
     "Größe, naïve café: 你好，世界。 Привет! مرحبا 👩\u200d🚀 \u00a0 end  ",
@@ -45,7 +45,7 @@ class Vocabulary:
     add_bos: bool
 
 
-def vocabulary(tokenizer: Any, rows: int, refuse: Any) -> Vocabulary:
+def build_vocabulary(tokenizer: Any, rows: int, refuse: Any) -> Vocabulary:
     """Return the tokenizer's vocabulary, padded to the model's `rows` embeddings.
 
     refuse: makes an exception from a reason; it is raised for a tokenizer that GGUF cannot represent exactly.
@@ -56,10 +56,10 @@ def vocabulary(tokenizer: Any, rows: int, refuse: Any) -> Vocabulary:
     model = core["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise refuse(f"its tokenizer is no byte-level BPE ({model.get('type')}{_fallback(model)})")
-    pre = split_name(core.get("pre_tokenizer"), core.get("normalizer"))
+    pre = find_split_name(core.get("pre_tokenizer"), core.get("normalizer"))
     if pre is None:
         raise refuse("its tokenizer splits text in a way for which posttrain knows no name of llama.cpp's")
-    if bool(model.get("ignore_merges")) != (pre in WHOLE_WORDS_FIRST):
+    if bool(model.get("ignore_merges")) != (pre in IGNORE_MERGES):
         raise refuse(f"its tokenizer merges otherwise than llama.cpp's `{pre}` (ignore_merges)")
     added = {token["id"]: token for token in core.get("added_tokens", ())}
     odd = next((t["content"] for t in added.values() if t["lstrip"] or t["rstrip"] or t["single_word"]), None)
@@ -68,7 +68,7 @@ def vocabulary(tokenizer: Any, rows: int, refuse: Any) -> Vocabulary:
     names = {number: token for token, number in model["vocab"].items()}
     names |= {number: token["content"] for number, token in added.items()}
     tokens = [names.get(number, f"[PAD{number}]") for number in range(rows)]
-    types = [_type(number, names, added) for number in range(rows)]
+    types = [_token_type(number, names, added) for number in range(rows)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return Vocabulary(pre, tokens, types, merges, adds_bos(tokenizer))
 
@@ -77,13 +77,13 @@ def _fallback(model: Mapping[str, Any]) -> str:
     return ", byte_fallback" if model.get("byte_fallback") else ""
 
 
-def _type(number: int, names: Mapping[int, str], added: Mapping[int, Any]) -> int:
+def _token_type(number: int, names: Mapping[int, str], added: Mapping[int, Any]) -> int:
     if number in added:
         return CONTROL if added[number]["special"] else USER_DEFINED
     return NORMAL if number in names else UNUSED
 
 
-def split_name(pre: Mapping[str, Any] | None, normalizer: Mapping[str, Any] | None) -> str | None:
+def find_split_name(pre: Mapping[str, Any] | None, normalizer: Mapping[str, Any] | None) -> str | None:
     """Return llama.cpp's name of a pre-tokenizer; None if no known name matches.
 
     pre, normalizer: those parts of tokenizer.json. llama.cpp omits NFC for these vocabularies.
@@ -126,7 +126,7 @@ def render_sample(tokenizer: Any) -> str:
 
 def check_tokenizer(found: Any, expected: Any) -> None:
     """Raise ModelError if the tokenizer that was read back gives other ids or has another chat template."""
-    for text in (*TEXTS, render_sample(expected)):
+    for text in (*COMPARED_TEXTS, render_sample(expected)):
         one, other = (t(text, add_special_tokens=False)["input_ids"] for t in (found, expected))
         if one != other:
             at = next(

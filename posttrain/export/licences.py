@@ -21,7 +21,7 @@ KNOWN = (
 )  # fmt: skip
 
 
-def doubt_licence(licence: str) -> str:
+def warn_unknown_licence(licence: str) -> str:
     """Return a warning with the nearest known id for an id that is not in the hub's list; "" for a known id."""
     if licence in KNOWN:
         return ""

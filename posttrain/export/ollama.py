@@ -49,7 +49,7 @@ class Turns:
             written += before + message["content"] + after
         return written + self.before_assistant
 
-    def go(self) -> str:
+    def to_go_template(self) -> str:
         """Return the template in Go's template language."""
 
         def turn(before: str, after: str) -> str:
@@ -76,10 +76,10 @@ def translate(tokenizer: Any, *, add_bos: bool) -> tuple[Turns | None, str]:
         return None, "the model has no chat template"
     bos = tokenizer.bos_token if add_bos else ""
     try:
-        turns = _pieces(tokenizer, bos)
+        turns = _extract_turns(tokenizer, bos)
         if turns is None:
             return None, "it does not write turns one after the other"
-        for talk in conversations():
+        for talk in build_conversations():
             if chat.render(tokenizer, talk, generation_prompt=True) != bos + turns.render(talk):
                 return None, "it changes what stands in a message, or treats earlier turns otherwise than the last"
     except DataError as error:
@@ -89,7 +89,7 @@ def translate(tokenizer: Any, *, add_bos: bool) -> tuple[Turns | None, str]:
     return turns, ""
 
 
-def _pieces(tokenizer: Any, bos: str) -> Turns | None:
+def _extract_turns(tokenizer: Any, bos: str) -> Turns | None:
     """Return the texts between the contents of two conversations, one with a system message and one without."""
     one, two, three, four = MARKS
     talk = [
@@ -99,11 +99,11 @@ def _pieces(tokenizer: Any, bos: str) -> Turns | None:
     ]
     whole = chat.render(tokenizer, [{"role": "system", "content": one}, *talk], generation_prompt=True)
     short = chat.render(tokenizer, talk, generation_prompt=True)
-    parts, head = _between(whole, MARKS), _between(short, MARKS[1:])
+    parts, head = _split_at_marks(whole, MARKS), _split_at_marks(short, MARKS[1:])
     if parts is None or head is None or parts[2] != parts[4] or not (whole.startswith(bos) and short.startswith(bos)):
         return None
     start, system_user, user_assistant, assistant_user, _ = parts
-    before_user = _common_end((system_user, assistant_user, head[0][len(bos) :]))
+    before_user = _common_suffix((system_user, assistant_user, head[0][len(bos) :]))
     shared = len(before_user)
     closing = _closing_text(before_user, user_assistant, chat.turn_end(tokenizer).text)
 
@@ -132,7 +132,7 @@ def _closing_text(before_user: str, before_assistant: str, end: str) -> str:
     return f"{end}\n" if line else end
 
 
-def _between(text: str, marks: Sequence[str]) -> list[str] | None:
+def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
     """Return the texts before, between and after the marks; None unless each mark occurs once, in order."""
     parts = []
     for mark in marks:
@@ -143,13 +143,13 @@ def _between(text: str, marks: Sequence[str]) -> list[str] | None:
     return [*parts, text]
 
 
-def _common_end(texts: Sequence[str]) -> str:
+def _common_suffix(texts: Sequence[str]) -> str:
     shortest = min(texts, key=len)
     size = next((n for n in range(len(shortest), 0, -1) if all(t.endswith(shortest[-n:]) for t in texts)), 0)
     return shortest[-size:] if size else ""
 
 
-def conversations() -> list[list[dict[str, str]]]:
+def build_conversations() -> list[list[dict[str, str]]]:
     """Return conversations of one to three rounds, with and without a system message, over all of CONTENTS."""
     found = []
     for number, content in enumerate(CONTENTS):
@@ -162,7 +162,7 @@ def conversations() -> list[list[dict[str, str]]]:
     return found
 
 
-def modelfile(file: str, turns: Turns | None, why: str, stops: Sequence[str], template: str | None) -> str:
+def build_modelfile(file: str, turns: Turns | None, why: str, stops: Sequence[str], template: str | None) -> str:
     """Return the text of a Modelfile.
 
     file: name of the GGUF file in the same folder. why: reason why the template was not translated. stops: texts that
@@ -178,7 +178,7 @@ def modelfile(file: str, turns: Turns | None, why: str, stops: Sequence[str], te
             "#   OLLAMA_DEBUG=1 ollama serve                   what Ollama sends",
         ]
     else:
-        lines += [f'TEMPLATE """{turns.go()}"""']
+        lines += [f'TEMPLATE """{turns.to_go_template()}"""']
     if tools:
         lines += ["# Tools: the model's template can offer tools, which this Modelfile does not."]
     lines += ["", *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops)]

@@ -56,7 +56,7 @@ def make_plan(
     dtype in which the base is stored. Raises ModelError for a model that this kind cannot represent.
     """
     place = locate(source.path, Path.cwd())
-    base_is_public = place.kind == "adapter" and place.path is not None and _names_hub(adapters.base_of(place.path))
+    base_is_public = place.kind == "adapter" and place.path is not None and _is_on_hub(adapters.base_of(place.path))
     kind = kind or ("adapter" if base_is_public else "merged")
     config = config_of(model, Path.cwd())
     stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
@@ -72,14 +72,14 @@ def make_plan(
         facts = replace(facts, notes=[*facts.notes, note])
     loaded_as = chosen if kind == "merged" else stored if stored in ("float32", "bfloat16", "float16") else "float32"
     section = Model.model_validate({**model.model_dump(), "dtype": loaded_as, "device": "cpu"})
-    return Plan(source, kind, section, chosen, output, facts, _size(place.path, stored, chosen), name)
+    return Plan(source, kind, section, chosen, output, facts, _estimate_bytes(place.path, stored, chosen), name)
 
 
-def _names_hub(base: str) -> bool:
+def _is_on_hub(base: str) -> bool:
     return locate(base, Path.cwd()).kind == "hub"
 
 
-def _size(folder: Path | None, stored: str, chosen: str) -> int | None:
+def _estimate_bytes(folder: Path | None, stored: str, chosen: str) -> int | None:
     """Return the approximate size of the written weights in bytes; None for adapters and models without a folder."""
     if folder is None or not folder.is_dir() or adapters.is_adapter(folder):
         return None
@@ -154,7 +154,7 @@ def _add_modelfile(loaded: LoadedModel, file: Path) -> dict[str, Any]:
     tokenizer = loaded.tokenizer
     turns, why = ollama.translate(tokenizer, add_bos=adds_bos(tokenizer))
     stops = [str(tokenizer.convert_ids_to_tokens(number)) for number in loaded.eos_ids]
-    write_text(file.parent / "Modelfile", ollama.modelfile(file.name, turns, why, stops, tokenizer.chat_template))
+    write_text(file.parent / "Modelfile", ollama.build_modelfile(file.name, turns, why, stops, tokenizer.chat_template))
     if turns is None:
         terminal.note(f"the chat template is not in the Modelfile, because {why}; the Modelfile says what to compare")
     return {"template": "translated" if turns else f"not translated: {why}"}

@@ -48,7 +48,7 @@ def find_source(given: str) -> Source:
     if (folder / RESOLVED).is_file():
         final = folder / "final"
         if not _is_model(final):
-            raise _no_final(folder)
+            raise _missing_final_error(folder)
         return _check_source(Source(str(final), _slug(folder.resolve().name), folder))
     inside = folder.resolve()
     run = next((p for p in (inside.parent, inside.parent.parent) if (p / RESOLVED).is_file()), None)
@@ -62,7 +62,7 @@ def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MODEL_FILES)
 
 
-def _no_final(run: Path) -> ModelError:
+def _missing_final_error(run: Path) -> ModelError:
     stage = (read_json(run / RESOLVED) or {}).get("stage", "pipeline")
     inner = sorted(str(p.parent) for p in run.glob("**/final") if _is_model(p))
     steps = sorted(p for p in (run / "checkpoints").glob("step-*") if _is_model(p))
@@ -91,14 +91,14 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
-def licence_of(folder: Path | None) -> str | None:
+def read_licence(folder: Path | None) -> str | None:
     """Return the licence named in the card (README.md) of a model folder, or None."""
-    card = front_matter(folder / "README.md") if folder else {}
+    card = read_front_matter(folder / "README.md") if folder else {}
     named = card.get("license")
     return str(named) if isinstance(named, str) and named else None
 
 
-def front_matter(path: Path) -> dict[str, Any]:
+def read_front_matter(path: Path) -> dict[str, Any]:
     """Return the YAML front matter of a model card; {} if it is missing or unreadable."""
     import yaml
 
@@ -114,7 +114,7 @@ def front_matter(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def adapter_base(folder: Path) -> str | None:
+def read_adapter_base(folder: Path) -> str | None:
     """Return the base model named by an adapter folder; None for other folders."""
     path = folder / "adapter_config.json"
     if not path.is_file():

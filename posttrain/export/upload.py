@@ -20,8 +20,8 @@ def check_login() -> None:
     """Raise UserError if nothing can be uploaded: offline mode or not signed in."""
     from huggingface_hub import get_token
 
-    if said := hub.offline():
-        raise UserError(f"{said} is set, so nothing is uploaded", hint=f"unset {said.partition('=')[0]}")
+    if setting := hub.offline_setting():
+        raise UserError(f"{setting} is set, so nothing is uploaded", hint=f"unset {setting.partition('=')[0]}")
     if get_token() is None:
         raise UserError(
             "nobody is signed in at the hub", hint="`hf auth login`, or HF_TOKEN with a token that may write"
@@ -39,7 +39,7 @@ def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:
 
     api = HfApi()
     try:
-        made = _make(api, repo, public)
+        made = _create_repo(api, repo, public)
         done = api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message="Export by posttrain", ignore_patterns=[REPORT]
         )
@@ -48,12 +48,12 @@ def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:
         raise _upload_error(error, repo, folder) from None
     except Exception as error:
         raise RunError(
-            f"the hub cannot be reached: {type(error).__name__}: {_first_line(error)}", hint=_again(repo, folder)
+            f"the hub cannot be reached: {type(error).__name__}: {_first_line(error)}", hint=_upload_hint(repo, folder)
         ) from None
     return {"url": f"{api.endpoint}/{repo}", "commit": done.oid, "private": private}
 
 
-def _make(api: Any, repo: str, public: bool) -> bool:
+def _create_repo(api: Any, repo: str, public: bool) -> bool:
     """Create the repository and return True; return False if it exists, with its visibility unchanged."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -72,11 +72,11 @@ def _upload_error(error: Any, repo: str, folder: Path) -> PosttrainError:
     if status in (401, 403):
         return UserError(what, hint="the token must be allowed to write there: `hf auth login`, or another HF_TOKEN")
     if status < 500:
-        return UserError(what, hint=_again(repo, folder))
-    return RunError(what, hint=_again(repo, folder))
+        return UserError(what, hint=_upload_hint(repo, folder))
+    return RunError(what, hint=_upload_hint(repo, folder))
 
 
-def _again(repo: str, folder: Path) -> str:
+def _upload_hint(repo: str, folder: Path) -> str:
     return f"the export is kept; upload it with: hf upload {repo} {folder}"
 
 

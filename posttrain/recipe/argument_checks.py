@@ -67,7 +67,7 @@ def named_rewards(
 ) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield (path, name, allowed names besides rewards) for each argument of a registered component that names a
     reward."""
-    kind = next((one for one in kinds if use in registry.index().get(one, {})), None)
+    kind = next((one for one in kinds if use in registry.load_index().get(one, {})), None)
     fields = params_model(kind, use).model_fields if kind else {}
     for argument, field in fields.items():
         for place, mark, name in marked_values(field, params.get(argument), NameOf, (argument,)):
@@ -87,8 +87,8 @@ def load_component(section: ComponentSection, base_dir: Path | None) -> registry
     for key, (_, default) in component.params.items():
         if default is ... and key not in section.params:
             raise RecipeError(f"{head} needs the argument {key}", allowed=takes)
-    hints = registry.types_of(component.function)
+    hints = registry.resolve_annotations(component.function)
     for key, value in section.params.items():
-        if why := registry.wrong_type(hints.get(key), value):
-            raise RecipeError(f"{head}: argument {key}: {why}, got {registry.shown_value(value)}")
+        if why := registry.explain_type_mismatch(hints.get(key), value):
+            raise RecipeError(f"{head}: argument {key}: {why}, got {registry.format_value(value)}")
     return component

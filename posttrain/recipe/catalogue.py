@@ -50,7 +50,7 @@ def list_entries() -> list[Entry]:
     found = [_preset_entry(presets.preset(name)) for name in presets.names()]
     found += list(_reward_entries())
     for kind in KINDS:
-        found += [_component_entry(kind, name, entry) for name, entry in registry.index().get(kind, {}).items()]
+        found += [_component_entry(kind, name, entry) for name, entry in registry.load_index().get(kind, {}).items()]
     order = ["preset", *KINDS]
     return sorted(found, key=lambda entry: order.index(entry["kind"]))
 
@@ -74,7 +74,7 @@ def _make_entry(kind: str, name: str, stage: str, file: str, doc: str, **known: 
 def _preset_entry(preset: presets.Preset) -> Entry:
     """Describe a preset. needs: what its components need besides the policy's log-probs, which indicates its cost."""
     recipe: dict[str, Any] = {"stage": preset.stage, "algorithm": preset.name}
-    needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
+    needs = {need for kind, name in components_of_preset(preset) for need in registry.load_index()[kind][name]["needs"]}
     return _make_entry(
         *("preset", preset.name, preset.stage, f"posttrain/recipe/presets/{preset.name}.yaml", preset.purpose.strip()),
         title=preset.title,
@@ -102,7 +102,7 @@ def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
     driven = "kl.coef" in preset.choices.get("controllers", {})
     for kind, section in _component_sections(preset.name):
         name = section.get("use")
-        if name in registry.index().get(kind, {}) and (kind != "kl" or driven or section.get("coef", 0) != 0):
+        if name in registry.load_index().get(kind, {}) and (kind != "kl" or driven or section.get("coef", 0) != 0):
             yield kind, str(name)
 
 
@@ -131,11 +131,14 @@ def _component_entry(kind: str, name: str, described: Entry) -> Entry:
     needs, conflicts = described["needs"], []
     for action in described.get("exclusive", []):
         others = [
-            (k, n) for k, group in registry.index().items() for n in group if action in group[n].get("exclusive", [])
+            (k, n)
+            for k, group in registry.load_index().items()
+            for n in group
+            if action in group[n].get("exclusive", [])
         ]
         if len(others) > 1:
             conflicts.append(f"{', '.join(n for k, n in others if (k, n) != (kind, name))}: each would {action}")
-    givable = given_by().union(*SAMPLERS.values()) if kind not in registry.OWN_WORDS else needs
+    givable = given_by().union(*SAMPLERS.values()) if kind not in registry.KINDS_WITHOUT_BATCH else needs
     lacks = sorted({LACKS.get(need, need) for need in needs if need not in givable})
     stages = {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}
     return _make_entry(
@@ -183,7 +186,7 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
     for need in needs:
         if need in MAKERS:
             made_by = MAKERS[need][0]
-            params = registry.index()["advantage"][made_by]["params"]
+            params = registry.load_index()["advantage"][made_by]["params"]
             made = {key: _example_value("advantage", made_by, key) for key, about in params.items() if len(about) == 1}
             # Kept separate, because no other loss of the example uses the channel.
             apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}
@@ -208,7 +211,7 @@ def _example_value(kind: str, name: str, key: str) -> Any:
     for of, section in (found for preset in presets.names() for found in _component_sections(preset)):
         if of == kind and section.get("use") == name and key in section:
             return section[key]
-    annotation = registry.index()[kind][name]["params"][key][0]
+    annotation = registry.load_index()[kind][name]["params"][key][0]
     return next((value for word, value in _EXAMPLES.items() if annotation.startswith(word)), 1)
 
 

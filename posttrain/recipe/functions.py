@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, did_you_mean
-from posttrain.path_resolution import find_module, no_function, place_of
-from posttrain.registry import shown_value, wrong_type
+from posttrain.path_resolution import find_module, locate_function, missing_function_error
+from posttrain.registry import explain_type_mismatch, format_value
 
 
 def find_definition(
@@ -26,7 +26,7 @@ def find_definition(
     check: imports a function that the text cannot confirm (`use`, `what`), and raises if the import does not have it.
     Raises `error` if the file, module or function does not exist, with the existing names and the nearest one.
     """
-    left, name = place_of(use, base_dir, what, error)
+    left, name = locate_function(use, base_dir, what, error)
     spec = None if isinstance(left, Path) else find_module(left)
     path = left if isinstance(left, Path) else Path(spec.origin) if spec is not None and spec.origin else None
     if path is not None and path.suffix == ".py":
@@ -52,7 +52,7 @@ def _find_in_source(path: Path, left: str, name: str, error: type[UserError]) ->
         return next((found for node in body if (found := _function_of(node)) and found.name == name), None), True
     if not names & {"*", "__getattr__"}:
         defined = set(_top_level_names([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
-        raise no_function(left, name, defined or names, error)
+        raise missing_function_error(left, name, defined or names, error)
     return None, False
 
 
@@ -73,8 +73,8 @@ def keyword_annotations(
 ) -> dict[str, tuple[str, Any]]:
     """Return the keyword-only arguments of a parsed function: name -> (annotation as text, default).
 
-    Same form as `registry.keywords` returns for an imported function: `...` if there is no default. read: replacement
-    for a default that is not a literal.
+    Same form as `registry.keyword_parameters` returns for an imported function: `...` if there is no default. read:
+    replacement for a default that is not a literal.
     """
     found: dict[str, tuple[str, Any]] = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
@@ -140,8 +140,8 @@ def _check_given(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Map
             if function.args.kwarg is None:
                 allowed, hint = f"it takes: {', '.join(annotations) or 'none'}", did_you_mean(key, annotations)
                 found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
-        elif why := wrong_type(_parse_annotation(annotations[key]), value):
-            found[key] = UserError(f"{function.name}: argument {key}: {why}, got {shown_value(value, 60)}")
+        elif why := explain_type_mismatch(_parse_annotation(annotations[key]), value):
+            found[key] = UserError(f"{function.name}: argument {key}: {why}, got {format_value(value, 60)}")
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.path_resolution import known_files, refuse_special, split_function
+from posttrain.path_resolution import check_not_special, known_files, split_function
 from posttrain.recipe import keys, override_aliases
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.tree import Node, Origin, child, format_path
@@ -174,7 +174,7 @@ def _find_base_recipe(base: Node, here: Path) -> Path:
     if beside.is_file():
         return beside.resolve()
     if beside.exists():
-        refuse_special(beside, "extends", RecipeError)
+        check_not_special(beside, "extends", RecipeError)
     shipped = known_files("recipes", [".yaml"])
     if name in shipped:
         return shipped[name].resolve()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.path_resolution import ROW_FILES, known_files, refuse_special, refuse_strange_name, suggest_file
+from posttrain.path_resolution import ROW_FILES, check_file_name, check_not_special, known_files, suggest_file
 from posttrain.recipe import keys, layers, pipeline, presets, requirements
 from posttrain.recipe.foreign.source import detect_tool
 from posttrain.recipe.foreign.words import replacement_hint
@@ -60,13 +60,13 @@ class WrongRecipe(RecipeError):
 def locate(path_or_name: str, verb: str | None = None) -> Path:
     """Return the file of a recipe: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`). verb:
     the command that asks, for messages."""
-    refuse_strange_name(path_or_name)
+    check_file_name(path_or_name)
     path = Path(path_or_name).expanduser()
     if path.is_file():
         _refuse_other_files(path)
         return path.resolve()
     if path.exists():
-        refuse_special(path, "recipe", RecipeError)
+        check_not_special(path, "recipe", RecipeError)
         kind = "model" if _holds_model(path) else "folder"
         raise RecipeError(
             f"{path_or_name} is a {kind}, not a recipe",
@@ -155,13 +155,13 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
 
 def locate_file(path: Path) -> Path:
     """Return the path of another tool's file. Raises RecipeError if it does not exist."""
-    refuse_strange_name(str(path))
+    check_file_name(str(path))
     if path.is_dir():
         raise RecipeError(f"{path} is a folder, not a file")
     if not path.exists():
         near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else [])
         raise RecipeError(f"file not found: {path}", hint=near)
-    refuse_special(path, "file", RecipeError)
+    check_not_special(path, "file", RecipeError)
     return path
 
 

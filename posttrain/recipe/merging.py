@@ -92,7 +92,7 @@ def _make_part(
     recipe: Any, at: str, listed: list[Ingredient], base: str | None, parameters: MergeParameters, layers: int | None
 ) -> Part:
     """Build a part. Whether the base counts as one of the models depends on the method, as in mergekit."""
-    method, needs = recipe.merge_method, registry.index()["merge"][recipe.merge_method]["needs"]
+    method, needs = recipe.merge_method, registry.load_index()["merge"][recipe.merge_method]["needs"]
     others = [one for one in listed if one.name != base]
     named = next((one for one in listed if one.name == base), None)
     if base is None or method == "passthrough":
@@ -157,7 +157,7 @@ def given_parameters(parameters: Any, method: str | None = None) -> dict[str, An
 
 def arguments_of(method: str) -> set[str]:
     """Return the arguments that a method reads."""
-    return {*registry.index()["merge"][method]["params"], *(() if method in UNWEIGHTED else ("weight",))}
+    return {*registry.load_index()["merge"][method]["params"], *(() if method in UNWEIGHTED else ("weight",))}
 
 
 def keys_of(method: str) -> set[str]:
@@ -169,7 +169,7 @@ def keys_of(method: str) -> set[str]:
 def problems(recipe: Any) -> Found:
     """Yield (key, what is wrong, what would be right) for a merge recipe whose single values are valid."""
     method = recipe.merge_method
-    described = registry.index()["merge"][method]
+    described = registry.load_index()["merge"][method]
     yield from _check_inputs(recipe)
     if "base_model" in described["needs"] and not all(part.base for part in parts(recipe)):
         yield "merge_method", f"{method} adds differences to a base and none is named", "write `base_model`"

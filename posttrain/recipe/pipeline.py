@@ -130,7 +130,7 @@ def _add_anchors(full: Node, layered: Node, given: Entry) -> Node:
         return full
     loss = layers.expand_use(layered.mapping["loss"]).mapping if "loss" in layered.mapping else {}
     use = str(loss["use"].value) if "use" in loss else "dpo"
-    known = registry.index()["pair_loss"].get(use, {}).get("needs", ())
+    known = registry.load_index()["pair_loss"].get(use, {}).get("needs", ())
     needs = {"ref_logp"} if split_function(use) is not None else set(known)
     if "reference_free" in loss and loss["reference_free"].value is True:
         needs.discard("ref_logp")

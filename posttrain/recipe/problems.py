@@ -242,7 +242,7 @@ def _addition(path: Sequence[str | int]) -> str:
 
 def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     """Build the problem of an unknown component, with the known names."""
-    known = sorted(registry.index().get(item["ctx"]["kind"], {}))
+    known = sorted(registry.load_index().get(item["ctx"]["kind"], {}))
     what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
     or_function = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
     allowed = f"known: {', '.join(known)}{or_function}"

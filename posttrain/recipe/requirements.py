@@ -128,7 +128,7 @@ def find_refused(recipe: BaseModel) -> Found:
             marks = [mark for mark in field.metadata if isinstance(mark, Refused)]
             yield from refuse(scope, marks, format_path((*path, field.alias or name)))
         if isinstance(section, ComponentSection) and section.described:
-            kind = registry.kind_of(section.kinds, section.use)
+            kind = registry.find_kind(section.kinds, section.use)
             for name in section.params:
                 yield from refuse(scope, argument_marks(kind, section.use, name), format_path((*path, name)))
 

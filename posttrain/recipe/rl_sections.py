@@ -238,7 +238,7 @@ class Loss(ComponentSection):
     @property
     def is_group_loss(self) -> bool:
         """Whether the loss has one value per group instead of values by token."""
-        return self.use in registry.index().get("group_loss", {})
+        return self.use in registry.load_index().get("group_loss", {})
 
 
 class Kl(ComponentSection):

@@ -79,7 +79,7 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
         schema["properties"]["algorithm"] |= {"enum": presets.names(stage)}
         schema["properties"]["algorithm"].pop("anyOf", None)
     if "merge_method" in schema["properties"]:
-        schema["properties"]["merge_method"] |= {"enum": sorted(registry.index().get("merge", {}))}
+        schema["properties"]["merge_method"] |= {"enum": sorted(registry.load_index().get("merge", {}))}
     required = [key for key in schema.pop("required", []) if key != "stage"]
     schema["anyOf"] = [{"required": ["extends"]}, {"required": required}]
     return schema
@@ -153,7 +153,7 @@ def _component(section: type[ComponentSection]) -> Schema:
 
 
 def _branch(section: type[ComponentSection], name: str, described: Schema, shared: Schema) -> Schema:
-    params = _tidy(_params(registry.kind_of(section.kinds, name), name), {}).get("properties", {})
+    params = _tidy(_params(registry.find_kind(section.kinds, name), name), {}).get("properties", {})
     properties = copy.deepcopy(shared) | params | {"use": {"const": name, "description": described["doc"]}}
     branch = {"type": "object", "properties": properties, "additionalProperties": False}
     return branch if name == section.default_use() else {**branch, "required": ["use"]}

@@ -172,7 +172,7 @@ class ComponentSection(Section):
     @classmethod
     def registered_components(cls) -> dict[str, dict[str, Any]]:
         """Return the registered components allowed in this section: name -> its entry in the index."""
-        return {name: entry for kind in cls.kinds for name, entry in registry.index().get(kind, {}).items()}
+        return {name: entry for kind in cls.kinds for name, entry in registry.load_index().get(kind, {}).items()}
 
     @property
     def described(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class ComponentSection(Section):
 
 def find_registered(kind: registry.Kind, name: str) -> str:
     """Return `name` if a component of that kind is registered under it. Raises PydanticCustomError otherwise."""
-    if name not in registry.index().get(kind, {}):
+    if name not in registry.load_index().get(kind, {}):
         raise PydanticCustomError("unknown_component", "unknown component", {"kind": kind})
     return name
 
@@ -208,7 +208,7 @@ def component_params(kinds: tuple[registry.Kind, ...], use: str, given: Mapping[
     keys."""
     if split_function(use) is not None:
         return dict(given)
-    kind = registry.kind_of(kinds, use)
+    kind = registry.find_kind(kinds, use)
     try:
         find_registered(kind, use)
     except PydanticCustomError as unknown:
@@ -221,7 +221,7 @@ def component_params(kinds: tuple[registry.Kind, ...], use: str, given: Mapping[
 def params_model(kind: str, name: str) -> type[BaseModel]:
     """Build the pydantic model of a component's keyword arguments from the index."""
     fields: dict[str, Any] = {}
-    for key, described in registry.index()[kind][name]["params"].items():
+    for key, described in registry.load_index()[kind][name]["params"].items():
         annotation = eval(described[0], {"__builtins__": {}}, _NAMES)  # only reads the index shipped with the package
         default = described[1] if len(described) > 1 else ...
         if limits := argument_limits(kind, name, key):

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from posttrain.errors import Problem, RecipeError
-from posttrain.path_resolution import refuse_special
+from posttrain.path_resolution import check_not_special
 from posttrain.recipe.limits import MAX_DIGITS
 from posttrain.recipe.tree import Node, Origin, Scalar
 
@@ -66,7 +66,7 @@ def read(path: Path) -> Document:
     """Read a YAML file. Raises RecipeError with the line if it cannot be parsed; other faults are in `problems`."""
     name = display_path(path)
     try:
-        refuse_special(path, "recipe", RecipeError)
+        check_not_special(path, "recipe", RecipeError)
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
         text = content.decode("utf-8-sig")

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.report.page import rendered_page
+from posttrain.report.page import render_page
 from posttrain.run.jsonl import read_rows
 
 COMPLETIONS = "completions.jsonl"
-_KEPT = ("sample", "completion", "correct", "reward", "tokens", "finish", "answer", "scores")
+_COLUMNS = ("sample", "completion", "correct", "reward", "tokens", "finish", "answer", "scores")
 
 Problem = dict[str, Any]
 
 
 def write_page(runs: Sequence[Path], page: Path) -> dict[str, int]:
     """Write the page; return counts {problems, completions, only_one_run}. Raises UserError without completions."""
-    sides = [by_problem(run) for run in runs]
+    sides = [read_problems(run) for run in runs]
     problems = join_runs(sides)
     data = {"runs": [str(run) for run in runs], "problems": problems}
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def write_page(runs: Sequence[Path], page: Path) -> dict[str, int]:
     }
 
 
-def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
+def read_problems(run: Path) -> dict[tuple[str, int], Problem]:
     """Return (uid, number of earlier problems with it) -> prompt and completions of an evaluation or `generate` run.
 
     Raises UserError if there are no completions.
@@ -51,7 +51,7 @@ def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
         seen[uid] = key[1] + 1
         ordered = sorted(rows, key=lambda row: row["sample"])
         pictures: list[str] = next((row["pictures"] for row in ordered if row.get("pictures")), [])
-        completions = [{name: row[name] for name in _KEPT if name in row} for row in ordered]
+        completions = [{name: row[name] for name in _COLUMNS if name in row} for row in ordered]
         found[key] = {"prompt": rows[0]["prompt"], "pictures": pictures, "completions": completions}
     if not found:
         raise UserError(f"{COMPLETIONS} is empty", where=str(run))
@@ -85,4 +85,4 @@ def render(data: Mapping[str, Any]) -> str:
     if len(data["runs"]) > 1:
         choices += [("better", "second run better"), ("worse", "second run worse")]
     values = {"title": " · ".join(data["runs"]), "choices": choices, "data": data}
-    return rendered_page("browse.html.j2", ("browse.js",), ("report.css",), values)
+    return render_page("browse.html.j2", ("browse.js",), ("report.css",), values)

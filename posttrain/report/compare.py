@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.report.curves import number, shown_first
+from posttrain.report.curves import format_number, split_by_priority
 from posttrain.report.run_view import RunView
 from posttrain.run.resolved_recipe import flatten
 
-RECENT = 10  # last steps of a run over which its final metrics are averaged
+AVERAGED_ROWS = 10  # last steps of a run over which its final metrics are averaged
 NOT_SET = "-"
 
 
@@ -18,12 +18,12 @@ def compare_runs(views: Sequence[RunView]) -> list[dict[str, Any]]:
     names = [view.name for view in views]
     values = [[key, *cells] for key, cells in differing_values(views).items()]
     metrics = [
-        [name, *(NOT_SET if value is None else number(value) for value in row)]
+        [name, *(NOT_SET if value is None else format_number(value) for value in row)]
         for name, row in final_metrics(views, every=False).items()
     ]
     tables = {
         "What differs": (["key", *names], values),
-        f"What they came to (mean of the last {RECENT} rows; of eval/ the last)": (["metric", *names], metrics),
+        f"What they came to (mean of the last {AVERAGED_ROWS} rows; of eval/ the last)": (["metric", *names], metrics),
     }
     return [
         {"title": title, "says": [], "bars": [], "tables": [{"title": "", "head": head, "rows": rows}]}
@@ -39,7 +39,7 @@ def differing_values(views: Sequence[RunView]) -> dict[str, list[str]]:
         for view in views
     ]
     keys = list(dict.fromkeys(key for values in flat for key in values))
-    cells = {key: [_text(values[key]) if key in values else NOT_SET for values in flat] for key in keys}
+    cells = {key: [_format_value(values[key]) if key in values else NOT_SET for values in flat] for key in keys}
     return {key: row for key, row in cells.items() if len(set(row)) > 1}
 
 
@@ -50,7 +50,7 @@ def _environment(view: RunView) -> dict[str, Any]:
     return {**found, "(commit)": view.commit(), "(GPUs)": ", ".join(view.env.get("gpus", [])) or "none"}
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -61,19 +61,19 @@ def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[fl
     every: all metrics, not only those that a page shows first.
     """
     found: dict[str, list[float | None]] = {}
-    measured = [measured_values(view.summary) for view in views]
+    measured = [evaluation_values(view.summary) for view in views]
     for key in dict.fromkeys(key for values in measured for key in values):
         row = [_number(values.get(key)) for values in measured]
         if any(value is not None for value in row):
             found[key] = row
-    first, rest = shown_first(list(dict.fromkeys(name for view in views for name in view.curves.points)))
+    first, rest = split_by_priority(list(dict.fromkeys(name for view in views for name in view.curves.points)))
     for name in [*first, *(rest if every else [])]:
-        steps = 1 if name.startswith("eval/") else RECENT  # evaluations are infrequent: their mean would lag
+        steps = 1 if name.startswith("eval/") else AVERAGED_ROWS  # evaluations are infrequent: their mean would lag
         found[name] = [view.curves.recent(name, steps) for view in views]
     return found
 
 
-def measured_values(summary: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_values(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of an evaluation's summary by name.
 
     These are accuracy, other values with an interval (pass@k, cons@k, benchmarks), tokens, and the share of truncated
@@ -88,9 +88,9 @@ def measured_values(summary: Mapping[str, Any]) -> dict[str, Any]:
 def averaged_steps(view: RunView) -> str:
     """Return the steps over which `final_metrics` averages, e.g. `steps 15 to 24`; "" for a run without curves."""
     steps = sorted(
-        {int(x) for name, points in view.curves.points.items() for x, _ in points[-RECENT:] if "/" not in name}
+        {int(x) for name, points in view.curves.points.items() for x, _ in points[-AVERAGED_ROWS:] if "/" not in name}
     )
-    shown = steps[-RECENT:]
+    shown = steps[-AVERAGED_ROWS:]
     return "" if not shown else f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
 
 

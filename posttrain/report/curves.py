@@ -64,7 +64,7 @@ class Curves:
         return sum(values) / len(values) if values else None
 
 
-def is_bound(name: str, known: Collection[str]) -> bool:
+def is_interval_bound(name: str, known: Collection[str]) -> bool:
     """Return whether a metric is the low or high end of another metric's interval."""
     return name.endswith(("/low", "/high")) and name.rpartition("/")[0] in known
 
@@ -77,13 +77,13 @@ def curves_to_draw(curves: Curves, group_size: int | None = None) -> dict[str, d
     """
     found: dict[str, dict[str, list[float | None]]] = {}
     for name, points in curves.points.items():
-        if is_bound(name, curves.points):
+        if is_interval_bound(name, curves.points):
             continue
         shown = thin(points, MAX_POINTS)
-        found[name] = {"x": [_short(x) for x, _ in shown], "y": [_short(y) for _, y in shown]}
+        found[name] = {"x": [_round(x) for x, _ in shown], "y": [_round(y) for _, y in shown]}
         bounds = _bounds(curves, name, shown, group_size)
         if bounds:
-            found[name]["low"], found[name]["high"] = ([_short(b) for b in side] for side in zip(*bounds, strict=True))
+            found[name]["low"], found[name]["high"] = ([_round(b) for b in side] for side in zip(*bounds, strict=True))
     return found
 
 
@@ -119,7 +119,7 @@ def proportion_interval(share: float, prompts: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _short(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     """Round to five digits, so that a page with many curves stays small; None for values without a JSON number."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
@@ -141,7 +141,7 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
     return [(x, sum(part) / len(part)) for (x, _), part in zip(points, parts, strict=True)]
 
 
-def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
+def compute_ticks(low: float, high: float, count: int = 3) -> list[float]:
     """Return round numbers around [low, high], spaced by 1, 2 or 5 times a power of ten, about `count` steps."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
@@ -153,7 +153,7 @@ def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with three digits, with k, M and G for large numbers."""
     for from_, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= from_:
@@ -163,21 +163,23 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def shown_first(known: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_by_priority(known: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split metric names into those that a page shows first, in display order, and the other names.
 
     Bounds of an interval are in neither list: they are drawn with their metric.
     """
-    names = [name for name in known if not is_bound(name, known)]
+    names = [name for name in known if not is_interval_bound(name, known)]
     parts = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [name for name in names if name.startswith("canary/") and name.endswith("/alarm")]
-    evaluated = [name for name in names if name.startswith("eval/") and name not in MAIN]
-    first = list(dict.fromkeys(name for name in (*MAIN, *evaluated, *parts) if name in names)) or list(names)[:6]
+    evaluated = [name for name in names if name.startswith("eval/") and name not in MAIN_METRICS]
+    first = (
+        list(dict.fromkeys(name for name in (*MAIN_METRICS, *evaluated, *parts) if name in names)) or list(names)[:6]
+    )
     return first, [name for name in names if name not in first]
 
 
 # Shown first and in this order; every other curve is one click away.
-MAIN = (
+MAIN_METRICS = (
     *("reward", "correct", "eval/accuracy", "eval/loss", "signal/share", "completions/mean_length"),
     *("completions/clipped_ratio", "entropy", "kl", "loss", "accuracy", "token_accuracy", "mean_token_accuracy"),
     *("rewards/accuracies", "rewards/margins", "grad_norm", "lr"),

@@ -37,10 +37,10 @@ def diff(a: Path, b: Path, samples: int, *, every: bool = False) -> Diff:
     views = open_runs([a, b])
     metrics = final_metrics(views, every=every)
     spans = [averaged_steps(view) for view in views]
-    return Diff(differing_values(views), _files(views), metrics, spans, _same_prompts(views, samples))
+    return Diff(differing_values(views), _differing_files(views), metrics, spans, _find_shared_prompts(views, samples))
 
 
-def _files(views: Sequence[RunView]) -> dict[str, list[str]]:
+def _differing_files(views: Sequence[RunView]) -> dict[str, list[str]]:
     """Return the files named in the recipes that differ: key -> what each run was started with."""
     found = [
         {key: fact["shown"] for key, fact in (read_json(view.path / "inputs.json") or {}).items()} for view in views
@@ -50,17 +50,21 @@ def _files(views: Sequence[RunView]) -> dict[str, list[str]]:
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
-def _same_prompts(views: Sequence[RunView], limit: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def _find_shared_prompts(views: Sequence[RunView], limit: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Return prompts that both runs have completed, with the newest completion of each run."""
     newest = [
-        {str(record.get("prompt")): record for record in _records(view.path) if record.get("completion") is not None}
+        {
+            str(record.get("prompt")): record
+            for record in _read_samples(view.path)
+            if record.get("completion") is not None
+        }
         for view in views
     ]
     shared = [prompt for prompt in newest[0] if prompt in newest[1]]
     return [(prompt, newest[0][prompt], newest[1][prompt]) for prompt in shared[-limit:]] if limit else []
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
+def _read_samples(run: Path) -> list[dict[str, Any]]:
     """Return the completions of an evaluation, or the samples of a training."""
     found = read_ends(run / "completions.jsonl")
     return [r for r in found if r.get("sample", 0) == 0] if found else read_ends(run / "samples.jsonl")

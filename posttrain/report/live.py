@@ -14,8 +14,8 @@ from posttrain.report.run_view import RunView
 from posttrain.run import status
 from posttrain.run.directory import RunDirectory
 
-EVERY_S = 10.0  # minimum time between two writes of the page
-SHARE = 0.02  # maximum share of the run's time spent on writing the page
+MIN_INTERVAL_S = 10.0  # minimum time between two writes of the page
+MAX_TIME_SHARE = 0.02  # maximum share of the run's time spent on writing the page
 
 
 class LivePage:
@@ -25,7 +25,7 @@ class LivePage:
         self.run = run
         self._view: RunView | None = None
         self._next = 0.0  # earliest time of the next write
-        self._told = False
+        self._reported = False
 
     def on_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the page after new metric rows if enough time has passed since the last write."""
@@ -42,12 +42,12 @@ class LivePage:
                 self._view.refresh()
             write_report([self._view], self.run / PAGE)
         except Exception as error:  # the page must not stop the run
-            if not self._told:
+            if not self._reported:
                 terminal.note(f"{PAGE} is not written: {(str(error).splitlines() or [type(error).__name__])[0]}")
-            self._told = True
+            self._reported = True
         now = time.monotonic()
         if self._view is not None and self._view.done:  # no delay before the page of the first step
-            self._next = now + max(EVERY_S, (now - started) / SHARE)
+            self._next = now + max(MIN_INTERVAL_S, (now - started) / MAX_TIME_SHARE)
 
 
 @contextmanager

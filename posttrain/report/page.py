@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from posttrain.report import sections
 from posttrain.report.compare import compare_runs
-from posttrain.report.curves import curves_to_draw, shown_first
+from posttrain.report.curves import curves_to_draw, split_by_priority
 from posttrain.report.run_view import RunView
 from posttrain.run.atomic_io import write_text
 from posttrain.terminal import escape_control_characters
@@ -38,28 +38,28 @@ def write_report(views: Sequence[RunView], page: Path) -> None:
 
 def render(views: Sequence[RunView], *, live: bool = False) -> str:
     """Return the page as text. Parts without data are omitted. live: the page polls its server for updates."""
-    return rendered_page(
+    return render_page(
         "report.html.j2",
         ("uplot.min.js", "report.js"),
         ("uplot.min.css", "report.css"),
-        {**content(views), "live": live, "written": time.time()},
+        {**page_values(views), "live": live, "written": time.time()},
         connects=live,
     )
 
 
-def content(views: Sequence[RunView]) -> dict[str, Any]:
+def page_values(views: Sequence[RunView]) -> dict[str, Any]:
     """Return the values of the page's template, and `data`, which its script draws."""
     alone = views[0] if len(views) == 1 else None
     title = f"{views[0].stage} · {views[0].name}" if alone else " · ".join(view.name for view in views)
     return {
         "title": title,
         "views": views,
-        "origins": [sections.origin(view) for view in views],
-        "tiles": sections.tiles(alone) if alone else [],
-        "blocks": sections.blocks(alone) if alone else compare_runs(views),
-        "links": sections.stage_links(alone) or sections.run_links(alone) if alone else None,
-        "samples": [(view.name, sections.sample_cards(view)) for view in views],
-        "details": sections.details(alone) if alone else [],
+        "origins": [sections.build_origin(view) for view in views],
+        "tiles": sections.build_tiles(alone) if alone else [],
+        "blocks": sections.build_blocks(alone) if alone else compare_runs(views),
+        "links": sections.build_stage_links(alone) or sections.build_run_links(alone) if alone else None,
+        "samples": [(view.name, sections.build_sample_cards(view)) for view in views],
+        "details": sections.build_details(alone) if alone else [],
         "data": {"groups": chart_groups(views), "states": [view.status.state for view in views]},
     }
 
@@ -83,7 +83,7 @@ def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
                 groups.setdefault(f"Curves of {name}", []).append((whose, stage))
     found = []
     for title, runs in groups.items():
-        first, rest = shown_first(list(dict.fromkeys(name for _, view in runs for name in view.curves.points)))
+        first, rest = split_by_priority(list(dict.fromkeys(name for _, view in runs for name in view.curves.points)))
         found.append(
             {
                 "title": title,
@@ -95,33 +95,33 @@ def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
     return found
 
 
-def rendered_page(
+def render_page(
     template: str, scripts: Sequence[str], styles: Sequence[str], values: Mapping[str, Any], *, connects: bool = False
 ) -> str:
     """Render a template of this package with scripts and styles inlined. values: `data` becomes a JSON island."""
-    code = [asset(name) for name in scripts]
+    code = [read_asset(name) for name in scripts]
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in code)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     policy += "; img-src data:"
     policy += "; connect-src 'self'" if connects else ""
     return (
-        templates()
+        template_environment()
         .get_template(template)
         .render(
-            {**values, "data": island(values["data"]), "policy": policy},
+            {**values, "data": json_island(values["data"]), "policy": policy},
             scripts=[Markup(text) for text in code],  # files of this package
-            styles=[Markup(asset(name)) for name in styles],
+            styles=[Markup(read_asset(name)) for name in styles],
         )
     )
 
 
-def fragment(template: str, values: Mapping[str, Any]) -> str:
+def render_fragment(template: str, values: Mapping[str, Any]) -> str:
     """Render a part of a page."""
-    return templates().get_template(template).render(values)
+    return template_environment().get_template(template).render(values)
 
 
 @cache
-def templates() -> jinja2.Environment:
+def template_environment() -> jinja2.Environment:
     """Return the template environment, which escapes markup and control characters."""
 
     def visible(value: Any) -> Any:
@@ -139,14 +139,14 @@ def templates() -> jinja2.Environment:
     )
 
 
-def island(data: Any) -> Markup:
+def json_island(data: Any) -> Markup:
     """Return JSON that is safe in a <script> element: it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return Markup(re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @cache
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """Return the text of a file of this package."""
     return files("posttrain.report").joinpath("assets", name).read_text(encoding="utf-8")
 

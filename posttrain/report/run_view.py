@@ -16,11 +16,11 @@ from posttrain.report.runs import find_runs, is_sweep
 from posttrain.run import status
 from posttrain.run.atomic_io import read_json
 
-HEAD, TAIL = 1 << 18, 1 << 20  # bytes read at the start and end of a long samples.jsonl
-MOST_NAMES = 6  # runs listed in a hint
-STEPS = 8  # steps with samples on a page
-SAMPLES = 4  # samples shown per step
-LONGEST = 6000  # characters shown per text
+HEAD_BYTES, TAIL_BYTES = 1 << 18, 1 << 20  # bytes read at the start and end of a long samples.jsonl
+MAX_NAMES = 6  # runs listed in a hint
+MAX_STEPS = 8  # steps with samples on a page
+SAMPLES_PER_STEP = 4  # samples shown per step
+MAX_CHARACTERS = 6000  # characters shown per text
 
 
 class RunView:
@@ -49,15 +49,15 @@ class RunView:
         self.summary = read_json(self.path / "summary.json") or {}
         self.status = status.read(self.path)
         self.curves.read_more()
-        self.samples = chosen_samples(read_ends(self.path / "samples.jsonl"))
+        self.samples = select_samples(read_ends(self.path / "samples.jsonl"))
         for place in sorted(self.path.glob("seed-*/*/resolved.json")):
-            self._look_at(place.parent, self.stages)
+            self._refresh_inner(place.parent, self.stages)
         if is_sweep(self.path):
             for run in find_runs(self.path, inner=True):
                 if run != self.path:
-                    self._look_at(run, self.runs)
+                    self._refresh_inner(run, self.runs)
 
-    def _look_at(self, run: Path, views: dict[str, RunView]) -> None:
+    def _refresh_inner(self, run: Path, views: dict[str, RunView]) -> None:
         """Read or refresh a run inside this run."""
         name = run.relative_to(self.path).as_posix()
         if name in views:
@@ -99,8 +99,8 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
             near = above or ((name := nearest(path.name, beside)) and path.with_name(name))
             hint = f"did you mean {near}?" if near else "`posttrain runs` lists the runs under runs/"
             if beside and not near:
-                more = ", ..." if len(beside) > MOST_NAMES else ""
-                hint = f"{path.parent} has {', '.join(sorted(beside)[:MOST_NAMES])}{more}"
+                more = ", ..." if len(beside) > MAX_NAMES else ""
+                hint = f"{path.parent} has {', '.join(sorted(beside)[:MAX_NAMES])}{more}"
             raise UserError(f"{path} {what}", hint=hint)
     views = [RunView(path) for path in paths]
     names = [view.name for view in views]
@@ -117,11 +117,11 @@ def read_ends(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     with path.open("rb") as file:
-        if size <= HEAD + TAIL:
+        if size <= HEAD_BYTES + TAIL_BYTES:
             lines = file.read().splitlines()
         else:
-            head = file.read(HEAD).splitlines()[:-1]
-            file.seek(size - TAIL)
+            head = file.read(HEAD_BYTES).splitlines()[:-1]
+            file.seek(size - TAIL_BYTES)
             lines = head + file.read().splitlines()[1:]
     return [row for line in lines if (row := _row(line)) is not None]
 
@@ -134,15 +134,17 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def chosen_samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def select_samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Select samples of the first step, the last step and some steps between; long texts are shortened."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         by_step.setdefault(int(record.get("step") or 0), []).append(record)
     steps = sorted(by_step)
     last = len(steps) - 1
-    picked = steps if len(steps) <= STEPS else [steps[round(i * last / (STEPS - 1))] for i in range(STEPS)]
-    return [{**record, "step": step, **_shorten(record)} for step in picked for record in by_step[step][:SAMPLES]]
+    picked = steps if len(steps) <= MAX_STEPS else [steps[round(i * last / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    return [
+        {**record, "step": step, **_shorten(record)} for step in picked for record in by_step[step][:SAMPLES_PER_STEP]
+    ]
 
 
 def _shorten(record: Mapping[str, Any]) -> dict[str, str]:
@@ -150,9 +152,9 @@ def _shorten(record: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for key in ("prompt", "completion"):
         text = str(record.get(key) or "")
-        if len(text) > LONGEST:
-            left = len(text) - LONGEST
-            half = LONGEST // 2
+        if len(text) > MAX_CHARACTERS:
+            left = len(text) - MAX_CHARACTERS
+            half = MAX_CHARACTERS // 2
             text = f"{text[:half]}\n[... {left} characters more in samples.jsonl ...]\n{text[-half:]}"
         found[key] = text
     return found

@@ -86,7 +86,7 @@ def describe(run: Path) -> RunRow:
         steps=found.steps or (values.get("run") or {}).get("steps"),
         headline=headline,
         when=max((sign.stat().st_mtime for sign in signs if sign.exists()), default=0.0),
-        note=_note(run),
+        note=_read_note(run),
         values=flatten(values),
     )
 
@@ -151,6 +151,6 @@ def _check_run(run: Path) -> None:
         )
 
 
-def _note(run: Path) -> str:
+def _read_note(run: Path) -> str:
     path = run / NOTE
     return " ".join(path.read_text(encoding="utf-8").split()) if path.is_file() else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import count_noun
-from posttrain.report.curves import number, proportion_interval
+from posttrain.report.curves import format_number, proportion_interval
 from posttrain.report.run_view import RunView
 from posttrain.run import ledger, rounds
 from posttrain.run.progress import duration
@@ -27,7 +27,7 @@ SHARES = ("correct", "eval/accuracy", "completions/clipped_ratio", "truncated")
 MANY_CUT = 0.1  # share of truncated completions above which the tile is a warning
 
 
-def origin(view: RunView) -> dict[str, Any]:
+def build_origin(view: RunView) -> dict[str, Any]:
     """Return the state and one line with model, versions and hardware."""
     resolved, env = view.resolved, view.env
     model, packages = resolved.get("model"), env.get("packages", {})
@@ -42,21 +42,21 @@ def origin(view: RunView) -> dict[str, Any]:
         "name": view.name,
         "state": view.status.state,
         "message": view.status.message,
-        "progress": progress(view),
+        "progress": format_progress(view),
         "finished": view.status.state == "finished",
         "line": " · ".join(part for part in parts if part),
         "path": str(view.path),
-        "note": note_of(view.path),
+        "note": read_note(view.path),
     }
 
 
-def note_of(run: Path) -> str:
+def read_note(run: Path) -> str:
     """Return the note written with `posttrain runs --note`; "" if there is none."""
     path = run / "note.txt"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
-def progress(view: RunView) -> str:
+def format_progress(view: RunView) -> str:
     """Return `step 40 of 200` and the age of that step for an unfinished run; "" for others."""
     if view.status.state == "finished" or not view.done:
         return ""
@@ -66,7 +66,7 @@ def progress(view: RunView) -> str:
     return f"step {view.done}{of}{ago}"
 
 
-def tiles(view: RunView) -> list[dict[str, Any]]:
+def build_tiles(view: RunView) -> list[dict[str, Any]]:
     """Return the few numbers at the top: from the summary, or from the newest step if there is none."""
     summary, last = view.summary, view.curves.last
     if not summary:
@@ -76,11 +76,11 @@ def tiles(view: RunView) -> list[dict[str, Any]]:
         found = [(key, summary[key]) for key in TILES if isinstance(summary.get(key), (int, float))]
         cut = summary.get("truncated", last.get("completions/clipped_ratio"))
         found += [("completions/clipped_ratio", cut)] if isinstance(cut, (int, float)) else []
-    return [_tile(view, key, value) for key, value in found]
+    return [_build_tile(view, key, value) for key, value in found]
 
 
-def _tile(view: RunView, key: str, value: float) -> dict[str, Any]:
-    shown = duration(value) if key.endswith("seconds") else f"{value:.1%}" if key in SHARES else number(value)
+def _build_tile(view: RunView, key: str, value: float) -> dict[str, Any]:
+    shown = duration(value) if key.endswith("seconds") else f"{value:.1%}" if key in SHARES else format_number(value)
     more = ""
     rows = view.curves.last.get("rollout/rows")
     if key == "correct" and rows and view.group_size:
@@ -91,11 +91,11 @@ def _tile(view: RunView, key: str, value: float) -> dict[str, Any]:
         more = "" if lower is None or upper is None else f"[{lower:.2f}, {upper:.2f}]"
     if key == "accuracy" and (found := (view.summary.get("intervals") or {}).get("accuracy")):
         more = f"[{found['low']:.3f}, {found['high']:.3f}]" if found.get("low") is not None else ""
-    name = "cut completions" if key == "completions/clipped_ratio" else _words(key)
+    name = "cut completions" if key == "completions/clipped_ratio" else _readable_name(key)
     return {"value": shown, "name": name, "more": more, "warn": name == "cut completions" and value > MANY_CUT}
 
 
-def _words(key: str) -> str:
+def _readable_name(key: str) -> str:
     return (
         key.replace("eval/", "evaluation ")
         .replace("_seconds", " time")
@@ -104,35 +104,35 @@ def _words(key: str) -> str:
     )
 
 
-def blocks(view: RunView) -> list[dict[str, Any]]:
+def build_blocks(view: RunView) -> list[dict[str, Any]]:
     """Return titled blocks of sentences, tables and intervals, in page order; empty blocks are omitted."""
     summary = view.summary
     found = [
-        *_best(summary),
-        *_intervals(summary),
-        *_settings_table(summary),
-        *_closing_table(summary),
-        *_canaries(summary),
-        *_ledger(summary),
-        *_findings(summary),
-        *_rounds(summary),
+        *_best_block(summary),
+        *_intervals_block(summary),
+        *_settings_block(summary),
+        *_comparison_block(summary),
+        *_canaries_block(summary),
+        *_ledger_block(summary),
+        *_findings_block(summary),
+        *_rounds_block(summary),
     ]
     return [{"says": [], "tables": [], "bars": [], **block} for block in found]
 
 
-def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _best_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block about the evaluation that selected the best weights."""
     best = summary.get("best_checkpoint")
     if not best:
         return []
     where = f": {best['model']}" if best["model"] else ", before the first step" if not best["step"] else ""
-    says = [f"{best['metric']} {best['value']:.4g} after step {best['step']}{where}"]
+    sentences = [f"{best['metric']} {best['value']:.4g} after step {best['step']}{where}"]
     if stopped := summary.get("stopped_early"):
-        says.append(str(stopped))
-    return [{"title": "Best evaluation", "says": says}]
+        sentences.append(str(stopped))
+    return [{"title": "Best evaluation", "says": sentences}]
 
 
-def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _intervals_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block with an evaluation's numbers and their intervals as bars."""
     bars = []
     for name, found in (summary.get("intervals") or {}).items():
@@ -149,7 +149,7 @@ def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"title": title, "says": [note] if note else [], "bars": bars}] if bars else []
 
 
-def _settings_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _settings_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block with the ranked settings of a sweep."""
     found = summary.get("ranking")
     if not found:
@@ -158,7 +158,7 @@ def _settings_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"title": "Settings", "says": found["says"], "tables": [table]}]
 
 
-def _closing_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _comparison_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = summary.get("table") or []
     if not rows:
         return []
@@ -166,13 +166,13 @@ def _closing_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"title": "Comparison", "says": summary.get("findings", []), "tables": [table]}]
 
 
-def _findings(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _findings_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block with a stage's findings and tables (`title`, `head`, `rows`), except those of a comparison."""
     tables = summary.get("tables") or []
     return [{"title": "Findings", "says": summary.get("findings", []), "tables": tables}] if tables else []
 
 
-def _rounds(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _rounds_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a table for each list of rounds, with one row per round."""
     found: Mapping[str, Any] = summary.get("rounds") or {}
     tables = {name: rounds.table(rows) for name, rows in found.items()}
@@ -182,24 +182,24 @@ def _rounds(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _canaries_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block about canary rewards, which are never trained on."""
     says = []
-    for name, told in (summary.get("canaries") or {}).items():
-        since = f"from step {told['first_alarm']}, at {count_noun(told['alarm_steps'], 'step')} in all"
-        end = "and at the end" if told["alarm_at_the_end"] else "not at the end"
-        alarm = f"fell while the trained reward rose ({since}, {end})" if told["alarm_steps"] else "no alarm"
+    for name, canary in (summary.get("canaries") or {}).items():
+        since = f"from step {canary['first_alarm']}, at {count_noun(canary['alarm_steps'], 'step')} in all"
+        end = "and at the end" if canary["alarm_at_the_end"] else "not at the end"
+        alarm = f"fell while the trained reward rose ({since}, {end})" if canary["alarm_steps"] else "no alarm"
         says.append(f"{name}: {alarm}")
     return [{"title": "Canaries", "says": says}] if says else []
 
 
-def _ledger(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _ledger_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block about the use of tokens and the time of each part of a step."""
     says = ledger.sentences(summary)
     return [{"title": "Where the tokens and seconds went", "says": says}] if says else []
 
 
-def stage_links(view: RunView) -> dict[str, Any] | None:
+def build_stage_links(view: RunView) -> dict[str, Any] | None:
     """Return links to the reports of a pipeline's stages, one row per stage and one column per seed, or None."""
     names = {key.partition("/")[0]: None for key in view.stages} | {
         f"seed-{seed}": None for seed in view.summary.get("seeds") or {}
@@ -211,26 +211,26 @@ def stage_links(view: RunView) -> dict[str, Any] | None:
     for stage in stages:
         cells = []
         for seed in names:
-            cells.append(_link(view, f"{seed}/{stage}", view.stages.get(f"{seed}/{stage}")))
+            cells.append(_report_link(view, f"{seed}/{stage}", view.stages.get(f"{seed}/{stage}")))
         rows.append({"name": stage, "cells": cells})
     head = ["stage", *(seed.replace("-", " ") for seed in names)]
     return {"title": "Stages", "head": head, "rows": rows} if rows else None
 
 
-def run_links(view: RunView) -> dict[str, Any] | None:
+def build_run_links(view: RunView) -> dict[str, Any] | None:
     """Return links to the reports of a sweep's runs, one per row; None for other runs."""
-    rows = [{"name": name, "cells": [_link(view, name, run)]} for name, run in view.runs.items()]
+    rows = [{"name": name, "cells": [_report_link(view, name, run)]} for name, run in view.runs.items()]
     return {"title": "Runs", "head": ["run", "report"], "rows": rows} if rows else None
 
 
-def _link(view: RunView, folder: str, run: RunView | None) -> dict[str, str]:
+def _report_link(view: RunView, folder: str, run: RunView | None) -> dict[str, str]:
     """Return the cell that links to the report of an inner run: `report`, or the state of an unfinished run."""
     target = f"{folder}/report.html"
     text = "report" if run is None or run.status.state == "finished" else run.status.state
     return {"href": target, "text": text} if (view.path / target).exists() else {"href": "", "text": "-"}
 
 
-def sample_cards(view: RunView) -> list[dict[str, Any]]:
+def build_sample_cards(view: RunView) -> list[dict[str, Any]]:
     """Return samples as cards with correctness, truncation and scores."""
     cards = []
     for record in view.samples:
@@ -245,14 +245,14 @@ def sample_cards(view: RunView) -> list[dict[str, Any]]:
                 "mark": "" if judged is None else "right" if judged else "wrong",
                 "cut": record.get("finish") == "length",
                 "evaluation": bool(record.get("eval")),
-                "scores": [(n, number(float(v))) for n, v in scores.items() if isinstance(v, (int, float))],
+                "scores": [(n, format_number(float(v))) for n, v in scores.items() if isinstance(v, (int, float))],
                 "tokens": count_noun(record["tokens"], "token") if isinstance(record.get("tokens"), int) else "",
             }
         )
     return cards
 
 
-def details(view: RunView) -> list[tuple[str, str]]:
+def build_details(view: RunView) -> list[tuple[str, str]]:
     """Return titles and texts of the collapsible sections."""
     recipe = view.path / "recipe.yaml"
     env = {**view.env, "git": view.commit()}

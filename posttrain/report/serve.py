@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.report.page import content, fragment, render
+from posttrain.report.page import page_values, render, render_fragment
 from posttrain.report.run_view import RunView, open_runs
 
 HOST = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")  # allowed Host headers, against DNS rebinding
+ALLOWED_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # allowed Host headers, against DNS rebinding
 
 
 class LiveRuns:
@@ -34,11 +34,11 @@ class LiveRuns:
         """Return JSON of the page's changing parts; None if `have`, the version of the client, is current."""
         with self._lock:
             self._refresh()
-            values = {**content(self.views), "live": True}
+            values = {**page_values(self.views), "live": True}
             parts = {
-                "status": fragment("status.html.j2", values),
-                "results": fragment("results.html.j2", values),
-                "samples": fragment("samples.html.j2", values),
+                "status": render_fragment("status.html.j2", values),
+                "results": render_fragment("results.html.j2", values),
+                "samples": render_fragment("samples.html.j2", values),
                 "data": values["data"],
             }
         version = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -58,7 +58,7 @@ def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if (self.headers.get("Host") or "").rpartition(":")[0] not in NAMES:
+            if (self.headers.get("Host") or "").rpartition(":")[0] not in ALLOWED_HOSTS:
                 self._answer(403, "text/plain", "this page is for a browser on this machine")
                 return
             path, _, query = self.path.partition("?")

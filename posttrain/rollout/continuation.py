@@ -259,13 +259,13 @@ def _group_calls(rollouts: Sequence[Rollout], group_stride: int) -> None:
 
 async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
     """Run the shape and return the rows of one rollout. An error of a user's function names the data row."""
-    about = f"{shape.key} `{shape.name}` of {source_locations.row(prompt.uid)}"
+    about = f"{shape.key} `{shape.name}` of {source_locations.describe_row(prompt.uid)}"
     try:
         rows = list(await shape.function(asked))
     except PosttrainError:
         raise
     except Exception as error:
-        if not (line := registry.script_line(error)):
+        if not (line := registry.find_script_line(error)):
             raise
         raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
     strange = next((row for row in rows if not isinstance(row, Row)), None)

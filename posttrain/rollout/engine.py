@@ -163,7 +163,7 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limit
         f"prompt of {count_noun(len(worst.ids), 'token')} + {sampling.max_new_tokens} new ones exceed the window of "
         f"{count_noun(window, 'token')}"
         + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
-        where=source_locations.row(worst.uid),
+        where=source_locations.describe_row(worst.uid),
         allowed=f"prompts up to {count_noun(max(room, 0), 'token')}",
         hint=(f"set data.max_length: {room} to drop longer prompts, or " if room > 0 else "")
         + (f"write max_new_tokens: {left} or less" if left > 0 else "lower max_new_tokens"),

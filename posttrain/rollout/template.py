@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain import chat
 from posttrain.batch import PromptImages, Segment
 from posttrain.errors import DataError, ToolError, count_noun
-from posttrain.images import MARK, PLACE
+from posttrain.images import MARK, PLACEHOLDER
 
 if TYPE_CHECKING:
     from posttrain.models.images import ImageReader
@@ -90,7 +90,7 @@ class TurnSeparator:
         if not message.get("images"):
             return self._neutralize(text, limit)
         parts = []
-        for part in text.split(PLACE):
+        for part in text.split(PLACEHOLDER):
             parts.append(self._neutralize(part, limit))
             limit = max(0, limit - len(self._encode(parts[-1])))
         return MARK.join(parts)
@@ -134,7 +134,7 @@ def _as_user(message: Message) -> Message:
 def rewrites(tokenizer: Any, role: Literal["tool", "user"]) -> str:
     """Return how the template changes a turn once a message of `role` follows; "" if the turn stays as written."""
     prompt = chat.render(tokenizer, _START, generation_prompt=True)
-    thought = "x8thought</think>x8answer" if chat.prefilled_think(prompt) else "<think>x8thought</think>x8answer"
+    thought = "x8thought</think>x8answer" if chat.has_prefilled_think(prompt) else "<think>x8thought</think>x8answer"
     for content, what in (("x8answer", "writes it differently"), (thought, "drops or rewrites its thought")):
         turn = {"role": "assistant", "content": content}
         reply: Message = {"role": role, "content": "x8reply"}

@@ -141,9 +141,11 @@ class TurnEngine(Generator):
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value, returns=returns)
             return row.rollout(self.engine.version, await episode.score())
         except ToolError as error:  # the environment breaks its contract
-            raise error.at(source_locations.row(row.prompt.uid)) from error
+            raise error.at(source_locations.describe_row(row.prompt.uid)) from error
         except Exception as error:
-            error.add_note(f"in turn {len(row.turns) + 1} of a rollout of {source_locations.row(row.prompt.uid)}")
+            error.add_note(
+                f"in turn {len(row.turns) + 1} of a rollout of {source_locations.describe_row(row.prompt.uid)}"
+            )
             raise
         finally:
             await episode.close()

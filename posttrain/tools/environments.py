@@ -322,7 +322,7 @@ def _reset_error(row: Mapping[str, Any], error: Exception) -> ToolError:
     columns = ", ".join(str(name) for name in row if name != "uid")
     return ToolError(
         f"the environment cannot begin with this row: {type(error).__name__}: {error}",
-        where=source_locations.row(row.get("uid", "?")),
+        where=source_locations.describe_row(row.get("uid", "?")),
         allowed=f"its columns: {columns}" if missing else "",
         hint=f"its `reset` reads a column `{error.args[0]}`, which the data lack" if missing else "",
     )

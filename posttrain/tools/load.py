@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.path_resolution import find, known_files, shipped_folder, split_function
 from posttrain.recipe.tool_sections import MAX_PIXELS, Environment, Tool
-from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
+from posttrain.registry import explain_type_mismatch, format_value, load_function, load_module, resolve_annotations
 from posttrain.tools.schema import build_schema
 
 IMAGES = "images"  # keyword-only argument that receives the conversation's images, unless the recipe sets it
@@ -122,7 +122,7 @@ def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def may_return_images(function: Callable[..., Any]) -> bool:
     """Return whether a function's return annotation allows images; a missing annotation does."""
-    return not _is_text(types_of(function).get("return"))
+    return not _is_text(resolve_annotations(function).get("return"))
 
 
 def _is_text(annotation: Any) -> bool:
@@ -155,10 +155,10 @@ def _run_script_check(target: str, params: Mapping[str, Any]) -> None:
 
 def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise ToolError for a recipe argument that does not match its annotation."""
-    types = types_of(made)
+    types = resolve_annotations(made)
     for key, value in given.items():
-        if why := wrong_type(types.get(key), value):
-            raise ToolError(f"{what}: parameter `{key}`: {why}, got {shown_value(value)}")
+        if why := explain_type_mismatch(types.get(key), value):
+            raise ToolError(f"{what}: parameter `{key}`: {why}, got {format_value(value)}")
 
 
 def _load_command(section: Tool) -> LoadedTool:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from posttrain.run.resolved_recipe import flatten
 
 COLUMNS = ("step", "eval", "prompt", "completion", "reward", "correct", "finish", "tokens", "scores")
-LONGEST_PARAM = 500  # characters per value in MLflow
+MAX_PARAM_CHARACTERS = 500  # characters per value in MLflow
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Mlflow:
             return
         run = self._client.create_run(experiment, run_name=target.name, tags={"posttrain_key": target.key})
         self._id = run.info.run_id
-        params = [Param(_mlflow_name(k), str(v)[:LONGEST_PARAM]) for k, v in flatten(target.config).items()]
+        params = [Param(_mlflow_name(k), str(v)[:MAX_PARAM_CHARACTERS]) for k, v in flatten(target.config).items()]
         for start in range(0, len(params), 100):
             self._client.log_batch(self._id, params=params[start : start + 100])
 
@@ -229,7 +229,7 @@ def _view_mlflow(target: Target) -> str:
     return given or f"mlflow ui --backend-store-uri {target.folder}"
 
 
-VIEWS: Mapping[str, Callable[[Target], str]] = {  # tracker -> the command or address to view the run
+VIEW_COMMANDS: Mapping[str, Callable[[Target], str]] = {  # tracker -> the command or address to view the run
     "wandb": _view_wandb,
     "tensorboard": lambda target: f"tensorboard --logdir {target.folder}",
     "trackio": _view_trackio,

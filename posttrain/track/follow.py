@@ -20,7 +20,7 @@ from posttrain.redact import without_secrets
 from posttrain.run import status
 from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.directory import is_locked
-from posttrain.track.backends import TRACKERS, VIEWS, Target, Tracker
+from posttrain.track.backends import TRACKERS, VIEW_COMMANDS, Target, Tracker
 
 POLL_S = 1.0
 Note = Callable[[str], None]  # prints a line for the user
@@ -86,7 +86,7 @@ class Sender:
         """Return what was sent, and the command or address to view it."""
         rows = f"{count_noun(self.counts['metrics'], 'row')} of metrics, {count_noun(self.counts['samples'], 'sample')}"
         again = ", the rest was sent before" if max(self._before.values()) >= 0 else ""
-        return f"{self.name}: sent {rows}{again}; to see it: {VIEWS[self.name](self._target)}"
+        return f"{self.name}: sent {rows}{again}; to see it: {VIEW_COMMANDS[self.name](self._target)}"
 
     @property
     def works(self) -> bool:
@@ -96,13 +96,13 @@ class Sender:
         """Send new rows of both files, in order; rows sent by earlier starts are skipped."""
         for row in metrics:
             if row["step"] > self._before["metrics"]:
-                self._call("log", row["step"], numbers(row))
+                self._call("log", row["step"], finite_numbers(row))
                 self.sent["metrics"] = row["step"]
                 self.counts["metrics"] += 1
         fresh = [row for row in samples if row["step"] > self._before["samples"]]
         if fresh:
             last = fresh[-1]["step"]
-            self._call("samples", max(last, self.sent["metrics"], 0), [sample_row(row) for row in fresh])
+            self._call("samples", max(last, self.sent["metrics"], 0), [to_table_row(row) for row in fresh])
             self.sent["samples"] = last
             self.counts["samples"] += len(fresh)
         if (metrics or fresh) and self.works:
@@ -110,7 +110,7 @@ class Sender:
 
     def finish(self, state: str, summary: Mapping[str, Any]) -> None:
         """Send the numbers of the summary as summary/NAME, and close the tracker."""
-        found = {f"summary/{name}": value for name, value in numbers(summary).items()}
+        found = {f"summary/{name}": value for name, value in finite_numbers(summary).items()}
         if found:
             self._call("log", max(self.sent["metrics"], 0), found)
         self._call("finish", state)
@@ -164,7 +164,7 @@ def run_key(run: Path) -> str:
     return hashlib.sha256(str(run.resolve()).encode() + began).hexdigest()[:12]
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row, except its step."""
     found = {
         name: float(value)
@@ -174,7 +174,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def sample_row(record: Mapping[str, Any]) -> dict[str, Any]:
+def to_table_row(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record of samples.jsonl with the columns of a tracker's table."""
     scores = record.get("scores") or record.get("components")
     texts = {key: str(record.get(key) or "") for key in ("prompt", "completion", "finish")}

@@ -15,7 +15,7 @@ from posttrain.run.directory import RunDirectory
 
 WAIT_S = 60.0  # for unsent rows after the run has ended
 # Variables that the tracker process does not inherit: it is not a rank
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOG, PROBLEMS = "track.log", "track-problems.txt"
 
 
@@ -29,17 +29,17 @@ def track_run(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None
     if not trackers or directory.follows:
         yield
         return
-    told: list[str] = []
+    printed: list[str] = []
 
-    def tell(_: Sequence[Mapping[str, Any]] = ()) -> None:
+    def print_new_lines(_: Sequence[Mapping[str, Any]] = ()) -> None:
         path = directory.logs / PROBLEMS
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for line in lines[len(told) :]:
+        for line in lines[len(printed) :]:
             terminal.note(line)
-        told[:] = lines
+        printed[:] = lines
 
     process = _start_tracker(directory)
-    directory.on_metrics.append(tell)
+    directory.on_metrics.append(print_new_lines)
     try:
         yield
     finally:
@@ -49,12 +49,12 @@ def track_run(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None
             except subprocess.TimeoutExpired:
                 names = count_noun(len(trackers), "tracker")
                 terminal.note(f"{names} still at work, and ends by itself: {directory.logs / LOG}")
-        tell()
+        print_new_lines()
 
 
 def _start_tracker(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
     """Start the process and return it; report a failure and return None."""
-    environment = {key: value for key, value in os.environ.items() if key not in OF_RANKS}
+    environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
     command = [sys.executable, "-m", "posttrain", "track", str(directory.path.absolute())]
     try:
         with (directory.logs / LOG).open("ab") as log:

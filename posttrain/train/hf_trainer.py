@@ -445,6 +445,6 @@ def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
     if loaded.window is not None and length > loaded.window:
         raise DataError(
             f"{count_noun(length, 'token')}; the model's window is {loaded.window}",
-            where=source_locations.row(uid),
+            where=source_locations.describe_row(uid),
             hint=f"set data.max_length to {loaded.window} or less",
         )

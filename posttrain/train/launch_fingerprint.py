@@ -88,7 +88,7 @@ def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
     if split is None:
         return None
     if split[0].endswith(".py"):
-        return next((path for path in path_resolution.candidates(split[0], base_dir) if path.is_file()), None)
+        return next((path for path in path_resolution.candidate_paths(split[0], base_dir) if path.is_file()), None)
     spec = path_resolution.find_module(split[0])
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
@@ -101,7 +101,7 @@ def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
         except UserError:
             return []
     else:
-        found = next((path for path in path_resolution.candidates(name, base_dir) if path.exists()), None)
+        found = next((path for path in path_resolution.candidate_paths(name, base_dir) if path.exists()), None)
     if found is None or found.is_file():
         return [found] if found else []
     listed = [found / file for file in mark.holds] if mark.holds else sorted(found.iterdir())

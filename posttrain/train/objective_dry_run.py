@@ -17,7 +17,7 @@ from posttrain.path_resolution import split_function
 from posttrain.recipe.objective_checks import fields_from_sampler, provided_fields, rollouts_are_groups
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import RlRecipe
-from posttrain.registry import script_line
+from posttrain.registry import find_script_line
 from posttrain.train.collate import rollout_batch
 from posttrain.train.objective import Objective
 
@@ -42,7 +42,7 @@ def dry_run(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) -
             if not any(f"`{name}/" in str(error) for name in names):  # a reward's components are known after it ran
                 raise
         except Exception as error:
-            if not (line := script_line(error)):
+            if not (line := find_script_line(error)):
                 raise
             hint = NEEDED if "NoneType" in str(error) else ""
             raise RecipeError(f"{type(error).__name__}: {error}", where=line, hint=hint) from error

@@ -27,7 +27,7 @@ def stored_completions(
     if missing:
         raise DataError(
             "the row is not a prompt and one completion of it",
-            where=source_locations.row(missing[0]),
+            where=source_locations.describe_row(missing[0]),
             hint="rollout.engine stored reads columns `prompt` and `completion`",
         )
     return _check_lengths({uid: ids for uid, ids in found.items() if ids is not None}, limit, "completion")
@@ -59,7 +59,7 @@ def solution_completions(
         if ids is None:
             raise DataError(
                 f"the text in `{column}` cannot be rendered as the answer to the prompt",
-                where=source_locations.row(prompt.uid),
+                where=source_locations.describe_row(prompt.uid),
                 hint="a prompt truncated by data.max_length cannot have an answer",
             )
         found[prompt.uid] = ids
@@ -84,7 +84,7 @@ def _check_lengths(found: dict[str, tuple[int, ...]], limit: int, what: str) -> 
         longest = max(len(found[uid]) for uid in long)
         raise DataError(
             f"{len(long)} of {count_noun(len(found), what)} longer than rollout.max_new_tokens {limit}",
-            where=source_locations.rows(long),
+            where=source_locations.describe_rows(long),
             hint=f"write `rollout.max_new_tokens: {longest}`, or remove long rows: a truncated one cannot be scored",
         )
     return found

@@ -94,7 +94,7 @@ def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Non
                 raise DataError(
                     f"pair loss `{use}` needs the column `{field}`, which is missing in {len(lacking)} of "
                     f"{count_noun(len(rows), 'row')}",
-                    where=source_locations.rows([str(row["uid"]) for row in lacking]),
+                    where=source_locations.describe_rows([str(row["uid"]) for row in lacking]),
                     allowed=f"columns of the first of these rows: {', '.join(k for k in lacking[0] if k != 'uid')}",
                     hint=f"map the data's column to this name, e.g. data.columns: {{{field}: THEIR_NAME}}",
                 )
@@ -106,7 +106,7 @@ def _number(row: Row, field: str) -> Any:
     numbers = value if field.startswith("history") else [value]
     if not isinstance(numbers, list) or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
         raise DataError(
-            f"`{field}` is {str(value)[:40]!r}, not a finite number", where=source_locations.row(row["uid"])
+            f"`{field}` is {str(value)[:40]!r}, not a finite number", where=source_locations.describe_row(row["uid"])
         )
     return [float(n) for n in numbers] if field.startswith("history") else float(value)
 

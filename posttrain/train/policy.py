@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.errors import UserError
-from posttrain.images import Image, add_noise, take_away
+from posttrain.images import Image, add_noise, degrade
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
@@ -293,7 +293,7 @@ def _reference_power(p: TrainContext, batch: RolloutBatch) -> Tensor:
 
 # field of the batch -> (function that changes the images of its pass, purpose of its random seed)
 CHANGED_IMAGES: dict[str, tuple[Callable[..., Image], str]] = {
-    "masked_logp": (take_away, "masked images"),
+    "masked_logp": (degrade, "masked images"),
     "perturbed_logp": (add_noise, "noisy images"),
 }
 

@@ -439,7 +439,7 @@ def lengths_note(pairs: Sequence[Pair]) -> str:
     ]
     if not uneven:
         return note
-    which = source_locations.rows(uneven)
+    which = source_locations.describe_rows(uneven)
     return f"{note}; LOOK: in {len(uneven)} one side is over {MAX_LENGTH_RATIO} times as long as the other ({which})"
 
 

@@ -84,13 +84,14 @@ class PromptVariants:
         except UserError:
             raise
         except Exception as error:
-            if not (line := registry.script_line(error)):
+            if not (line := registry.find_script_line(error)):
                 raise
-            about = f"prompt_variants `{self.name}` of {source_locations.row(prompt.uid)}"
+            about = f"prompt_variants `{self.name}` of {source_locations.describe_row(prompt.uid)}"
             raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
         if invalid := [one for one in found if not isinstance(one, Variant)]:
+            location = source_locations.describe_row(prompt.uid)
             raise RecipeError(
-                f"prompt_variants `{self.name}` returned {invalid[0]!r:.60} for {source_locations.row(prompt.uid)}",
+                f"prompt_variants `{self.name}` returned {invalid[0]!r:.60} for {location}",
                 allowed="a list of posttrain.batch.Variant",
             )
         return found
@@ -125,7 +126,9 @@ class PromptVariants:
         """
         row = dict(self.shown(prompt.row))
         if prompt.images is not None:
-            variant = replace(variant, fills={k: text.replace(images.PLACE, "") for k, text in variant.fills.items()})
+            variant = replace(
+                variant, fills={k: text.replace(images.PLACEHOLDER, "") for k, text in variant.fills.items()}
+            )
         if not self.section.chat:
             text = variant.ask(str(row["prompt"]))
             return {**row, "prompt": text if variant.system is None else f"{variant.system}\n\n{text}"}
@@ -214,7 +217,7 @@ def sample_in_rounds(
         if number == MAX_ROUNDS:
             about = f"prompt_variants `{variants.name}` asks for more than {MAX_ROUNDS} rounds"
             raise RecipeError(
-                f"{about} of {source_locations.row(drawn[live[0]].uid)}", hint="answer with [] to end them"
+                f"{about} of {source_locations.describe_row(drawn[live[0]].uid)}", hint="answer with [] to end them"
             )
         asked = {
             n: variants.ask(drawn[n], rounds[n], step=step, seed=derive(seed, "variants", n), memory=memory)

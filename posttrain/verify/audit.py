@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from posttrain import source_locations
 from posttrain.errors import RewardError, count_noun
-from posttrain.registry import types_of
+from posttrain.registry import resolve_annotations
 from posttrain.verify import math as maths
 from posttrain.verify.gold_doubts import Doubt, detect_doubts, find_column_doubt
 from posttrain.verify.golds import accepts_type, explain_unusable, is_no_answer
@@ -187,7 +187,7 @@ def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
     writer = find_script_writer(reward, rows)
     column = writer.column if writer else "answer"
     _refuse_dicts(reward, rows, column)
-    takes_lists = writer is not None or accepts_type(types_of(reward.function).get(column), list)
+    takes_lists = writer is not None or accepts_type(resolve_annotations(reward.function).get(column), list)
     needed = column in reward.columns or (column in reward.optional_columns and any(column in row for row in rows))
     usable, unusable = [], {}
     for number, row in enumerate(rows):
@@ -209,13 +209,13 @@ def row_uid(row: Row, number: int) -> str:
 
 def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> None:
     found = next((row for row in rows if isinstance(row.get(column), Mapping)), None)
-    if found is None or accepts_type(types_of(reward.function).get(column), dict):
+    if found is None or accepts_type(resolve_annotations(reward.function).get(column), dict):
         return
     keys = list(found[column])
     key = next((k for k in (*GOLD_KEYS, *keys) if k in keys), "KEY")
     raise RewardError(
         f"the column `{column}` holds dicts, and {reward.name} takes one answer",
-        where=source_locations.row(found.get("uid", 0)),
+        where=source_locations.describe_row(found.get("uid", 0)),
         allowed=f"its keys: {', '.join(map(str, keys))}",
         hint=f"take one of them: data.columns: {{{column}: THEIR_COLUMN.{key}}}",
     )
@@ -238,13 +238,13 @@ def check_gold_calls(scorer: Scorer, rows: Sequence[Row]) -> None:
     reward, section = scorer.rewards[scorer.correctness], scorer.sections[scorer.correctness]
     if results and all(result.kind == "error" for result in results):
         raise RewardError(
-            f"every call on {source_locations.row(row.get('uid', 0))} raised",
+            f"every call on {source_locations.describe_row(row.get('uid', 0))} raised",
             where=f"reward {reward.name}",
             allowed="\n  ".join(str(results[0].value).strip().splitlines()),
         )
     if all(result.kind == "timeout" for result in results):
         raise RewardError(
-            f"every gold answer of {source_locations.row(row.get('uid', 0))} takes longer than"
+            f"every gold answer of {source_locations.describe_row(row.get('uid', 0))} takes longer than"
             f" {reward.limit(section):g} s",
             where=f"reward {reward.name}",
             hint="make it faster, or raise its `timeout_s`",
@@ -342,7 +342,7 @@ def _bad_gold_error(audit: Audit, name: str, column: str, limit: float) -> Rewar
 
     column: column that holds the gold answers.
     """
-    rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
+    rows = [f"{source_locations.describe_row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")
     golds = describe_unusable(audit.unusable) if audit.unusable else f"gold was written {describe_writer(audit.writer)}"

@@ -20,9 +20,9 @@ from types import CodeType
 from typing import Any
 
 from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
-from posttrain.path_resolution import candidates, find, known_files, split_function
+from posttrain.path_resolution import candidate_paths, find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
-from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
+from posttrain.registry import explain_type_mismatch, format_value, load_function, load_module, resolve_annotations
 from posttrain.verify import trl_form
 from posttrain.verify.kwargs_read import keys_read
 from posttrain.verify.reward_classes import make_callable
@@ -161,7 +161,7 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
 
 def _resolve_file_params(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
     """Resolve parameters annotated as Path: relative to the recipe, then to the working directory."""
-    hints = types_of(function) if callable(function) else {}
+    hints = resolve_annotations(function) if callable(function) else {}
     return {
         key: find(value, base_dir, f"reward {target}: parameter `{key}`: file", RewardError)
         if isinstance(value, str) and Path in (hints.get(key), *typing.get_args(hints.get(key)))
@@ -202,7 +202,7 @@ def _locate_shipped(use: str, base_dir: Path | None) -> str:
         return f"{files[script]}:{name}"
     if use.endswith(".py"):
         raise RewardError(f"reward `{use}` names no function", hint=f"write {use}:FUNCTION")
-    own = dot and next((path for path in candidates(f"{script}.py", base_dir) if path.is_file()), None)
+    own = dot and next((path for path in candidate_paths(f"{script}.py", base_dir) if path.is_file()), None)
     near = f"./{script}.py:{name}" if own else _nearest_shipped(script, name, files)
     raise RewardError(
         f"unknown reward: {use}",
@@ -356,10 +356,10 @@ def _check_params(
             problems.append(
                 Problem(f"reward {target}", f"unknown parameter `{key}`", f"known: {', '.join(known)}", hint)
             )
-    hints = types_of(function)
+    hints = resolve_annotations(function)
     for key in groups["fixed"]:
-        if message := wrong_type(hints.get(key), params[key]):
-            got = "" if "no key of this section" in message else f", got {shown_value(params[key])}"
+        if message := explain_type_mismatch(hints.get(key), params[key]):
+            got = "" if "no key of this section" in message else f", got {format_value(params[key])}"
             problems.append(Problem(f"reward {target}", f"parameter `{key}`: {message}{got}"))
     if problems:
         raise RewardError.of(problems)

@@ -268,7 +268,7 @@ class Scorer:
                 batch = "batch from " if len(call.completion) > 1 and self.rewards[i].batched else ""
                 where = f"reward {self.rewards[i].name}"
                 raise RewardError(
-                    f"{batch}{source_locations.row(_uid(samples[row], row))}: {result.value}", where=where
+                    f"{batch}{source_locations.describe_row(_uid(samples[row], row))}: {result.value}", where=where
                 )
             for k, of_row in enumerate(split_result(call, result) if self.rewards[i].batched else [result]):
                 found[i][locations[call.number + k][1]] = of_row
@@ -355,7 +355,7 @@ def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: st
     index = next((i for i, result in enumerate(column) if result.kind == kind), None)
     if index is None:
         return ""
-    where = source_locations.row(_uid(samples[index], index))
+    where = source_locations.describe_row(_uid(samples[index], index))
     return f"on {where}:\n{column[index].value}" if kind == "error" else f"on {where}"
 
 
@@ -419,7 +419,7 @@ def combine(
                 sums[i] += weights[name] * score
                 counted[i] = True
             elif policy == "error":
-                row = source_locations.row(uids[i] if uids else i)
+                row = source_locations.describe_row(uids[i] if uids else i)
                 raise RewardError(
                     f"reward {name} returned None for {row}", hint="its `on_none` is `error`; see the row, or change it"
                 )

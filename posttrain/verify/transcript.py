@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from posttrain.errors import RewardError, did_you_mean
-from posttrain.registry import shown_value
+from posttrain.registry import format_value
 
 Role = Literal["prompt", "model", "tool", "environment"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -84,7 +84,7 @@ def _is_message(one: Any) -> bool:
 
 def _transcript_error(given: Any, where: str) -> RewardError:
     return RewardError(
-        f"not a transcript: {shown_value(given)}",
+        f"not a transcript: {format_value(given)}",
         where=where,
         allowed='a list of {"role", "text"}, of a tool also "name" and "kind"',
         hint='e.g. [{"role": "model", "text": "..."}, {"role": "tool", "name": "search", "text": "..."}]',

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import RewardError
-from posttrain.registry import shown_value
+from posttrain.registry import format_value
 
 FIELDS = ("role", "text", "parent", "finish", "tokens", "note", "parts", "shown")
 
@@ -79,7 +79,7 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
     known = {*FIELDS, "mine"}
     if not listed or not all(isinstance(one, Mapping) and {"role", "text"} <= set(one) <= known for one in listed):
         raise RewardError(
-            f"not a list of workflow calls: {shown_value(given)}",
+            f"not a list of workflow calls: {format_value(given)}",
             where=where,
             allowed=f"a list of {{{', '.join(sorted(known))}}}; role and text are required",
         )

@@ -12,9 +12,9 @@ from posttrain import registry
 from posttrain.batch import Remembered, RolloutBatch
 from posttrain.recipe.needs import BY_ROW
 
-NAMES = [(kind, name) for kind in ("group_reward", "keep") for name in sorted(registry.index()[kind])]
+NAMES = [(kind, name) for kind in ("group_reward", "keep") for name in sorted(registry.load_index()[kind])]
 REWARDS = [name for kind, name in NAMES if kind == "group_reward"]
-BY_ROW_ALONE = [(kind, name) for kind, name in NAMES if BY_ROW.issuperset(registry.index()[kind][name]["needs"])]
+BY_ROW_ALONE = [(kind, name) for kind, name in NAMES if BY_ROW.issuperset(registry.load_index()[kind][name]["needs"])]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "remaining_length": {"max_length": 8},
     "truncation_tiers": {"target_lengths": (4, 2)},

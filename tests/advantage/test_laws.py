@@ -14,9 +14,9 @@ from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch,
 from posttrain.recipe.needs import BY_ROW
 
 KINDS = ("advantage", "factor", "advantage_transform", "credit_assignment", "select")
-NAMES = [(kind, name) for kind in KINDS for name in sorted(registry.index()[kind])]
+NAMES = [(kind, name) for kind in KINDS for name in sorted(registry.load_index()[kind])]
 ADVANTAGES = [name for kind, name in NAMES if kind == "advantage"]
-BY_ROW_ALONE = [(kind, name) for kind, name in NAMES if BY_ROW.issuperset(registry.index()[kind][name]["needs"])]
+BY_ROW_ALONE = [(kind, name) for kind, name in NAMES if BY_ROW.issuperset(registry.load_index()[kind][name]["needs"])]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "riskpo": {"bundle_size": 2},
     "channels": {"channels": [{"rewards": {"step": 1.0}}, {"rewards": {"thinks": 0.5}}]},

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A hub that has every name. A test writes why one cannot be had: `hub["org/x"] = "..."`."""
     absent: dict[str, str] = {}
-    monkeypatch.setattr("posttrain.hub.why_absent", lambda name, _kind: absent.get(name, ""))
+    monkeypatch.setattr("posttrain.hub.explain_missing", lambda name, _kind: absent.get(name, ""))
     return absent
 
 

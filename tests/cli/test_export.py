@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.export.licences import doubt_licence
+from posttrain.export.licences import warn_unknown_licence
 from posttrain.models import tiny
 
 Call = Callable[..., Any]
@@ -68,8 +68,8 @@ def test_mistakes(call: Call, model: Path, folder: Path, arguments: list[str], s
 
 
 def test_a_licence_that_the_hub_does_not_know_is_noted(call: Call, model: Path) -> None:
-    assert doubt_licence("apache-2.0") == ""
-    assert doubt_licence("mine").endswith("one without an id is `other`")
+    assert warn_unknown_licence("apache-2.0") == ""
+    assert warn_unknown_licence("mine").endswith("one without an id is `other`")
     told = call("export", str(model), "--to", "merged", "--license", "apache", "--dry-run").stderr
     assert "note: --license apache is no licence id of the model hub; did you mean `apache-2.0`?" in told
 

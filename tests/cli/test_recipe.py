@@ -104,7 +104,7 @@ def test_schema(call: Call) -> None:
 def test_methods_list_has_everything(call: Call) -> None:
     listed = json.loads(call("methods", "list", "--json").stdout)
     names = {(item["kind"], item["name"]) for item in listed}
-    known = {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.index().items() for n in v}
+    known = {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.load_index().items() for n in v}
     assert known <= names and {kind for kind, _ in names - known} == {"reward"}
     assert ("reward", "length.soft_overlong") in names and ("reward", "tools.correctness") not in names
     assert [item["name"] for item in listed if not (ROOT / item["file"]).is_file()] == []

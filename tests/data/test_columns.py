@@ -12,7 +12,7 @@ from posttrain.data.columns import RequiredColumn, find_problems, named_columns,
 from posttrain.errors import DataError
 from posttrain.options import Column, PartialColumn
 from posttrain.recipe.load import load_dict
-from posttrain.registry import index, keywords
+from posttrain.registry import keyword_parameters, load_index
 from posttrain.train.assemble import required_columns
 
 ROWS: list[dict[str, Any]] = [
@@ -26,14 +26,17 @@ def factor(batch: Any, *, size: Column = "size", best: PartialColumn | None = No
 
 
 def wanted(**given: Any) -> list[RequiredColumn]:
-    return list(named_columns("factors.0", "mine", keywords(factor), given))
+    return list(named_columns("factors.0", "mine", keyword_parameters(factor), given))
 
 
 def test_annotations_name_columns() -> None:
-    assert keywords(factor)["size"] == ("Column", "size") and keywords(factor)["best"] == ("PartialColumn | None", None)
+    assert keyword_parameters(factor)["size"] == ("Column", "size") and keyword_parameters(factor)["best"] == (
+        "PartialColumn | None",
+        None,
+    )
     assert wanted() == [RequiredColumn("factors.0.size", "mine", "size", True)]
     assert wanted(best="some", size="n")[1:] == [RequiredColumn("factors.0.best", "mine", "some", False)]
-    assert index()["factor"]["inverse_easiness"]["params"]["column"] == ["Column", "easiness"]
+    assert load_index()["factor"]["inverse_easiness"]["params"]["column"] == ["Column", "easiness"]
 
 
 def test_rows_must_hold_the_numbers() -> None:

@@ -127,7 +127,7 @@ def test_a_missing_file_names_the_places_searched(tmp_path: Path) -> None:
 def test_a_hub_id_without_network_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
     start = time.perf_counter()
     with pytest.raises(DataError, match="data not found: nobody/nothing") as error:
         load_rows(Data(source="nobody/nothing"), tmp_path)

@@ -42,7 +42,7 @@ def params_of(name: str, documents: Path) -> dict[str, Any]:
     return {"levels": [0, 1, 2], **({"folder": str(documents)} if name == "asearcher" else {})}
 
 
-@pytest.mark.parametrize("name", sorted(registry.index()["task"]))
+@pytest.mark.parametrize("name", sorted(registry.load_index()["task"]))
 def test_rows_depend_on_the_seed_and_their_number_alone(name: str, documents: Path) -> None:
     own = params_of(name, documents)
     made = rows(f"task:{name}", params=own)
@@ -55,7 +55,7 @@ def test_rows_depend_on_the_seed_and_their_number_alone(name: str, documents: Pa
     assert len(others & set(map(make.problem_key, made))) < len(made) / 2
 
 
-@pytest.mark.parametrize("name", sorted(registry.index()["task"]))
+@pytest.mark.parametrize("name", sorted(registry.load_index()["task"]))
 def test_every_generator_has_examples(name: str) -> None:
     assert make.examples_of(registry.get("task", name).function)
 

@@ -275,7 +275,7 @@ HOSTILE = [
 def test_answers_that_look_like_something_else(template: str) -> None:
     """The masks agree for answers made of header text, tags, probes, JSON and white space."""
     tokenizer = tokenizer_for(template)
-    opens = chat.prefilled_think(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
+    opens = chat.has_prefilled_think(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
     for answer in HOSTILE:
         content = f"<think>\nwell\n</think>\n\n{answer}" if opens else answer
         messages = [said("user", answer), said("assistant", content)]

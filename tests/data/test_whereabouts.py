@@ -31,17 +31,20 @@ def test_a_row_is_told_by_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "my data").mkdir()
     (tmp_path / "my data/a.csv").write_text("prompt,answer\n1+1,2\n1+2,3\n")
     first, second = load_rows(Data(source="my data/a.csv"), tmp_path)
-    assert source_locations.row(second["uid"]) == f"my data/a.csv:3 (row {second['uid']})"
+    assert source_locations.describe_row(second["uid"]) == f"my data/a.csv:3 (row {second['uid']})"
     for part in ("/chosen", "@0.6", ".2"):
-        assert source_locations.place_of(f"{first['uid']}{part}") == "my data/a.csv:2"
+        assert source_locations.find_location(f"{first['uid']}{part}") == "my data/a.csv:2"
     assert set(first) == {"prompt", "answer", "uid"}, "a row has no column for it"
-    assert source_locations.rows([first["uid"], second["uid"]]) == "my data/a.csv:2, 3"
+    assert source_locations.describe_rows([first["uid"], second["uid"]]) == "my data/a.csv:2, 3"
 
 
 def test_a_row_that_nobody_read_is_told_by_its_uid() -> None:
-    assert source_locations.row("x7") == "row x7"
-    assert source_locations.rows(["a", "b", "a"]) == "rows a, b" and source_locations.rows(["a"]) == "row a"
-    assert source_locations.rows(["a", "b", "c", "d"]) == "rows a, b, c, ..."
+    assert source_locations.describe_row("x7") == "row x7"
+    assert (
+        source_locations.describe_rows(["a", "b", "a"]) == "rows a, b"
+        and source_locations.describe_rows(["a"]) == "row a"
+    )
+    assert source_locations.describe_rows(["a", "b", "c", "d"]) == "rows a, b, c, ..."
 
 
 def test_when_lengths_are_measured(jsonl: JSONL, tmp_path: Path, tiny: Any) -> None:

@@ -54,7 +54,7 @@ def head_of(text: str) -> dict[str, object]:
 
 
 def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
-    facts = card.gather(find_source(str(chain)), licence="apache-2.0")
+    facts = card.collect_facts(find_source(str(chain)), licence="apache-2.0")
     text = card.write_card(facts, "merged", "me/mine")
     assert head_of(text) == {
         "library_name": "transformers",
@@ -93,7 +93,7 @@ def test_a_merge_names_its_sources_with_their_trainings_and_weights(chain: Path,
     common = {"weight": 0.75, "normalize": True, "density": None}
     a_run(merged, "merge", "", merge_method="linear", models=models, parameters=common, data={})
     a_model(merged / "final")
-    text = card.write_card(card.gather(find_source(str(merged))), "merged", "x")
+    text = card.write_card(card.collect_facts(find_source(str(merged))), "merged", "x")
     bases, of = ("`org/base`, `org/second`", "`org/second`") if other_base else ("`org/base`", "`warm`")
     for line in (
         f"Trained with posttrain on {bases}: `warm` is sft of `org/base`; `train` is rl (dapo) of `warm`; "
@@ -118,7 +118,7 @@ def test_a_merge_names_its_sources_with_their_trainings_and_weights(chain: Path,
 def test_a_checkpoint_is_called_one(chain: Path) -> None:
     a_model(chain / "checkpoints" / "step-00000002")
     source = find_source(str(chain / "checkpoints" / "step-00000002"))
-    text = card.write_card(card.gather(source), "merged", "x")
+    text = card.write_card(card.collect_facts(source), "merged", "x")
     assert "# train-step-00000002" in text
     assert "- The checkpoint step-00000002; numbers of the training are those of the whole run." in text
     assert "No evaluation of this model was found" in text, "that of the final model is another's"
@@ -127,12 +127,12 @@ def test_a_checkpoint_is_called_one(chain: Path) -> None:
 
 
 def test_no_keys_and_no_folders_of_this_machine(chain: Path, tmp_path: Path) -> None:
-    text = card.write_card(card.gather(find_source(str(chain))), "merged", "me/mine")
+    text = card.write_card(card.collect_facts(find_source(str(chain))), "merged", "me/mine")
     assert "sk-123" not in text and str(tmp_path) not in text and "secret" not in text
 
 
 def test_an_unknown_licence_is_said(chain: Path) -> None:
-    text = card.write_card(card.gather(find_source(str(chain))), "gguf", "x", ["m.gguf"])
+    text = card.write_card(card.collect_facts(find_source(str(chain))), "gguf", "x", ["m.gguf"])
     assert head_of(text)["license"] == "unknown" and head_of(text)["base_model_relation"] == "quantized"
     assert "Unknown: `org/base` names none that could be read here" in text and "llama-cli -m m.gguf" in text
 
@@ -142,7 +142,7 @@ def test_the_licence_of_the_base_is_taken_from_its_card(tmp_path: Path) -> None:
     (base / "README.md").write_text("---\nlicense: llama3.2\ntags: [x]\n---\n# Base\n")
     run = a_run(tmp_path / "runs" / "sft", "sft", str(base))
     a_model(run / "final")
-    facts = card.gather(find_source(str(run)))
+    facts = card.collect_facts(find_source(str(run)))
     assert facts.licence == "llama3.2" and facts.public_base is None
     assert "Trained with posttrain on `base`: sft." in card.write_card(facts, "merged", "x")
 
@@ -151,20 +151,20 @@ def test_the_licence_of_the_base_is_taken_from_its_card(tmp_path: Path) -> None:
 def test_cards_that_say_no_licence(tmp_path: Path, text: str) -> None:
     base = a_model(tmp_path / "base")
     (base / "README.md").write_text(text)
-    assert card.gather(find_source(str(base))).licence is None
+    assert card.collect_facts(find_source(str(base))).licence is None
 
 
 def test_a_model_of_no_run_and_without_evaluations(tmp_path: Path) -> None:
     a_model(tmp_path / "theirs")
-    text = card.write_card(card.gather(find_source(str(tmp_path / "theirs"))), "merged", "theirs")
+    text = card.write_card(card.collect_facts(find_source(str(tmp_path / "theirs"))), "merged", "theirs")
     assert "No run directory was beside the model" in text and "No evaluation of this model was found" in text
 
 
 def test_a_licence_of_a_gguf_file(smollm2_path: str) -> None:
-    assert card.gather(find_source(smollm2_path)).licence == "apache-2.0"
+    assert card.collect_facts(find_source(smollm2_path)).licence == "apache-2.0"
 
 
 def test_an_evaluation_that_is_named(chain: Path, tmp_path: Path) -> None:
     elsewhere = a_run(tmp_path / "far" / "away", "eval", "x", data={"source": "gsm8k.jsonl"}, summary=SUMMARY)
-    facts = card.gather(find_source(str(chain)), evaluations=[elsewhere])
+    facts = card.collect_facts(find_source(str(chain)), evaluations=[elsewhere])
     assert "| gsm8k.jsonl | accuracy | 0.500 |" in card.write_card(facts, "merged", "x")

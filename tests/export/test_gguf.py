@@ -169,12 +169,12 @@ def test_a_file_that_is_not_the_model_is_found(folder_of: FolderOf, tmp_path: Pa
 )
 def test_tokenizers_that_have_no_name_there(split: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        gguf_tokenizer.vocabulary(byte_level(split, **changes), 400, gguf_model.refusal)
+        gguf_tokenizer.build_vocabulary(byte_level(split, **changes), 400, gguf_model.unsupported_error)
 
 
 @pytest.mark.parametrize(("split", "name"), [("qwen2", "qwen2"), ("smollm", "smollm"), ("plain", "gpt-2")])
 def test_names_of_splits(split: str, name: str) -> None:
-    assert gguf_tokenizer.vocabulary(byte_level(split), 310, gguf_model.refusal).pre == name
+    assert gguf_tokenizer.build_vocabulary(byte_level(split), 310, gguf_model.unsupported_error).pre == name
 
 
 def test_bos_is_added_by_readers_only_where_the_tokenizer_and_the_template_write_it() -> None:

@@ -96,10 +96,10 @@ def test_a_translation_writes_what_the_template_writes(template: str) -> None:
     tokenizer = of(template)
     turns, why = ollama.translate(tokenizer, add_bos=False)
     assert turns is not None and why == ""
-    talks = ollama.conversations()
+    talks = ollama.build_conversations()
     assert len(talks) == 30
     for talk in talks:
-        assert as_go_would(turns.go(), talk) == chat.render(tokenizer, talk, generation_prompt=True)
+        assert as_go_would(turns.to_go_template(), talk) == chat.render(tokenizer, talk, generation_prompt=True)
 
 
 def test_turns_are_cut_behind_the_token_that_ends_them() -> None:
@@ -136,9 +136,9 @@ def test_what_is_not_exact_is_not_translated(template: str, why: str) -> None:
 
 def test_a_modelfile() -> None:
     turns, _ = ollama.translate(of(CHATML), add_bos=False)
-    text = ollama.modelfile("m.gguf", turns, "", ["<|im_end|>", 'a"b'], CHATML)
+    text = ollama.build_modelfile("m.gguf", turns, "", ["<|im_end|>", 'a"b'], CHATML)
     assert text.startswith('FROM ./m.gguf\n\nTEMPLATE """{{ if .Messages }}')
     assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "a\\"b"\n')
     assert "# Tools" not in text
-    untold = ollama.modelfile("m.gguf", None, "it trims", ["<|im_end|>"], CHATML + "{{ tools }}")
+    untold = ollama.build_modelfile("m.gguf", None, "it trims", ["<|im_end|>"], CHATML + "{{ tools }}")
     assert 'TEMPLATE """' not in untold and "not translated, because it trims" in untold and "# Tools" in untold

@@ -27,7 +27,7 @@ FolderOf = Callable[..., Path]
 def plan(path: Path | str, kind: Any, output: Path, dtype: str = "auto") -> run.Plan:
     source = find_source(str(path))
     section = Model.model_validate({"path": source.path})
-    return run.make_plan(source, kind, section, dtype, output, card.gather(source))
+    return run.make_plan(source, kind, section, dtype, output, card.collect_facts(source))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from posttrain.loss.group_pairs import copg, p3o, trpa
 from posttrain.loss.groups import disco, group_key, pacs
 
 F64 = torch.float64
-ALL = sorted(registry.index()["group_loss"])
+ALL = sorted(registry.load_index()["group_loss"])
 
 
 def singles(logp: list[float], groups: list[int], **fields: Any) -> tuple[RolloutBatch, torch.Tensor]:

@@ -14,7 +14,7 @@ from posttrain.recipe.objective_checks import WITHOUT_RATIO
 NAMES = [
     (kind, name)
     for kind in ("loss", "kl", "regulariser")
-    for name in sorted(registry.index()[kind])
+    for name in sorted(registry.load_index()[kind])
     if name
     not in ("value", "critic", "router_balance", "entropy_bonus", "full")  # their gradient is not by the log-probs
 ]
@@ -120,14 +120,14 @@ def test_statistics_are_detached_and_named_by_row_or_token(kind: str, name: str)
         assert value.shape in (MASK.shape, MASK.shape[:1])
 
 
-@pytest.mark.parametrize("name", sorted(registry.index()["loss"]))
+@pytest.mark.parametrize("name", sorted(registry.load_index()["loss"]))
 def test_a_loss_weighs_a_token_by_who_sampled_it_or_replay_refuses_it(name: str) -> None:
     """Other log-probs of the policy that sampled give another gradient: of `old_logp`, or of `rollout_logp` where the
     loss reads that too. Losses that `replay` refuses have none of it."""
     rows, logp = batch(0.0)
     old = rows.old_logp
     assert old is not None and rows.rollout_logp is not None
-    both = "rollout_logp" in registry.index()["loss"][name].get("needs", ())
+    both = "rollout_logp" in registry.load_index()["loss"][name].get("needs", ())
     other = {"rollout_logp": rows.rollout_logp - 0.1} if both else {"old_logp": old - 0.1}
     near = (old + 0.02).detach()  # inside of every clip range and gate
     gradients = []

@@ -15,7 +15,7 @@ from posttrain.errors import UserError
 from posttrain.loss import pair, pair_labels, pair_rounds
 
 LN3 = math.log(3)
-NAMES = sorted(registry.index()["pair_loss"])
+NAMES = sorted(registry.load_index()["pair_loss"])
 
 
 def column(*values: float) -> torch.Tensor:

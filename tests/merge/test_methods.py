@@ -54,7 +54,7 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_method_is_run_here() -> None:
-    assert RUNS.keys() | {"lora_combine"} == registry.index()["merge"].keys()  # test_combine_adapters.py
+    assert RUNS.keys() | {"lora_combine"} == registry.load_index()["merge"].keys()  # test_combine_adapters.py
 
 
 @pytest.mark.parametrize("method", RUNS)

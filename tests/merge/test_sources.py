@@ -58,7 +58,7 @@ def test_tiny_is_written_before_it_is_merged(models: Path, merge: Merge) -> None
     ("name", "hint"),
     [
         ("some/model@v2", "download that revision, and name its folder"),
-        ("base+lora", "write `lora`, whose adapter_config"),
+        ("base+lora", "name the adapter only: `lora`; its adapter_config"),
     ],
 )
 def test_mergekits_words_for_revisions_and_adapters(models: Path, name: str, hint: str) -> None:

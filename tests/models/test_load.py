@@ -176,7 +176,7 @@ def test_an_unknown_model_names_what_was_tried_at_once(
 ) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
     start = time.perf_counter()
     with pytest.raises(ModelError, match="model not found: nobody/nothing") as error:
         loaded("nobody/nothing")

@@ -131,7 +131,7 @@ def test_rewards_that_are_missing_are_shown(written: str, errors: Errors) -> Non
 
 def test_a_component_without_a_name(errors: Errors) -> None:
     told = errors(RL + "keep: {metric: reward}\n")
-    known = ", ".join(sorted(registry.index()["keep"]))
+    known = ", ".join(sorted(registry.load_index()["keep"]))
     assert told.startswith(f"r.yaml:6:1  keep.use: is missing\n  known: {known}")
     assert told.endswith("; or path/file.py:function")
 

@@ -317,7 +317,7 @@ def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> 
     if issubclass(model, ComponentSection):
         yield from ((chain, mark) for arguments in model.idle_arguments.values() for mark in arguments.values())
         for name, entry in model.registered_components().items():
-            kind = registry.kind_of(model.kinds, name)
+            kind = registry.find_kind(model.kinds, name)
             rows = [row for argument in entry["params"] for row in limits.argument_marks(kind, name, argument)]
             yield from ((chain, Refused(*row)) for row in rows)
     for field in model.model_fields.values():
@@ -385,7 +385,9 @@ def test_every_key_is_read_somewhere() -> None:
     schema = re.compile(r"sections?\.py$|stages\.py$|requirements\.py$|schema\.py$|checks\.py$")
     text = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if not schema.search(p.name))
     names = {path.rpartition(".")[2] for model in STAGES.values() for path in keys.all_paths(model)}
-    names -= {key for entry in registry.index()["merge"].values() for key in entry["params"]}  # arguments of the rules
+    names -= {
+        key for entry in registry.load_index()["merge"].values() for key in entry["params"]
+    }  # arguments of the rules
     unread = {n for n in names if not re.search(rf"\.{n}\b|[\"']{n}[\"']", text)}
     assert unread == {"divide_by"}  # read as `divisor`
 

@@ -39,7 +39,7 @@ def numbers() -> set[tuple[str, str, str]]:
     return {
         (kind, name, argument)
         for kind in kinds
-        for name, entry in registry.index()[kind].items()
+        for name, entry in registry.load_index()[kind].items()
         for argument, (annotation, *_) in entry["params"].items()
         if annotation.split(" ")[0] in ("int", "float")
     }

@@ -10,16 +10,16 @@ import pytest
 
 from posttrain.report.curves import (
     Curves,
+    compute_ticks,
     curves_to_draw,
-    nice_ticks,
     proportion_interval,
     running_mean,
-    shown_first,
+    split_by_priority,
     thin,
 )
 from posttrain.report.live import LivePage
-from posttrain.report.page import island, render
-from posttrain.report.run_view import LONGEST, RunView, chosen_samples, read_ends
+from posttrain.report.page import json_island, render
+from posttrain.report.run_view import MAX_CHARACTERS, RunView, read_ends, select_samples
 
 INTERVAL = {"mean": 0.9, "low": 0.88, "high": 0.92}
 
@@ -149,7 +149,7 @@ def test_a_run_that_just_started_has_a_page_too(tmp_path):
 
 
 def test_nothing_in_the_data_ends_its_element():
-    text = island({"a": "</script><!--<script>\u2028&"})
+    text = json_island({"a": "</script><!--<script>\u2028&"})
     assert not re.search("[<>&\u2028]", text)
     assert json.loads(text) == {"a": "</script><!--<script>\u2028&"}
 
@@ -199,7 +199,7 @@ def test_intervals_come_with_metrics_that_have_bounds(tmp_path):
     found = curves_to_draw(curves, group_size=8)
     assert found["eval/accuracy"] == {"x": [1.0], "y": [0.5], "low": [0.4], "high": [0.6]}
     assert "eval/accuracy/low" not in found
-    first, rest = shown_first(list(curves.points))
+    first, rest = split_by_priority(list(curves.points))
     assert "eval/accuracy" in first and "eval/accuracy/low" not in [*first, *rest]
     assert found["correct"]["low"][0] == pytest.approx(proportion_interval(0.5, 10)[0], abs=1e-4)
     assert found["correct"]["high"][1] == 1.0
@@ -215,9 +215,9 @@ def test_wilson_interval():
 
 def test_samples_of_first_last_and_steps_between():
     records = [{"step": s, "prompt": "p", "completion": f"{s}" * 10_000} for s in range(100) for _ in range(9)]
-    found = chosen_samples(records)
+    found = select_samples(records)
     assert {0, 99} <= {record["step"] for record in found} and len(found) == 32
-    assert len(found[0]["completion"]) < LONGEST + 100 and "4000 characters more" in found[0]["completion"]
+    assert len(found[0]["completion"]) < MAX_CHARACTERS + 100 and "4000 characters more" in found[0]["completion"]
 
 
 def test_the_ends_of_a_long_file(tmp_path):
@@ -256,9 +256,9 @@ def test_a_page_is_written_every_few_seconds_at_most(tmp_path, monkeypatch):
 
 
 def test_ticks_are_round_and_cover_the_values():
-    assert nice_ticks(0.12, 0.93) == [0.0, 0.5, 1.0]
-    assert nice_ticks(30, 61) == [20.0, 40.0, 60.0, 80.0]
-    assert nice_ticks(5, 5) == [4.5, 5.0, 5.5]
+    assert compute_ticks(0.12, 0.93) == [0.0, 0.5, 1.0]
+    assert compute_ticks(30, 61) == [20.0, 40.0, 60.0, 80.0]
+    assert compute_ticks(5, 5) == [4.5, 5.0, 5.5]
 
 
 def test_long_curves_are_thinned_by_means_and_keep_their_end():

@@ -17,7 +17,7 @@ from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.report.page import chart_groups
 from posttrain.report.run_view import RunView
-from posttrain.report.sections import progress
+from posttrain.report.sections import format_progress
 from posttrain.report.serve import make_server
 from posttrain.run import status
 from posttrain.run.directory import RunDirectory
@@ -133,7 +133,7 @@ def test_the_steps_of_a_run_in_epochs_are_known_once_its_rows_are(tmp_path: Path
         directory.metrics(None).write(3, {"loss": 0.5})
         assert " 3 " in invoke("runs", tmp_path).stdout  # and not of how many
         status.note_steps(directory, 7)
-        assert " 3/7 " in invoke("runs", tmp_path).stdout and progress(RunView(tmp_path / "r")) == "step 3 of 7"
+        assert " 3/7 " in invoke("runs", tmp_path).stdout and format_progress(RunView(tmp_path / "r")) == "step 3 of 7"
         status.end(directory.path)
     assert " 3/7 " in invoke("runs", tmp_path).stdout
 

@@ -143,17 +143,17 @@ def test_nothing_waits_without_vllm(left: dict[Any, Any], monkeypatch: pytest.Mo
     ],
 )
 def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
-    from posttrain.pipeline import engines_beside  # here: the processes of this file import it
+    from posttrain.pipeline import count_engine_processes  # here: the processes of this file import it
     from posttrain.recipe.engine_sections import EngineSection
 
     engine = EngineSection.model_validate(section)
     recipe: Any = SimpleNamespace(rollout=engine)
-    assert engines_beside(recipe) == count and engines_beside(SimpleNamespace(engine=engine)) == count  # type: ignore[arg-type]
-    assert engines_beside(SimpleNamespace()) == 0  # type: ignore[arg-type]
+    assert count_engine_processes(recipe) == count and count_engine_processes(SimpleNamespace(engine=engine)) == count  # type: ignore[arg-type]
+    assert count_engine_processes(SimpleNamespace()) == 0  # type: ignore[arg-type]
 
 
 def test_the_first_of_a_group_starts_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.pipeline import engines_beside
+    from posttrain.pipeline import count_engine_processes
     from posttrain.recipe.engine_sections import EngineSection
 
     recipe: Any = SimpleNamespace(
@@ -161,7 +161,7 @@ def test_the_first_of_a_group_starts_its_engine(monkeypatch: pytest.MonkeyPatch)
     )
     for rank, count in enumerate((1, 0, 1, 0)):
         monkeypatch.setenv("RANK", str(rank))
-        assert engines_beside(recipe) == count
+        assert count_engine_processes(recipe) == count
 
 
 PARENT = """

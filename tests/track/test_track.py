@@ -22,7 +22,7 @@ from posttrain.redact import without_secrets
 from posttrain.run.directory import RunDirectory
 from posttrain.track import backends, follow, start
 from posttrain.track.backends import COLUMNS, TRACKERS
-from posttrain.track.follow import Rows, numbers, run_key
+from posttrain.track.follow import Rows, finite_numbers, run_key
 
 Values = dict[str, Any]
 EVIL = "<script>alert(1)</script> | **b** \x1b[31m"
@@ -266,7 +266,7 @@ def test_whole_rows_only_and_from_the_start_of_a_shorter_file(tmp_path: Path) ->
 
 def test_numbers_and_secrets() -> None:
     row = {"step": 1, "a": 1, "b": None, "c": True, "d": float("nan"), "e": "x", "f": [1]}
-    assert numbers(row) == {"a": 1.0}
+    assert finite_numbers(row) == {"a": 1.0}
     kept = {"max_new_tokens": 5, "token_mean": 1, "api_key": None}
     assert without_secrets({**kept, "x": [{"apiKey": "1", "auth_token": "2", "password": "3"}]}) == {
         **kept, "x": [{"apiKey": "***", "auth_token": "***", "password": "***"}],

@@ -41,7 +41,7 @@ def tiny() -> Any:
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are called by their column `name`, not by a hash."""
     monkeypatch.setattr(rows_module, "row_uid", lambda record, *_: record["name"])
-    monkeypatch.setattr(source_locations, "_places", {})  # such uids mean nothing to other tests
+    monkeypatch.setattr(source_locations, "_locations", {})  # such uids mean nothing to other tests
 
 
 def data(tmp_path: Path, *rows: dict[str, Any]) -> Data:

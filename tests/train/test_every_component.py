@@ -45,7 +45,10 @@ PLACES = {
 }
 LISTS = ("group_rewards", "factors", "advantage_transforms", "select", "corrections", "regularisers")
 ENTRIES = {
-    (kind, name): entry for kind, all_ in registry.index().items() if kind in PLACES for name, entry in all_.items()
+    (kind, name): entry
+    for kind, all_ in registry.load_index().items()
+    if kind in PLACES
+    for name, entry in all_.items()
 }
 
 NUMBERS: dict[str, Values] = {
@@ -131,7 +134,7 @@ def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
 def by_preset() -> set[tuple[str, str]]:
     """What the presets of rl name."""
     sections = [section for name in presets.names("rl") for _, section in preset_recipe(name).components()]
-    return {(registry.kind_of(section.kinds, section.use), section.use) for section in sections}
+    return {(registry.find_kind(section.kinds, section.use), section.use) for section in sections}
 
 
 WITHIN = [key for key, entry in ENTRIES.items() if not out_of_reach(entry)]
@@ -144,7 +147,7 @@ def test_every_kind_has_its_place() -> None:
     # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py, test_replay.py,
     # test_workflows.py
     others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape", "replay", "workflow"}
-    assert {*PLACES, *others} == registry.index().keys()
+    assert {*PLACES, *others} == registry.load_index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
 

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 
 from posttrain.data.tasks.pictures import find_square
 from posttrain.errors import UserError
-from posttrain.images import Image, add_noise, open_image, png_url, take_away
+from posttrain.images import Image, add_noise, degrade, open_image, png_url
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.metrics import read_metrics
@@ -31,14 +31,14 @@ def colors(image: Image) -> list[tuple[int, int, int]]:
 def test_a_share_of_the_squares_is_black() -> None:
     """16 squares of 16 pixels in 64 x 64, of which a half is black; the picture itself has no black pixel."""
     assert colors(SQUARE).count((0, 0, 0)) == 0
-    masked = take_away(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
+    masked = degrade(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
     assert open_image(masked).size == open_image(SQUARE).size
     assert colors(masked).count((0, 0, 0)) == 8 * 16 * 16
-    assert masked == take_away(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
-    assert masked != take_away(SQUARE, "mask", ratio=0.5, patch=16, seed=2)
-    assert colors(take_away(SQUARE, "mask", ratio=0.0, patch=16, seed=1)) == colors(SQUARE)
-    assert set(colors(take_away(SQUARE, "blank", ratio=0.5, patch=16, seed=1))) == {(127, 127, 127)}
-    blurred = colors(take_away(SQUARE, "blur", ratio=0.5, patch=8, seed=1))
+    assert masked == degrade(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
+    assert masked != degrade(SQUARE, "mask", ratio=0.5, patch=16, seed=2)
+    assert colors(degrade(SQUARE, "mask", ratio=0.0, patch=16, seed=1)) == colors(SQUARE)
+    assert set(colors(degrade(SQUARE, "blank", ratio=0.5, patch=16, seed=1))) == {(127, 127, 127)}
+    blurred = colors(degrade(SQUARE, "blur", ratio=0.5, patch=8, seed=1))
     assert len(set(blurred)) > len(set(colors(SQUARE))) and max(map(max, blurred)) <= 255
 
 

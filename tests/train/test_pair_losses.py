@@ -29,7 +29,7 @@ NUMBERS = {
     "history_chosen_logp": [-9.0, -8.0],
     "history_rejected_logp": [-8.0, -9.0],
 }
-LOSSES = sorted(registry.index()["pair_loss"])
+LOSSES = sorted(registry.load_index()["pair_loss"])
 
 
 @pytest.fixture
@@ -61,11 +61,12 @@ def test_every_preset_of_the_stage_names_a_loss_that_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [u for u in LOSSES if set(registry.index()["pair_loss"][u]["needs"]) & {*pair_columns.GIVEN} - {"labels"}]
+    "use",
+    [u for u in LOSSES if set(registry.load_index()["pair_loss"][u]["needs"]) & {*pair_columns.GIVEN} - {"labels"}],
 )
 def test_a_column_that_is_missing_is_asked_for(use: str, numbered: Any, opened: Any) -> None:
     """Before a model is loaded, by name and row."""
-    needs = registry.index()["pair_loss"][use]["needs"]
+    needs = registry.load_index()["pair_loss"][use]["needs"]
     missing = next(field for need in needs if need in pair_columns.GIVEN for field in pair_columns.GIVEN[need])
     recipe = numbered(missing, loss={"use": use, **SETTINGS.get(use, {})})
     with opened() as directory, pytest.raises(DataError, match=f"`{use}` needs the column `{missing}`"):

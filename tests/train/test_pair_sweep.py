@@ -34,7 +34,7 @@ COLUMNS = {
     "history_rejected_logp": [-8.0, -9.0],
 }
 PRESETS = {name: presets.preset(name).choices["loss"]["use"] for name in presets.names("dpo")}
-LOSSES = sorted(registry.index()["pair_loss"])
+LOSSES = sorted(registry.load_index()["pair_loss"])
 METHODS: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name, "loss": SETTINGS.get(use, {})} for name, use in PRESETS.items()},
     **{use: {"loss": {"use": use, **SETTINGS.get(use, {})}} for use in LOSSES if use not in PRESETS.values()},

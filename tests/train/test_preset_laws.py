@@ -255,7 +255,7 @@ def parts_objective(**sections: Any) -> Objective:
 LOSSES = [
     (name, entry["needs"])
     for kind in ("loss", "group_loss")
-    for name, entry in registry.index()[kind].items()
+    for name, entry in registry.load_index()[kind].items()
     if "external" not in entry["needs"]
 ]
 
@@ -270,14 +270,16 @@ def test_a_loss_says_that_it_reads_no_advantages(name: str, needs: list[str]) ->
     for factor in (1.0, 3.0):
         given = rows.replace(advantages=factor * advantage, channels={"0": factor * advantage})
         logp = policy()
-        values = registry.get("group_loss" if name in registry.index()["group_loss"] else "loss", name).function(
+        values = registry.get("group_loss" if name in registry.load_index()["group_loss"] else "loss", name).function(
             given.replace(new_values=given.new_values.clone().requires_grad_()), logp
         )
         found.append(values.values.sum().detach())
     assert bool(found[0] == found[1]) == ("own_credit" in needs)
 
 
-@pytest.mark.parametrize("name", [n for n, e in registry.index()["advantage"].items() if "components" in e["needs"]])
+@pytest.mark.parametrize(
+    "name", [n for n, e in registry.load_index()["advantage"].items() if "components" in e["needs"]]
+)
 def test_an_advantage_of_components_does_not_see_a_kl_in_the_reward(name: str) -> None:
     given = {"channels": {"channels": [{"rewards": {"reward": 1.0}}]}, "decs": {"max_length": 6.0}}.get(name, {})
     rows = batch("decs").replace(components={**batch("decs").components, "reward": MIXED})

@@ -40,7 +40,7 @@ def answers(tmp_path: Path, sft_recipe: Any) -> Any:
 
 
 def test_every_objective_is_run_here() -> None:
-    assert registry.index()["token_weight"].keys() <= OBJECTIVES.keys()
+    assert registry.load_index()["token_weight"].keys() <= OBJECTIVES.keys()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

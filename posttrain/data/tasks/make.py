@@ -72,7 +72,9 @@ def resolve_task(
             )
         if "Path" in component.params[key][0]:
             own[key] = find(str(value), base_dir, f"task:{name}'s {key}", DataError)
-        elif problem := registry.wrong_type(registry.types_of(component.function).get(key), value):
+        elif problem := registry.explain_type_mismatch(
+            registry.resolve_annotations(component.function).get(key), value
+        ):
             raise DataError(f"task:{name}: {key}: {problem}")
     if missing := [key for key, (_, default) in component.params.items() if default is ... and key not in own]:
         raise DataError(f"task:{name} needs {', '.join(missing)}", hint="write it under data.params")
@@ -159,7 +161,7 @@ def _generate(generator: Generator, name: str, level: int, own: dict[str, Any], 
         raise
     except Exception as cause:  # caused by the parameters, or by a user's own generator
         problem = f"task:{name} fails at level {level}: {type(cause).__name__}: {cause}"
-        raise DataError(problem, where=registry.script_line(cause), hint="see data.params") from cause
+        raise DataError(problem, where=registry.find_script_line(cause), hint="see data.params") from cause
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise DataError(f"task:{name} must return a dict with a text `prompt`, not {row!r:.80}")
     return row
