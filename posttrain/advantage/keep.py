@@ -147,7 +147,7 @@ def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999)
 def kl_rollback(batch: RolloutBatch) -> Tensor:
     """Drop groups whose mean token KL to the reference is above a threshold -> rows that stay, bool [N].
 
-    The threshold is that of the sampler `taco`, which puts their prompts aside. The sampler puts their prompts aside.
+    The threshold comes from the sampler `taco`, which sets the prompts of these groups aside.
     The KL is the mean over a group's trained tokens of the k3 estimate; a KL equal to the threshold stays.
     """
     threshold = batch.sampler_state.get("kl_threshold")

@@ -5,9 +5,10 @@
 A condition is text: alternatives joined by ` or `, each made of clauses joined by ` and `. A clause is a key that must
 have a true value (`lora`), a key with its allowed values (`engine = vllm|stored`, `use != adamw`), a comparison with a
 number or another key (`samples > 1`; a list counts its entries), `WORD in KEY`, or `not` before one of these. `N % M`
-holds if M does not divide N. A key is looked up in the section that holds the field, then in the sections around it,
-and last in the recipe (`.mix`: only in the section that holds the field); for a list, every entry must match. A key
-that a stage does not have counts as empty.
+holds if M does not divide N. A property of a section or stage (`keeps` in `rl_stage.py`) can be used like a key. A key
+is looked up in the section that holds the field, then in the sections around it, and last in the recipe (`.mix`: only
+in the section that holds the field); for a list, every entry must match. A key that a stage does not have counts as
+empty.
 
 Messages may contain `{key}` (value of a key), `{.key}` (its path in the recipe), `{#key}` (its number of entries), and
 `{key noun}` (a count such as `3 nouns`).

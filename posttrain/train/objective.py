@@ -3,7 +3,7 @@
 The order is fixed:
 
  1. group_rewards  new rewards from the rewards of a group, applied one after another
- 2. keep           rows that stay (dynamic sampling); dropped rows leave the batch and its denominators
+ 2. keep           rows that stay (dynamic sampling); dropped rows get an empty mask and do not count in denominators
  3. KL             with `kl.where: reward`: coef * the row's summed KL is subtracted from its reward
  4. advantage      from the rewards of the kept rows, over the whole step
  5. factors        multiply the advantages of a row, including its per-channel advantages

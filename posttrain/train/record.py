@@ -19,7 +19,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import evaluation_notes
 from posttrain.train.own_rows import OwnRows
-from posttrain.train.rl_metrics import sample_record, sampled_rows, signal_note
+from posttrain.train.rl_metrics import advantage_record, sample_record, sampled_rows, signal_note
 from posttrain.train.update_check import update_note
 from posttrain.verify.failures import Calls
 
@@ -45,7 +45,11 @@ class StepResult:
     def samples(self, count: int) -> list[dict[str, Any]]:
         """Return the step's records in samples.jsonl: `count` rollouts, each from the rank that has its text."""
         chosen = sampled_rows(len(self.rollouts), count)
-        own = {n: sample_record(self.rollouts[n]) for n in set(chosen).intersection(self.rows_of.mine)}
+        own = {
+            number: sample_record(self.rollouts[number]) | advantage_record(self.measured, row)
+            for row, number in enumerate(self.rows_of.mine)
+            if number in chosen
+        }
         found: dict[int, dict[str, Any]] = {}
         for records in self.rows_of.ranks.gather(own):
             found |= records

@@ -335,6 +335,18 @@ def sample_record(r: Rollout) -> dict[str, Any]:
     }
 
 
+def advantage_record(batch: RolloutBatch, row: int) -> dict[str, Any]:
+    """Return what samples.jsonl says about the training of a row: `advantage`, the mean over its trained tokens if each
+    token has its own (None without one), and `kept`, False if `keep` has dropped the row.
+
+    batch: after `compute_advantages`.
+    """
+    assert batch.advantages is not None
+    values = batch.advantages[row]
+    values = values[batch.mask[row]] if values.dim() else values[None]
+    return {"advantage": _mean(values), "kept": batch.keep is None or bool(batch.keep[row])}
+
+
 def _mean(values: Tensor) -> float | None:
     """Return the mean of the values that are not NaN; None if all are."""
     known = values[~values.isnan()]

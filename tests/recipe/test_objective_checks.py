@@ -76,6 +76,11 @@ SUMMED = {**PARTED, "separate": False}
             "keep.1.use: `mixed` drops the all-correct groups, needed by `remaining_length`",
             {"keep": "some_right"},
         ),
+        (
+            {"keep": "balanced_difficulty_filter", "group_rewards": ["length_zscore"]},
+            "`balanced_difficulty_filter` drops the all-correct groups, needed by `length_zscore`",
+            {"keep": {"use": "balanced_difficulty_filter", "t_high": 1}},
+        ),
         ({"corrections": ["tis", "minirl"]}, "both correct", {"corrections": ["tis"]}),
         ({"corrections": ["tis"], "loss": "decoupled_ppo"}, "both correct", {"corrections": []}),
         ({"corrections": ["tis"], "loss": "copg"}, "there are no tokens to weight", {"corrections": []}),

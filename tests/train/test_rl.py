@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT, default_int_handler
 from signal import signal as handle
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.evaluation import completion_metrics
 from posttrain.train.rl_metrics import (
     Mismatch,
+    advantage_record,
     rollout_metrics,
     sample_record,
     sampled_metrics,
@@ -527,6 +529,30 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
     assert "no answer was right" in (signal_note(hard) or "")
     stopped = signal_note(hard | {"completions/ended_in_thought": 0.75}) or ""
     assert "75% of the completions end inside their thought: see rollout.stop" in stopped
+
+
+def test_samples_have_the_advantage_of_their_row(recipe: Make, opened: Opened) -> None:
+    """GRPO without a scale: the reward minus the mean reward of the group, whose rows are all recorded."""
+    made = recipe(advantage={"use": "group", "scale": "none"}, run={"steps": 1, "samples_per_step": 1000})
+    with opened("run") as directory:
+        rl.run(made, directory)
+        rows = [json.loads(line) for line in (directory.path / "samples.jsonl").read_text().splitlines()]
+    groups = {row["group"] for row in rows}
+    means = {group: mean(row["reward"] for row in rows if row["group"] == group) for group in groups}
+    assert len(groups) > 1 and any(row["advantage"] for row in rows)
+    for row in rows:
+        assert row["kept"] and row["advantage"] == pytest.approx(row["reward"] - means[row["group"]], abs=1e-6)
+
+
+def test_an_advantage_by_token_is_recorded_as_the_mean_over_trained_tokens() -> None:
+    batch = rollout_batch(rollouts([1.0, 0.0]))
+    tokens = torch.arange(float(batch.mask.numel())).reshape(batch.mask.shape)
+    batch = batch.replace(advantages=tokens, keep=torch.tensor([True, False]))
+    records = [advantage_record(batch, row) for row in (0, 1)]
+    assert [one["kept"] for one in records] == [True, False]
+    assert records[0]["advantage"] == float(tokens[0][batch.mask[0]].mean())
+    batch = batch.replace(mask=torch.zeros_like(batch.mask))
+    assert advantage_record(batch, 0)["advantage"] is None
 
 
 def test_completions_that_stop_inside_their_thought_are_counted() -> None:
