@@ -63,7 +63,7 @@ def test_step_calls_them_in_that_order() -> None:
 def test_functions_and_fields_that_sections_name_are_there() -> None:
     named = re.findall(r"`posttrain/([\w/]+\.py)` \(`(\w+)`\)|`(\w+)` in `posttrain/([\w/]+\.py)`", TEXT)
     places = [(a or d, b or c) for a, b, c, d in named]
-    assert len(places) > 5
+    assert len(places) >= 5
     sources = {file: (ROOT / "posttrain" / file).read_text(encoding="utf-8") for file, _ in places}
     missing = [
         (f, n) for f, n in places if not re.search(rf"^\s*(def {n}\(|class {n}\b|{n}\b.*= )", sources[f], re.MULTILINE)
@@ -101,7 +101,7 @@ def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
     [
         ("Add a loss", "posttrain/loss/"),
         ("Add a reward", "posttrain/verify/endpoint.py"),
-        ("A prompt's way through one RL step", "posttrain/train/rl_metrics.py"),
+        ("A prompt's path through one RL step", "posttrain/train/rl_metrics.py"),
         ("Map", "posttrain/advantage/keep.py"),
         ("Add a recipe key", "rollout_sections.py"),
     ],
