@@ -66,7 +66,7 @@ class Run:
         self.path = Path(path)
         resolved = read_json(self.path / "resolved.json")
         if resolved is None:
-            raise UserError(f"{self.path} is no run directory: it has no resolved.json")
+            raise UserError(f"{self.path} is not a run directory: it has no resolved.json")
         self.recipe: dict[str, Any] = dict(resolved)  # all resolved values
 
     @property
@@ -349,4 +349,4 @@ def _to_json_value(value: Any) -> Any:
     if hasattr(value, "item") and not callable(value):
         return value.item()
     how = ": write it as FILE.py:FUNCTION" if callable(value) else ""
-    raise TypeError(f"{type(value).__name__} is no value of a recipe{how}")
+    raise TypeError(f"{type(value).__name__} is not a recipe value{how}")

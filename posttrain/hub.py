@@ -29,7 +29,7 @@ def offline_setting() -> str:
 def explain_unavailable() -> str:
     """Return why the hub cannot be used, as a clause; "" if it can be reached."""
     if setting := offline_setting():
-        return f"{setting} is set, so the hub is not asked"
+        return f"{setting} is set, so the hub is not used"
     return "" if is_reachable() else f"{host()} cannot be reached from here"
 
 
@@ -77,12 +77,12 @@ def explain_missing(name: str, kind: Literal["model", "dataset"]) -> str:
     if is_cached(name, kind):
         return ""
     if setting := offline_setting():
-        return f"{setting} is set, and the local cache does not hold it"
+        return f"{setting} is set, and the local cache does not have it"
     status = _request_status(f"https://{host()}/api/{kind}s/{name}")
     if status is None:
-        return f"{host()} cannot be reached, and the local cache does not hold it"
+        return f"{host()} cannot be reached, and the local cache does not have it"
     missing = status in (401, 404) and not _is_signed_in()  # with a token it may be private: the libraries can say
-    return f"the hub knows no such {'data set' if kind == 'dataset' else 'model'}" if missing else ""
+    return f"the hub has no such {'data set' if kind == 'dataset' else 'model'}" if missing else ""
 
 
 def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:

@@ -66,7 +66,9 @@ def open_image(image: Image) -> Any:
     except DataError:
         raise
     except Pillow.UnidentifiedImageError as cause:
-        raise DataError(f"{image.name} is no image that Pillow can read ({len(stream.getvalue())} bytes)") from cause
+        raise DataError(
+            f"{image.name} is not an image that Pillow can read ({len(stream.getvalue())} bytes)"
+        ) from cause
     except Pillow.DecompressionBombError as cause:
         raise DataError(f"{image.name}: {cause}", allowed=f"up to {MAX_IMAGE_PIXELS:,} pixels") from cause
     except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as cause:
@@ -82,7 +84,7 @@ def _read_bytes(image: Image) -> bytes:
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as cause:
-            raise DataError(f"the data URL of an image is no base64: {cause}") from cause
+            raise DataError(f"the data URL of an image is not base64: {cause}") from cause
     try:
         return Path(image.source).read_bytes()
     except OSError as cause:

@@ -64,9 +64,9 @@ def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = U
 def check_file_name(name: str) -> None:
     """Raise UserError for a text that no file system accepts as a name: too long, or with a NUL character."""
     if "\0" in name:
-        raise UserError(f"{name[:60]!r} is no file name: it holds a NUL character")
+        raise UserError(f"{name[:60]!r} is not a file name: it contains a NUL character")
     if len(name) > NAME_CHARS or any(len(part.encode(errors="replace")) > PART_BYTES for part in name.split("/")):
-        raise UserError(f"`{name[:60]}...` is no file name: it has {count_noun(len(name), 'character')}")
+        raise UserError(f"`{name[:60]}...` is not a file name: it has {count_noun(len(name), 'character')}")
 
 
 def check_not_special(path: Path, what: str, error: type[UserError] = UserError) -> None:
@@ -75,7 +75,7 @@ def check_not_special(path: Path, what: str, error: type[UserError] = UserError)
     kinds = {"pipe": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": stat.S_ISCHR, "block device": stat.S_ISBLK}
     for kind, is_it in kinds.items():
         if is_it(mode):
-            raise error(f"{what}: {path} is a {kind}, not a file", hint="write what it gives into a file")
+            raise error(f"{what}: {path} is a {kind}, not a file", hint="write its content to a file")
 
 
 def suggest_file(name: str, places: Sequence[Path]) -> str:
@@ -129,7 +129,7 @@ def locate_function(
         raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
     left, name = split
     if "/" in left and not left.endswith(".py"):
-        raise error(f"{what} `{use}`: {left} is no module", hint=f"a script ends in .py: {left}.py:{name}")
+        raise error(f"{what} `{use}`: {left} is not a module", hint=f"a script ends in .py: {left}.py:{name}")
     return find(left, base_dir, f"{what} script", error) if left.endswith(".py") else left, name
 
 

@@ -146,7 +146,7 @@ def test_mistakes_are_raised_and_make_no_directory(folder: Path) -> None:
         pt.rl(SFT, "out")
     with pytest.raises(UserError, match="cannot be int"):
         pt.sft(3)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         pt.Run(folder)
     assert not (folder / "out").exists()
 

@@ -46,7 +46,7 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("code", "why"), [(200, ""), (404, "knows no such model"), (401, "knows no such model"), (403, ""), (500, "")]
+    ("code", "why"), [(200, ""), (404, "has no such model"), (401, "has no such model"), (403, ""), (500, "")]
 )
 def test_what_the_hub_answers(code: int, why: str, status: list[int]) -> None:
     status[0] = code
@@ -64,7 +64,7 @@ def test_nobody_is_asked_where_the_cache_holds_it_or_it_is_forbidden(
 ) -> None:
     monkeypatch.setattr(hub, "_request_status", lambda _url: pytest.fail("asked"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub.explain_missing("org/x", "model") == "HF_HUB_OFFLINE=1 is set, and the local cache does not hold it"
+    assert hub.explain_missing("org/x", "model") == "HF_HUB_OFFLINE=1 is set, and the local cache does not have it"
     (cache / "hub" / "models--org--x" / "snapshots" / "abc").mkdir(parents=True)
     assert hub.explain_missing("org/x", "model") == ""
     assert hub.explain_missing("org/x", "dataset")
@@ -75,7 +75,7 @@ def test_nobody_is_asked_where_the_cache_holds_it_or_it_is_forbidden(
 def test_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = hub._request_status
     monkeypatch.setattr(hub, "_request_status", lambda _url: asked("http://127.0.0.1:1/x"))
-    assert "cannot be reached, and the local cache does not hold it" in hub.explain_missing("org/x", "model")
+    assert "cannot be reached, and the local cache does not have it" in hub.explain_missing("org/x", "model")
 
 
 def test_modules_of_a_cached_model_are_known_and_those_of_experts_are_not(cache: Path) -> None:

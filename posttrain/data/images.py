@@ -178,7 +178,7 @@ def insert_placeholders(row: Row, where: str) -> Row:
             f"{count_noun(count, 'image')} and {found}",
             where=where,
             hint=f"write {PLACEHOLDER} once for each image, or nowhere: "
-            "they then stand before the first text of the user",
+            "they are then placed before the first text of the user",
         )
     return row
 

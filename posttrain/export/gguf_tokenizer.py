@@ -132,6 +132,6 @@ def check_tokenizer(found: Any, expected: Any) -> None:
             at = next(
                 (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
             )
-            raise ModelError(f"the tokenizer in the file gives other ids from token {at} of {text[:60]!r} on")
+            raise ModelError(f"the tokenizer in the file gives different ids from token {at} of {text[:60]!r} on")
     if (found.chat_template or None) != (expected.chat_template or None):
-        raise ModelError("the chat template in the file is another")
+        raise ModelError("the chat template in the file differs from the model's")

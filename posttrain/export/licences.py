@@ -26,4 +26,4 @@ def warn_unknown_licence(licence: str) -> str:
     if licence in KNOWN:
         return ""
     hint = did_you_mean(licence, KNOWN) or "one without an id is `other`"
-    return f"--license {licence} is no licence id of the model hub; {hint}"
+    return f"--license {licence} is not a licence id of the model hub; {hint}"

@@ -96,7 +96,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     if not any(output.iterdir()):
         return
     if not (output / REPORT).is_file():
-        raise UserError(f"{output} holds something else than an export", hint="name another --output")
+        raise UserError(f"{output} is not an export and not empty", hint="name another --output")
     if not overwrite:
         raise UserError(f"{output} holds an export", hint="--overwrite replaces it, --output names another folder")
 

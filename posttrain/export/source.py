@@ -71,8 +71,8 @@ def _missing_final_error(run: Path) -> ModelError:
     if steps:
         return ModelError(f"{run} is not finished: it has no final/", hint=f"its newest checkpoint is {steps[-1]}")
     if stage in TRAININGS:
-        return ModelError(f"{run} holds no trained model yet: it has neither final/ nor a checkpoint")
-    return ModelError(f"{run} holds no trained model (stage {stage})", hint="name the run directory of a training")
+        return ModelError(f"{run} has no trained model yet: it has neither final/ nor a checkpoint")
+    return ModelError(f"{run} has no trained model (stage {stage})", hint="name the run directory of a training")
 
 
 def _check_source(source: Source) -> Source:

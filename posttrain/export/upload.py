@@ -13,7 +13,7 @@ from posttrain.export.run import REPORT
 def check_name(repo: str) -> None:
     """Raise UserError if `repo` is not an `OWNER/NAME` of the hub."""
     if repo.count("/") != 1 or not hub.looks_like_id(repo):
-        raise UserError(f"`{repo}` is no name of a model on the hub", allowed="hub:OWNER/NAME")
+        raise UserError(f"`{repo}` is not a model name of the hub", allowed="hub:OWNER/NAME")
 
 
 def check_login() -> None:
@@ -21,11 +21,9 @@ def check_login() -> None:
     from huggingface_hub import get_token
 
     if setting := hub.offline_setting():
-        raise UserError(f"{setting} is set, so nothing is uploaded", hint=f"unset {setting.partition('=')[0]}")
+        raise UserError(f"{setting} is set, so uploads are disabled", hint=f"unset {setting.partition('=')[0]}")
     if get_token() is None:
-        raise UserError(
-            "nobody is signed in at the hub", hint="`hf auth login`, or HF_TOKEN with a token that may write"
-        )
+        raise UserError("not signed in to the hub", hint="`hf auth login`, or HF_TOKEN with a token that may write")
 
 
 def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:

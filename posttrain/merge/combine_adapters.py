@@ -68,7 +68,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
     combined, shares = combine_modules(recipe, inputs)
     gap, norm = compute_distance_from_sum(recipe, inputs, combined)
     if norm == 0:
-        raise MergeError("the adapters add nothing together: their products are 0, or cancel")
+        raise MergeError("the combined adapter is zero: the products B A are 0 or cancel")
     partial = directory.path / "final.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -110,7 +110,7 @@ def open_adapter(name: str, base_dir: Path) -> Adapter:
     place = locate(name, base_dir)
     if place.kind != "adapter" or place.path is None:
         raise MergeError(
-            f"{name} is no adapter directory: it has no {CONFIG}",
+            f"{name} is not an adapter directory: it has no {CONFIG}",
             hint="lora_combine takes adapters only; merge whole models with another method",
         )
     config = _read_config(place.path)
@@ -137,7 +137,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key, unused in _UNUSED_FEATURES.items():
         if config.get(key, unused) not in (unused, None, []):
             raise MergeError(
-                f"{key}: {config[key]} is more than B A, and cannot be combined",
+                f"{key}: {config[key]} is more than B A and cannot be combined",
                 where=str(folder / CONFIG),
                 hint="merge each into its base with `merge_method: linear`, and combine the models",
             )
@@ -162,7 +162,7 @@ def _read_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], fold
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
             raise MergeError(f"{name} {list(a.shape)} and {list(b.shape)} are not A and B", where=str(folder))
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            raise MergeError(f"{name} or {factor_b} holds NaN or infinite values", where=str(folder))
+            raise MergeError(f"{name} or {factor_b} has NaN or infinite values", where=str(folder))
         ranks = config.get("rank_pattern") or {}
         if a.shape[0] != (rank := ranks.get(_find_pattern(ranks, module_name(name)), config["r"])):
             raise MergeError(
@@ -225,7 +225,7 @@ def check_adapters(inputs: Sequence[Adapter], final: Path) -> None:
                 raise MergeError(f"{pair} do not fit at {module_name(name)}: they are of models of different widths")
     for each in inputs:
         if final.resolve() == each.folder or final.resolve() in each.folder.parents:
-            raise MergeError(f"the output {final} is, or holds, the input {each.name}", hint="give another --output")
+            raise MergeError(f"the output {final} is or contains the input {each.name}", hint="give another --output")
 
 
 def rule_arguments(recipe: MergeRecipe) -> Arguments:
@@ -300,7 +300,7 @@ def write_adapter(folder: Path, combined: Mapping[str, Factors], first: Adapter,
     sync_file(folder / WEIGHTS)
     stored = load_file(folder / WEIGHTS)
     if stored.keys() != tensors.keys() or any(not torch.equal(stored[name], tensors[name]) for name in tensors):
-        raise RunError("what was written does not read back", where=str(folder / WEIGHTS))
+        raise RunError("the written file does not read back", where=str(folder / WEIGHTS))
     return ranks
 
 
@@ -314,7 +314,7 @@ def verify_adapter(folder: Path, first: Adapter, base_dir: Path) -> dict[str, fl
         before = load(Model(path=adapters.base_of(first.folder), device="cpu"), base_dir)
         after = load(Model(path=str(folder), device="cpu"), base_dir)
     except ModelError as cause:
-        raise MergeError(f"the result cannot be tried on its base: {cause}") from cause
+        raise MergeError(f"the result cannot be loaded on its base: {cause}") from cause
     ids = torch.tensor([before.tokenizer(PROBE)["input_ids"][: before.window]])
     old, new = (each.model.eval()(input_ids=ids).logits.float() for each in (before, after))
     if not torch.isfinite(new).all():

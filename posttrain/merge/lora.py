@@ -45,7 +45,7 @@ def fold_matrices(
     product = scale * (lora_b @ lora_a)
     merged = weight + (product.T if fan_in_fan_out else product)
     if not torch.isfinite(merged).all():
-        raise MergeError("the folded weight holds NaN or infinite values")
+        raise MergeError("the folded weight has NaN or infinite values")
     return Folded(merged, scale)
 
 

@@ -227,7 +227,7 @@ def _check_weights(plan: Plan) -> None:
             own = [w for s, w in zip(part.models, weights, strict=True) if s.folder == source.folder]
             if any(own) and abs(sum(own)) < MIN_WEIGHT_SUM:
                 raise MergeError(
-                    f"{source.name} is given {len(own)} times with weights that cancel: nothing of it is left"
+                    f"{source.name} is given {len(own)} times with weights that cancel, so it adds nothing"
                 )
 
 

@@ -47,7 +47,7 @@ def compute_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
         raise
     except Exception as cause:  # whatever an architecture raises on input_ids alone
         raise MergeError(
-            f"transformers cannot run it on {len(tokens)} tokens, so a merge of it cannot be tried: "
+            f"transformers cannot run it on {len(tokens)} tokens, so a merge of it cannot be verified: "
             f"{type(cause).__name__}: {cause}",
             where=str(folder),
         ) from cause

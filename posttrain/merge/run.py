@@ -96,7 +96,7 @@ def check(plan: Plan, directory: RunDirectory) -> None:
     final = directory.final.resolve()
     for source in plan.sources:
         if source.origin is not None and (final == source.origin or final in source.origin.parents):
-            raise MergeError(f"the output {final} is, or holds, the input {source.name}", hint="give another --output")
+            raise MergeError(f"the output {final} is or contains the input {source.name}", hint="give another --output")
     require_space(directory.path, plan.nbytes)
 
 
@@ -118,7 +118,7 @@ def _write_model(plan: Plan, folder: Path, directory: RunDirectory, sync: Callab
                 raise Interrupted(
                     f"stopped before tensor {number} of {len(plan.out)}; the inputs are untouched",
                     where=str(directory.path),
-                    hint="the same command with --resume starts the merge anew",
+                    hint="the same command with --resume starts the merge again",
                     number=stop.number,
                 )
             written_bytes += plan.out[name].nbytes
@@ -289,8 +289,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     if parts := summary.get("changed_by_part"):
         terminal.note("; ".join(f"{part}: {moved} of {count}" for part, (moved, count) in parts.items()) + " differ")
     if summary["rounded_away"]:
-        why = "too small for the output dtype, or nothing of them is kept"
-        terminal.note(f"warning: differences do not show ({why}) in {summary['rounded_away']}")
+        why = "too small for the output dtype, or dropped by the rule"
+        terminal.note(f"warning: differing inputs changed nothing ({why}) in {summary['rounded_away']}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -212,7 +212,9 @@ def check_written(plan: Plan, folder: Path, stats: MergeStats) -> Changes:
     with one_thread(), disk.open_reader(written) as read:
         wrong = [name for name in plan.out if fingerprint(read(name)) != stats.fingerprints[name]]
     if wrong:
-        raise RunError(f"not written as they were merged: {', '.join(wrong)}", where=str(folder), hint="check the disk")
+        raise RunError(
+            f"written tensors differ from the merged ones: {', '.join(wrong)}", where=str(folder), hint="check the disk"
+        )
     if stats.expected and not stats.changed:
         raise MergeError(
             f"the merged model equals {plan.anchor.name}, although its inputs differ in "

@@ -131,7 +131,7 @@ def read_header(file: Path) -> dict[str, Spec]:
     expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != expected:
         hint = "download or save it again" if size < expected else ""
-        what = "truncated shard" if size < expected else "shard with bytes behind its tensors"
+        what = "truncated shard" if size < expected else "shard with extra bytes after its tensors"
         raise MergeError(f"{what}: {size:,} bytes where its header says {expected:,}", where=str(file), hint=hint)
     return {
         name: Spec(

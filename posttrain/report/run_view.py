@@ -93,7 +93,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
     """Open the runs in these directories. Raises UserError for a path that is not a run directory."""
     for path in paths:
         if not (path / "resolved.json").is_file():
-            what = "is no run directory: it has no resolved.json" if path.is_dir() else "is no directory"
+            what = "is not a run directory: it has no resolved.json" if path.is_dir() else "is not a directory"
             above = next((one for one in path.parents if (one / "resolved.json").is_file()), None)
             beside = [] if path.exists() else [file.parent.name for file in path.parent.glob("*/resolved.json")]
             near = above or ((name := nearest(path.name, beside)) and path.with_name(name))

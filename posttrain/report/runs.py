@@ -147,7 +147,7 @@ def remove(run: Path) -> None:
 def _check_run(run: Path) -> None:
     if not (run / "resolved.json").is_file():
         raise UserError(
-            f"{run} is no run directory: it has no resolved.json", hint="`posttrain runs` lists those under runs/"
+            f"{run} is not a run directory: it has no resolved.json", hint="`posttrain runs` lists those under runs/"
         )
 
 

@@ -93,7 +93,7 @@ def read_resolved(path: Path, stage: str) -> dict[str, Any]:
     found = read_json(path / "resolved.json")
     if found is None:
         hint = f"name the directory of an `{stage}` run, which holds that file"
-        raise UserError(f"{path} is no run directory: it has no resolved.json", hint=hint)
+        raise UserError(f"{path} is not a run directory: it has no resolved.json", hint=hint)
     if found.get("stage") != stage:
         inside = (p.parent for p in sorted(path.glob("seed-*/*/resolved.json")) if read_json(p).get("stage") == stage)
         better = next(inside, None)

@@ -127,8 +127,8 @@ class Sender:
         except (Exception, SystemExit) as error:
             self._tracker = None
             first = (str(error).strip().splitlines() or [""])[0]
-            going_on = ", the run goes on" if self._running else ""
-            self._note(f"tracker {self.name} is given up{going_on}: {type(error).__name__}: {first}")
+            going_on = ", the run continues" if self._running else ""
+            self._note(f"tracker {self.name} is disabled{going_on}: {type(error).__name__}: {first}")
 
 
 def follow(

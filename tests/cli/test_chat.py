@@ -170,7 +170,7 @@ def test_a_run_directory_with_a_model_of_a_short_window(tmp_path: Path) -> None:
     assert "run/final: temperature 0.7, at most 32 tokens per turn" in found.stderr
     (tmp_path / "run" / "final").rename(tmp_path / "elsewhere")
     gone = CliRunner().invoke(app, ["chat", str(tmp_path / "run")], input="", prog_name="posttrain")
-    assert gone.exit_code == 2 and "holds no trained model" in gone.stderr
+    assert gone.exit_code == 2 and "has no trained model" in gone.stderr
 
 
 def test_mistakes_are_told_before_a_model_is_loaded() -> None:

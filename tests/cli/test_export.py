@@ -50,7 +50,7 @@ def test_a_dry_run_writes_nothing(call: Call, model: Path, folder: Path) -> None
     [
         (["--to", "ggfu"], "did you mean `gguf`?"),
         (["--to", "me/mine"], "the hub is written hub:OWNER/NAME"),
-        (["--to", "hub:mine"], "`mine` is no name of a model on the hub"),
+        (["--to", "hub:mine"], "`mine` is not a model name of the hub"),
         (["--to", "adapter"], "an adapter is already a folder"),
         (["--to", "merged", "--public"], "--public is for the hub"),
         (["--to", "gguf", "--as", "gguf"], "--as is for the hub"),
@@ -71,7 +71,7 @@ def test_a_licence_that_the_hub_does_not_know_is_noted(call: Call, model: Path) 
     assert warn_unknown_licence("apache-2.0") == ""
     assert warn_unknown_licence("mine").endswith("one without an id is `other`")
     told = call("export", str(model), "--to", "merged", "--license", "apache", "--dry-run").stderr
-    assert "note: --license apache is no licence id of the model hub; did you mean `apache-2.0`?" in told
+    assert "note: --license apache is not a licence id of the model hub; did you mean `apache-2.0`?" in told
 
 
 def test_a_training_is_no_evaluation(call: Call, model: Path, folder: Path) -> None:

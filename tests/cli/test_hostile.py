@@ -46,11 +46,14 @@ TEXTS = {
     "nesting of lists": (SFT + f"defaults: {'[' * 400}{']' * 400}\n", "nested more than 50 deep"),
     "nesting of mappings": (SFT + f"defaults: {'{a: ' * 400}1{'}' * 400}\n", "nested more than 50 deep"),
     "deeper nesting": (SFT + f"defaults: {'[' * 40_000}\n", "nested more than 50 deep"),
-    "a long file name": (SFT.replace("rows.jsonl", f"{'x' * 5000}.jsonl"), "is no file name: it has 5006 characters"),
-    "a long model": (SFT.replace("tiny", f"./{'x' * 5000}"), "is no file name"),
-    "a long script": (SFT.replace("rows.jsonl", f"{'x' * 5000}.py:f"), "is no file name"),
-    "a long template": (SFT.replace("path: tiny", f"path: tiny, chat_template: {'x/' * 3000}t"), "is no file name"),
-    "a NUL": (SFT.replace("rows.jsonl", '"rows\\0.jsonl"'), "is no file name: it holds a NUL character"),
+    "a long file name": (
+        SFT.replace("rows.jsonl", f"{'x' * 5000}.jsonl"),
+        "is not a file name: it has 5006 characters",
+    ),
+    "a long model": (SFT.replace("tiny", f"./{'x' * 5000}"), "is not a file name"),
+    "a long script": (SFT.replace("rows.jsonl", f"{'x' * 5000}.py:f"), "is not a file name"),
+    "a long template": (SFT.replace("path: tiny", f"path: tiny, chat_template: {'x/' * 3000}t"), "is not a file name"),
+    "a NUL": (SFT.replace("rows.jsonl", '"rows\\0.jsonl"'), "is not a file name: it contains a NUL character"),
     "a long value": (SFT.replace("steps: 1", f"steps: {'y' * 50_000}"), "run.steps: must be a whole number"),
     "a long key": (SFT + f"{'k' * 900}: 1\n", "unknown key"),
     "a long override of an alias": (SFT + "x: &a 1\ny: *b\n", "an alias (`*name`) without its anchor"),
@@ -98,7 +101,7 @@ def test_overrides_too(override: str, told: str, folder: Path) -> None:
 
 
 def test_names_of_recipes(folder: Path) -> None:
-    assert "is no file name" in refused("recipe", "validate", "x" * 5000)
+    assert "is not a file name" in refused("recipe", "validate", "x" * 5000)
     assert "is a folder, not a recipe" in refused("recipe", "validate", str(folder))
     os.mkfifo(folder / "pipe.yaml")
     assert "recipe: pipe.yaml is a pipe, not a file" in refused("recipe", "validate", "pipe.yaml")

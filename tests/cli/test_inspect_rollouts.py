@@ -58,7 +58,7 @@ def test_what_is_no_rl_run_is_told(tmp_path: Path) -> None:
     assert told(tmp_path / "nowhere").startswith(
         f"there is no directory {tmp_path}/nowhere\n  hint: name the directory"
     )
-    assert f"{tmp_path} is no run directory: it has no resolved.json" in told(tmp_path)
+    assert f"{tmp_path} is not a run directory: it has no resolved.json" in told(tmp_path)
     rl = tmp_path / "seed-0" / "my rl"
     rl.mkdir(parents=True)
     (rl / "resolved.json").write_text('{"stage": "rl"}')

@@ -56,7 +56,7 @@ def test_the_model_that_was_kept_as_the_best_is_named(call: Call, stage: Stage) 
 def test_a_near_name_of_a_model_or_of_targets_is_offered(
     value: str, hint: str, call: Call, hub: dict[str, str]
 ) -> None:
-    hub["tinny"] = "the hub knows no such model"
+    hub["tinny"] = "the hub has no such model"
     assert hint in call("recipe", "validate", "r.yaml", value).stderr
 
 
@@ -365,13 +365,13 @@ def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call
 
 
 def test_what_the_hub_does_not_have_is_said_before_anything_is_loaded(call: Call, hub: dict[str, str]) -> None:
-    hub["org/gone"] = "the hub knows no such model"
+    hub["org/gone"] = "the hub has no such model"
     for words in (("--dry-run",), ()):
         result = call("sft", "r.yaml", "model.path=org/gone", *words)
         assert result.exit_code == 2
-        assert "model.path: model not found: org/gone; the hub knows no such model" in result.stderr
+        assert "model.path: model not found: org/gone; the hub has no such model" in result.stderr
         data = call("sft", "r.yaml", "data.source=org/gone", *words)
-        assert "data.source: data not found: org/gone; the hub knows no such model" in data.stderr
+        assert "data.source: data not found: org/gone; the hub has no such model" in data.stderr
     noted = call("recipe", "validate", "r.yaml", "model.path=org/gone")
     assert noted.exit_code == 0 and "note: command line  model.path: model not found: org/gone" in noted.stderr
 

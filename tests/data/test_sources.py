@@ -134,7 +134,7 @@ def test_a_hub_id_without_network_fails_at_once(tmp_path: Path, monkeypatch: pyt
     assert "cannot be reached from here" in str(error.value)
     assert time.perf_counter() - start < 10
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
-    with pytest.raises(DataError, match="TRANSFORMERS_OFFLINE=1 is set, so the hub is not asked"):
+    with pytest.raises(DataError, match="TRANSFORMERS_OFFLINE=1 is set, so the hub is not used"):
         load_rows(Data(source="nobody/nothing"), tmp_path)
 
 

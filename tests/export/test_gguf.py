@@ -154,7 +154,7 @@ def test_a_file_that_is_not_the_model_is_found(folder_of: FolderOf, tmp_path: Pa
     else:
         model.tokenizer._tokenizer = byte_level(merges=[])._tokenizer
     with pytest.raises(
-        ModelError, match=r"weight model\.layers\.1\.self_attn\.q_proj" if fault == "weight" else "other ids"
+        ModelError, match=r"weight model\.layers\.1\.self_attn\.q_proj" if fault == "weight" else "different ids"
     ):
         gguf_model.verify(model, file, "float32")
 

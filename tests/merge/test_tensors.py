@@ -63,7 +63,7 @@ def test_broken_files(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content, message in (
         (whole[:-1], "truncated shard"),
-        (whole + b"x", "bytes behind its tensors"),
+        (whole + b"x", "extra bytes after its tensors"),
         (whole[:5], "cut short in its header"),
         (whole[:20], "cut short in its header"),
         (b"version https://git-lfs.github.com/spec/v1", "not a safetensors file"),

@@ -166,7 +166,7 @@ def test_offline_mode_is_not_called_a_broken_network(loaded: Load, monkeypatch: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="model not found: nobody/nothing") as error:
         loaded("nobody/nothing")
-    assert "HF_HUB_OFFLINE=1 is set, so the hub is not asked" in str(error.value)
+    assert "HF_HUB_OFFLINE=1 is set, so the hub is not used" in str(error.value)
     assert "hint: name a local path, or unset HF_HUB_OFFLINE to ask the hub" in str(error.value)
     assert "cannot be reached" not in str(error.value)
 

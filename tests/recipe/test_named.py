@@ -142,7 +142,7 @@ def test_functions_are_found_without_running_their_script(use: str, package: Pat
         ("lk_pkg.parts:los", r"lk_pkg\.parts has no function los\n  it has: Keep, loss, root\n  hint: .*`loss`"),
         ("math:sqrtt", r"math has no function sqrtt\n  it has: .*\n  hint: did you mean `sqrt`\?"),
         ("mine:loss", r"loss `mine:loss`: cannot import mine: .*\n  hint: did you mean `mine\.py:loss`\?"),
-        ("./mine:loss", r"\./mine is no module\n  hint: a script ends in \.py: \./mine\.py:loss"),
+        ("./mine:loss", r"\./mine is not a module\n  hint: a script ends in \.py: \./mine\.py:loss"),
         ("jsn:dumps", r"cannot import jsn: .*\n  hint: did you mean `json:dumps`\?"),
         ("json.decodr:scan", r"cannot import json\.decodr: .*\n  hint: did you mean `json\.decoder:scan`\?"),
         ("json.tool.x:f", r"cannot import json\.tool\.x"),

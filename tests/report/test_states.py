@@ -145,7 +145,11 @@ def test_a_run_is_removed_after_a_question_and_never_another_thing(
     going, _ = make_run("going", "running")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(done)
-    for place, message in (("folder", "is no run directory"), ("going", "a process is working"), ("link", "is a link")):
+    for place, message in (
+        ("folder", "is not a run directory"),
+        ("going", "a process is working"),
+        ("link", "is a link"),
+    ):
         refused = invoke("runs", tmp_path / place, done, "--delete", "--yes")
         assert refused.exit_code == 2 and message in refused.stderr
     assert done.exists() and going.exists()

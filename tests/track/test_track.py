@@ -215,7 +215,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(run: Path, told: list[Told]) -> None:
     notes: list[str] = []
     follow.follow(run, [{"use": "trackio"}, {"use": "wandb"}], notes.append)
-    assert notes == ["tracker trackio is given up: ConnectionError: the server is on fire"]
+    assert notes == ["tracker trackio is disabled: ConnectionError: the server is on fire"]
     assert told[0].steps == [0, 1] and told[0].state == ""
     assert told[1].steps == [0, 1, 2, 3, 3] and told[1].state == "finished" and len(told[1].rows) == 2
 
@@ -227,7 +227,7 @@ def test_one_that_cannot_start_is_told_too(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(follow, "TRACKERS", {"wandb": broken})
     notes: list[str] = []
     follow.follow(run, [{"use": "wandb"}], notes.append)
-    assert notes == ["tracker wandb is given up: SystemExit: no such account"]
+    assert notes == ["tracker wandb is disabled: SystemExit: no such account"]
 
 
 def test_a_resumed_run_sends_no_step_twice(run: Path, told: list[Told]) -> None:
@@ -331,7 +331,7 @@ def test_a_process_that_fails_or_hangs_stops_nothing(
 ) -> None:
     directory = RunDirectory.open(tmp_path / "run", name="r", text="", resolved={})
     problem = directory.logs / start.PROBLEMS
-    code = f"open({str(problem)!r}, 'w').write('tracker wandb is given up\\n'); import time; time.sleep(60)"
+    code = f"open({str(problem)!r}, 'w').write('tracker wandb is disabled\\n'); import time; time.sleep(60)"
     hanging = subprocess.Popen([sys.executable, "-c", code])
     monkeypatch.setattr(start, "_start_tracker", lambda _: hanging)
     monkeypatch.setattr(start, "WAIT_S", 0.1)
@@ -343,13 +343,13 @@ def test_a_process_that_fails_or_hangs_stops_nothing(
     hanging.kill()
     hanging.wait()
     said = capsys.readouterr().err
-    assert said.count("tracker wandb is given up") == 1 and "1 tracker still at work" in said
+    assert said.count("tracker wandb is disabled") == 1 and "1 tracker still sending" in said
     with RunDirectory.open(tmp_path / "other", name="r", text="", resolved={}) as other:
         monkeypatch.undo()
         monkeypatch.setattr(start.sys, "executable", str(tmp_path / "no python"))
         with start.track_run(["x"], other):
             pass
-    assert "trackers are not started, the run goes on" in capsys.readouterr().err
+    assert "trackers are not started, the run continues" in capsys.readouterr().err
 
 
 def test_the_key_of_a_run_is_its_own(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: p
     assert "wandb, which is not installed" in missing.stderr and "posttrain[track]" in missing.stderr
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found("json"))
     failed = CliRunner().invoke(app, ["track", str(run), "--to", "trackio"])
-    assert failed.exit_code == 1 and "tracker trackio is given up: ConnectionError" in failed.stderr
+    assert failed.exit_code == 1 and "tracker trackio is disabled: ConnectionError" in failed.stderr
     told.clear()
     sent = CliRunner().invoke(app, ["track", str(run), "--to", "wandb"])
     assert sent.exit_code == 0, sent.stderr
@@ -393,7 +393,7 @@ def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: p
     for words, message in (
         (["track", str(run)], "names no tracker"),
         (["track", str(run), "--to", "comet"], "there is no tracker `comet`"),
-        (["track", str(tmp_path)], "is no run directory"),
+        (["track", str(tmp_path)], "is not a run directory"),
     ):
         refused = CliRunner().invoke(app, words)
         assert refused.exit_code == 2 and message in refused.stderr
