@@ -271,7 +271,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "animated": ({"image": "moving.gif"}, "has 3 frames"),
     "no base64": ({"image": "data:image/png;base64,!!!"}, "is not base64"),
     "another encoding": ({"image": "data:image/png,abc"}, "a data URL begins with"),
-    "base64 of a text": ({"image": url(b"hello")}, "an image within the row is no image"),
+    "base64 of a text": ({"image": url(b"hello")}, "an image within the row is not an image"),
     "too few places": ({"prompt": "<image>", "images": ["red.png", "red.png"]}, "2 images and 1 place `<image>`"),
     "too many places": ({"prompt": "<image><image>", "image": "red.png"}, "1 image and 2 places `<image>`"),
     "in the answer": ({"completion": "<image>", "image": "red.png"}, "completion has an image"),

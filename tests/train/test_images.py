@@ -190,5 +190,5 @@ def test_what_is_asked_of_a_recipe_before_a_run(recipe: Any, cli: Any, tmp_path:
     assert "24 x 16 pixels, 64 tokens" in shown and "<image> x64" in shown
     assert "12 rows" in CliRunner().invoke(app, ["data", "audit", str(path)]).output
     (tmp_path / "red.png").write_bytes(b"no image")
-    assert "red.png is no image" in cli.refused("recipe", "validate", str(path))
+    assert "red.png is not an image" in cli.refused("recipe", "validate", str(path))
     assert "reads none" in cli.refused("recipe", "validate", str(path), "model={path: tiny}")
