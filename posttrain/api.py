@@ -272,6 +272,7 @@ def _run(
     allow_changed: bool,
     overrides: Mapping[str, Any],
 ) -> Run:
+    """Run one stage in this process, in a new or resumed run directory."""
     from posttrain.cli import packages
     from posttrain.cli.run_messages import print_notes
     from posttrain.cli.stage import locate_errors

@@ -241,6 +241,7 @@ def clean_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _clean_message(message: Message) -> dict[str, Any]:
+    """Return one message without null fields, with content and tool calls in the form that templates expect."""
     clean = {k: v for k, v in message.items() if v is not None}
     clean.setdefault("content", "")
     if isinstance(clean.get("tool_calls"), str):

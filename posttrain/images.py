@@ -77,6 +77,7 @@ def open_image(image: Image) -> Any:
 
 
 def _read_bytes(image: Image) -> bytes:
+    """Return the encoded bytes of an image. Raises DataError for an invalid data URL or an unreadable file."""
     if image.source.startswith("data:"):
         head, comma, text = image.source.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -92,6 +93,7 @@ def _read_bytes(image: Image) -> bytes:
 
 
 def _check_size(name: str, width: int, height: int) -> None:
+    """Raise DataError for an image that is too large, empty or too narrow."""
     if width * height > MAX_IMAGE_PIXELS:
         raise DataError(
             f"{name} has {width} x {height} pixels",

@@ -75,6 +75,7 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _runner_of(recipe: Stage) -> Callable[[Stage, RunDirectory], dict[str, Any]]:
+    """Return the function that runs a stage. Raises MissingExtra if a training package is not installed."""
     try:
         return import_runner(RUNNERS[recipe.verb])
     except ModuleNotFoundError as error:
@@ -189,6 +190,7 @@ def run_in_folder(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
 
 
 def _run_in_process(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
+    """Run a recipe in this process, in its own directory."""
     text = json.dumps(loaded.resolved, indent=2) + "\n"  # JSON is valid YAML, so the file is a runnable recipe
     begun = folder.exists() and any(folder.iterdir())
     try:

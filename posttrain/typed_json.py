@@ -69,6 +69,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _restore(found: dict[str, Any]) -> Any:
+    """Return the Python value of a JSON object with a type mark; other objects are returned unchanged."""
     if found.keys() != {MARK, "value"}:
         return found
     name, value = found[MARK], found["value"]

@@ -144,6 +144,7 @@ def write_card(facts: Facts, kind: str, name: str, files: Sequence[str] = ()) ->
 
 
 def _front_matter(facts: Facts, kind: str) -> str:
+    """Return the YAML front matter of the card, as the hub reads it."""
     import yaml
 
     stages = dict.fromkeys(str(_read_recipe(run).get("stage", "")).replace("_", "-") for run in facts.runs)
@@ -164,6 +165,7 @@ def _front_matter(facts: Facts, kind: str) -> str:
 
 
 def _summary_section(facts: Facts, kind: str) -> str:
+    """Return the first paragraph: what the model is and how it was trained."""
     forms = {
         "adapter": "A LoRA adapter",
         "merged": "A model with all its weights"
@@ -288,6 +290,7 @@ def _evaluation_section(facts: Facts) -> str:
 
 
 def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -> str:
+    """Return the section with code that loads the model."""
     file = files[0] if files else "FILE.gguf"
     sees = "processor_config.json" in files
     loader, reader = ("ImageTextToText", "Processor") if sees else ("CausalLM", "Tokenizer")
@@ -313,6 +316,7 @@ def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -
 
 
 def _licence_section(facts: Facts) -> str:
+    """Return the section about the licence, or why it is unknown."""
     if facts.licence:
         return f"## Licence\n\n{facts.licence}\n"
     what = f"{_list_models(facts.bases) or 'its base'} names none that could be read here"
@@ -340,6 +344,7 @@ def _data_sources(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _is_hub_set(source: str) -> bool:
+    """Return whether a data source is a data set of the hub."""
     plain = ":" not in source and source.count("/") == 1 and hub.looks_like_id(source)
     return (
         plain

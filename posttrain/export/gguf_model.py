@@ -176,6 +176,7 @@ def _add_metadata(writer: GGUFWriter, config: Any, dtype: str, about: dict[str, 
 
 
 def _add_tokenizer(writer: GGUFWriter, loaded: LoadedModel, words: Vocabulary) -> None:
+    """Write the tokenizer's metadata: tokens, merges, special tokens and chat template."""
     tokenizer = loaded.tokenizer
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words.pre)

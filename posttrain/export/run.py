@@ -171,6 +171,7 @@ def _copy_adapter(plan: Plan, staging: Path) -> dict[str, Any]:
 
 
 def _require_space(folder: Path, nbytes: int) -> None:
+    """Raise RunError if the disk has too little space for the export."""
     try:
         require_space(folder, nbytes)
     except RunError as error:

@@ -63,6 +63,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _missing_final_error(run: Path) -> ModelError:
+    """Return the error for a run without a final model, with the models that it has instead."""
     stage = (read_json(run / RESOLVED) or {}).get("stage", "pipeline")
     inner = sorted(str(p.parent) for p in run.glob("**/final") if _is_model(p))
     steps = sorted(p for p in (run / "checkpoints").glob("step-*") if _is_model(p))

@@ -65,6 +65,7 @@ def _create_repo(api: Any, repo: str, public: bool) -> bool:
 
 
 def _upload_error(error: Any, repo: str, folder: Path) -> PosttrainError:
+    """Return the error for a refused upload, with a hint for the HTTP status."""
     status = error.response.status_code
     what = f"the hub refuses {repo} ({status}): {_first_line(getattr(error, 'server_message', None) or error)}"
     if status in (401, 403):

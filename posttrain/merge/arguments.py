@@ -96,6 +96,7 @@ class Arguments:
         return found
 
     def _common_value(self, key: str, name: str, depth: float, default: Any) -> Any:
+        """Return the value of a common setting for one tensor: the first block with a value wins."""
         for block in self.common:
             setting = block.get(key)
             value = setting if isinstance(setting, bool | str) else value_at(setting, name, depth)

@@ -128,6 +128,7 @@ def open_adapter(name: str, base_dir: Path) -> Adapter:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises MergeError unless it describes a plain LoRA adapter."""
     try:
         config = dict(json.loads((folder / CONFIG).read_text()))
     except ValueError as cause:
@@ -152,6 +153,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, Factors]:
+    """Return the factors A and B of every module. Raises MergeError for missing, inconsistent or additional tensors."""
     found: dict[str, Factors] = {}
     used: set[str] = set()
     for name in sorted(filter(_FACTOR.search, tensors)):

@@ -103,6 +103,7 @@ def _check_tied(sources: Sequence[Source]) -> Check:
 
 
 def _check_names(sources: Sequence[Source]) -> Check:
+    """Check that all models have the same tensor names."""
     first = sources[0].tensors.keys()
     problems = []
     for source in sources[1:]:
@@ -161,6 +162,7 @@ def _describe_id(vocabulary: dict[str, int], token: str) -> str:
 
 
 def _check_dtypes(sources: Sequence[Source]) -> Check:
+    """Check that no tensor is integer in one model and float in another; warn about different float dtypes."""
     values = [
         " ".join(sorted({str(t.dtype).removeprefix("torch.") for t in s.tensors.values()})) or "none" for s in sources
     ]

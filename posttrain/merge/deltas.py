@@ -343,6 +343,7 @@ def elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bo
 
 
 def _elect_signs_in_block(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+    """Apply the sign election of `elect_signs` to one block."""
     weighted = [weight * part for weight, part in zip(weights, parts, strict=True)]
     weighted_sum_block = torch.zeros_like(parts[0])
     for part in weighted:
@@ -416,6 +417,7 @@ def _drop_della(
     epsilon: PerModel,
     rescale: Rescale,
 ) -> list[Tensor]:
+    """Return the differences after DELLA's random drop."""
     found = []
     given = zip(
         differences(models, start),
@@ -437,6 +439,7 @@ def _drop_della(
 def _trim_differences(
     models: Sequence[Tensor], start: Tensor, density: PerModel, gamma: PerModel, rescale: bool
 ) -> list[Tensor]:
+    """Return the differences after the trimming of `breadcrumbs`."""
     given = zip(
         differences(models, start), expand_per_model(density, models), expand_per_model(gamma, models), strict=True
     )

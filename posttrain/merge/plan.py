@@ -171,6 +171,7 @@ def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
 
 
 def _make_slices(recipe: MergeRecipe, rule: registry.Component, source: Any) -> Iterator[Slice]:
+    """Yield the slices of the output with their inputs opened."""
     first = 0
     for section in merging.parts(recipe):
         models = [source(entry.name) for entry in section.models]
@@ -274,6 +275,7 @@ def _output_names(plan: Plan) -> list[str]:
 
 
 def _collect_warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
+    """Return warnings about settings that are allowed but probably not intended."""
     found = []
     part = plan.slices[0]
     listed = {m.model for m in recipe.models}
@@ -305,6 +307,7 @@ def _collect_warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
 
 
 def _warn_about_weights(plan: Plan, name: str) -> list[str]:
+    """Return warnings about negative weights, weights that rescale the model, and clamped probabilities."""
     part, position = plan.slices[0], plan.position(name)
     weights, params = part.arguments.weights(position), part.arguments.params(position)
     found = [

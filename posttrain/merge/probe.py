@@ -58,6 +58,10 @@ def compute_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def _run_model(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Load a model folder with transformers and return its logits.
+
+    Raises RunError if weights are missing or unexpected.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -150,6 +150,7 @@ def merge_state(
 
 
 def _check_same_names_and_shapes(anchor: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+    """Raise MergeError if two state dicts differ in tensor names or shapes."""
     differing = sorted(anchor.keys() ^ model.keys())
     if differing:
         raise MergeError(f"tensors that not every model has: {', '.join(differing)}")

@@ -276,6 +276,7 @@ def _count_changes_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
+    """Print the result of a merge: output, changed tensors, and a warning about differences lost to rounding."""
     gap = summary["probe"]["logit_gap"]
     gap_text = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
     inputs = count_noun(len(summary["models"]), "model")
@@ -294,6 +295,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print the compatibility table to stderr."""
     console = terminal.console(stderr=True, markup=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH

@@ -86,6 +86,7 @@ def drop_tied_copies(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def _download(place: Place, base_dir: Path) -> Path:
+    """Download a model of the hub into the cache and return its folder."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -108,6 +109,7 @@ def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a model folder. Raises MergeError if it is missing or unreadable."""
     path = folder / CONFIG
     if not path.is_file():
         raise MergeError(f"no {CONFIG}: not a model directory", where=str(folder))
@@ -143,6 +145,7 @@ def _load_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def _read_vocabulary(folder: Path) -> dict[str, int]:
+    """Load the tokenizer and return token -> id. Raises MergeError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:

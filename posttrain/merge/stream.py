@@ -138,6 +138,7 @@ def _merge_into(
     stats: MergeStats,
     counts: Mapping[str, int] | None,
 ) -> None:
+    """Merge one tensor into `out` and update the statistics; copy the anchor if no input changes it."""
     anchor = models[0] if base is None else base
     if not anchor.is_floating_point():
         out.copy_(anchor)

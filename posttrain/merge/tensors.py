@@ -86,6 +86,7 @@ def scan(folder: Path) -> dict[str, Spec]:
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
+    """Return the index's mapping from tensor name to file name; {} without an index."""
     path = folder / INDEX_NAME
     if not path.is_file():
         return {}
@@ -142,6 +143,7 @@ def read_header(file: Path) -> dict[str, Spec]:
 
 
 def _parse_dtype(word: str, name: str, file: Path) -> torch.dtype:
+    """Return the torch dtype of a safetensors dtype name. Raises MergeError for a dtype that cannot be merged."""
     if word not in DTYPES:
         raise MergeError(
             f"{name} is stored as {word}",
@@ -175,6 +177,7 @@ def open_reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]
 
 
 def _read(stream: Any, spec: Spec, memory: Tensor) -> Tensor:
+    """Read one tensor from an open file into `memory` and return a view of it."""
     left = memory.numpy().data
     stream.seek(spec.start)
     while left:
@@ -234,6 +237,7 @@ def write(
 def _write_shard(
     file: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor], sync: Callable[[Path], None]
 ) -> None:
+    """Write one safetensors file, producing each tensor while the previous one is written."""
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))  # wide dtypes first keep data aligned
     with file.open("wb") as stream, ThreadPoolExecutor(1, thread_name_prefix="write") as thread:
         writing: Future[int] = thread.submit(stream.write, _build_header(specs, order))
@@ -255,6 +259,7 @@ def _write_shard(
 
 
 def _build_header(specs: Mapping[str, Spec], order: Sequence[str]) -> bytes:
+    """Return the length-prefixed JSON header of a safetensors file, padded to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:

@@ -146,6 +146,7 @@ def _build_layout(
     base: Source | None,
     default: Source,
 ) -> Vocabulary | None:
+    """Return the vocabulary of a tokenizer with each token's row in every model; None if nothing has to change."""
     vocabulary = tokenizer.get_vocab()
     size, step = max(vocabulary.values(), default=-1) + 1, settings.pad_to_multiple_of or 1
     everyone = list({s.folder: s for part in together for s in part}.values())
@@ -210,6 +211,7 @@ def _name_suffix(name: str) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _embedding_suffixes(folder: Path, architecture: str) -> frozenset[str]:
+    """Return the name suffixes of a model's input and output embedding parameters."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 

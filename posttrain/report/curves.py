@@ -44,6 +44,7 @@ class Curves:
         return bool(whole)
 
     def _add(self, line: bytes) -> None:
+        """Add the numbers of one row; earlier points at or after its step are replaced."""
         try:
             row = json.loads(line)
         except ValueError:  # readers that need the exact rows report broken lines
@@ -90,6 +91,7 @@ def curves_to_draw(curves: Curves, group_size: int | None = None) -> dict[str, d
 def _bounds(
     curves: Curves, name: str, shown: Sequence[Point], group_size: int | None
 ) -> list[tuple[float | None, float | None]]:
+    """Return the interval of each point, or an empty list if no interval is known."""
     low, high = (dict(curves.points.get(f"{name}/{side}", ())) for side in ("low", "high"))
     if low and high and len(low) <= MAX_POINTS:
         return [(low.get(x), high.get(x)) for x, _ in shown]

@@ -80,6 +80,7 @@ def build_tiles(view: RunView) -> list[dict[str, Any]]:
 
 
 def _build_tile(view: RunView, key: str, value: float) -> dict[str, Any]:
+    """Return the tile of one number, with its interval if known."""
     shown = duration(value) if key.endswith("seconds") else f"{value:.1%}" if key in SHARES else format_number(value)
     more = ""
     rows = view.curves.last.get("rollout/rows")
@@ -96,6 +97,7 @@ def _build_tile(view: RunView, key: str, value: float) -> dict[str, Any]:
 
 
 def _readable_name(key: str) -> str:
+    """Return a metric name in words."""
     return (
         key.replace("eval/", "evaluation ")
         .replace("_seconds", " time")

@@ -86,7 +86,7 @@ def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
-            """Requests are not logged."""
+            """Discard the message: requests are not logged."""
 
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)

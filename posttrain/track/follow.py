@@ -121,6 +121,7 @@ class Sender:
             self._try(lambda: getattr(tracker, method)(*args))
 
     def _try(self, do: Callable[[], Any], *, starts: bool = False) -> None:
+        """Call a function of the tracker; if it raises, disable the tracker and report the error once."""
         try:
             found = do()
             self._tracker = found if starts else self._tracker
