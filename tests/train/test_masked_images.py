@@ -74,7 +74,7 @@ def test_the_pass_is_over_the_masked_images_and_changes_what_is_learnt(tmp_path:
 
 
 def test_rows_without_images_are_told(tmp_path: Path, rows_of: Any) -> None:
-    with pytest.raises(UserError, match="no row has any") as error:
+    with pytest.raises(UserError, match="no row has an image") as error:
         rows_of(rl.run, recipe(tmp_path, pictures=False), "texts")
     assert "images" in str(error.value)
 
