@@ -19,7 +19,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import evaluation_notes
 from posttrain.train.own_rows import OwnRows
-from posttrain.train.rl_metrics import advantage_record, sample_record, sampled_rows, signal_note
+from posttrain.train.rl_metrics import sample_record, sampled_rows, signal_note
 from posttrain.train.update_check import update_note
 from posttrain.verify.failures import Calls
 
@@ -46,7 +46,7 @@ class StepResult:
         """Return the step's records in samples.jsonl: `count` rollouts, each from the rank that has its text."""
         chosen = sampled_rows(len(self.rollouts), count)
         own = {
-            number: sample_record(self.rollouts[number]) | advantage_record(self.measured, row)
+            number: sample_record(self.rollouts[number], self.measured, row)
             for row, number in enumerate(self.rows_of.mine)
             if number in chosen
         }

@@ -309,8 +309,18 @@ def sampled_rows(rows: int, count: int) -> list[int]:
     return [i * rows // count for i in range(count)]
 
 
-def sample_record(r: Rollout) -> dict[str, Any]:
-    """Return a rollout's record in samples.jsonl."""
+def sample_record(r: Rollout, batch: RolloutBatch | None = None, row: int = 0) -> dict[str, Any]:
+    """Return a rollout's record in samples.jsonl.
+
+    batch, row: the batch after `compute_advantages` and the rollout's row there. They add `advantage`, the mean over
+    the row's trained tokens if each token has its own (None without one), and `kept`, False if `keep` dropped the row.
+    """
+    trained: dict[str, Any] = {}
+    if batch is not None and batch.advantages is not None:
+        values = batch.advantages[row]
+        values = values[batch.mask[row]] if values.dim() else values[None]
+        advantage = float(values.mean()) if len(values) else None
+        trained = {"advantage": advantage, "kept": batch.keep is None or bool(batch.keep[row])}
     return {
         "uid": r.prompt.uid,
         "group": r.group,
@@ -321,6 +331,7 @@ def sample_record(r: Rollout) -> dict[str, Any]:
         "reward": r.reward,
         "correct": r.correct,
         "scores": r.scores,
+        **trained,
         "version": r.version,
         **turn_records(r),
         **({"turn_scores": r.turn_scores} if r.turn_scores else {}),
@@ -333,18 +344,6 @@ def sample_record(r: Rollout) -> dict[str, Any]:
         **({"images": [thumbnail_url(image) for image in r.images]} if r.images else {}),
         "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
     }
-
-
-def advantage_record(batch: RolloutBatch, row: int) -> dict[str, Any]:
-    """Return what samples.jsonl says about the training of a row: `advantage`, the mean over its trained tokens if each
-    token has its own (None without one), and `kept`, False if `keep` has dropped the row.
-
-    batch: after `compute_advantages`.
-    """
-    assert batch.advantages is not None
-    values = batch.advantages[row]
-    values = values[batch.mask[row]] if values.dim() else values[None]
-    return {"advantage": _mean(values), "kept": batch.keep is None or bool(batch.keep[row])}
 
 
 def _mean(values: Tensor) -> float | None:

@@ -42,7 +42,6 @@ from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.evaluation import completion_metrics
 from posttrain.train.rl_metrics import (
     Mismatch,
-    advantage_record,
     rollout_metrics,
     sample_record,
     sampled_metrics,
@@ -548,11 +547,11 @@ def test_an_advantage_by_token_is_recorded_as_the_mean_over_trained_tokens() -> 
     batch = rollout_batch(rollouts([1.0, 0.0]))
     tokens = torch.arange(float(batch.mask.numel())).reshape(batch.mask.shape)
     batch = batch.replace(advantages=tokens, keep=torch.tensor([True, False]))
-    records = [advantage_record(batch, row) for row in (0, 1)]
+    records = [sample_record(rollout, batch, row) for row, rollout in enumerate(rollouts([1.0, 0.0]))]
     assert [one["kept"] for one in records] == [True, False]
     assert records[0]["advantage"] == float(tokens[0][batch.mask[0]].mean())
     batch = batch.replace(mask=torch.zeros_like(batch.mask))
-    assert advantage_record(batch, 0)["advantage"] is None
+    assert sample_record(rollouts([1.0])[0], batch, 0)["advantage"] is None
 
 
 def test_completions_that_stop_inside_their_thought_are_counted() -> None:
