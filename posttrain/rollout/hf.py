@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.models.weights import dense_weights, weight_stream
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, as_rollouts, check_fits
 
 if TYPE_CHECKING:
     from posttrain.models.images import ImageReader
@@ -102,7 +101,8 @@ class TransformersEngine(StatelessEngine):
                 for p in dict.fromkeys(owners):
                     samples = [found[p * n + i] for i in range(n) if p * n + i in found]
                     if len(samples) == n:
-                        made[p] = replace(batch, share=[p]).rollouts(samples, self.tokenizer, self.version)
+                        about: dict[str, Any] = {"first_group": batch.first_group, "version": self.version}
+                        made[p] = as_rollouts(prompts, n, samples, self.tokenizer, share=[p], **about)
                         if done is not None and len(found) < len(rows):
                             done(made[p])
         return [rollout for p in sorted(made) for rollout in made[p]]
