@@ -153,7 +153,7 @@ def test_in_a_generation_on_the_tiny_model(tmp_path):
     assert len(found) == 3 and all(r["tokens"] <= 24 for r in found)
     assert sum(r["completion"].count("e") for r in found) > sum(r["completion"].count("e") for r in plain)
     assert found[0]["search"]["search/steps"] >= 1 and "search" not in plain[0]
-    with pytest.raises(RecipeError, match="one completion a prompt"):
+    with pytest.raises(RecipeError, match="one completion per prompt"):
         load_dict({**recipe, "samples": 2, "search": search}, base_dir=tmp_path, where="test")
 
 

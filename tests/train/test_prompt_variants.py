@@ -285,7 +285,7 @@ def test_what_cannot_work_is_refused(cli: Any, home: Path, variants: Values, sai
 def test_places_that_a_variant_has_no_room_in(cli: Any, home: Path) -> None:
     for changes, said in (
         ({"opponent": {"samples": 1}, "group_rewards": ["versus_opponent"]}, "the opponent answers"),
-        ({"tools": [{"use": "calculator"}], "algorithm": "prefixrl"}, "begins the answer"),
+        ({"tools": [{"use": "calculator"}], "algorithm": "prefixrl"}, "start of the answer"),
     ):
         values = {**values_of(prompt_variants={"use": "trace_prefix"}), **changes}
         (home / "run.yaml").write_text(json.dumps(values))

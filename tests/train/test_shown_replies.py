@@ -180,7 +180,7 @@ def test_crop_shows_a_part_of_the_rows_image_and_of_what_it_has_shown(tmp_path: 
 def test_a_model_that_reads_none_is_shown_none(tmp_path: Path) -> None:
     loaded = load(Model(path="tiny"), tmp_path)
     row = {"prompt": "abc", "images": [probe_image().source]}
-    with pytest.raises(ToolError, match="which reads none"):
+    with pytest.raises(ToolError, match="the model takes no images"):
         crops(loaded, [call([0, 0, 900, 900]), "done"], row)
 
 
