@@ -8,6 +8,9 @@ from typing import Any
 from sympy import Add, Expr, Float, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.math_values import Grid, Group, Unreadable
+from posttrain.verify.primality import skip_large_primality_tests
+
+skip_large_primality_tests()
 
 DEGREE = Symbol("°")
 INFINITE = (S.Infinity, S.NegativeInfinity)
