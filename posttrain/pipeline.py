@@ -287,7 +287,7 @@ def _table_labels(recipe: PipelineRecipe) -> dict[str, str]:
 
 
 def main(kind: str, request: str, path: str, name: str) -> int:
-    """Run one seed or one stage: the child process of `_children` and `_run_apart`.
+    """Run one seed or one stage: the child process of `_seed_processes` and `_run_in_child`.
 
     An error is printed to stderr as one message, which the parent prints.
     """

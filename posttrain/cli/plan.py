@@ -112,7 +112,9 @@ def plan(
     if rates is not None:
         _print_cluster(found["cluster"])
     elif not torch.cuda.is_available():
-        say("no GPU here: seconds are not measured, and the engine's memory is that of the GPU named above")
+        engine = isinstance(loaded.recipe, RlRecipe) and loaded.recipe.rollout.engine == "vllm"
+        memory = ", and the engine's memory is a share of the GPU named above" if engine else ""
+        say(f"no GPU here: seconds are not measured{memory}")
     if refused:
         say(f"this is a plan only; a run of the recipe would be refused: {refused}")
 

@@ -57,7 +57,7 @@ def _format_value(value: Any) -> str:
 def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[float | None]]:
     """Return name -> the final value of each run, None if the run lacks it.
 
-    Values are the numbers of an evaluation (see `measured_values`) and the means of metrics over the newest rows.
+    Values are the numbers of an evaluation (see `evaluation_values`) and the means of metrics over the newest rows.
     every: all metrics, not only those that a page shows first.
     """
     found: dict[str, list[float | None]] = {}

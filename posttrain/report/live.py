@@ -54,9 +54,9 @@ class LivePage:
 def keep_report(directory: RunDirectory) -> Iterator[LivePage]:
     """Keep the status and the page of a run up to date until it ends, with or without an error.
 
-    The page is written at the start, after the first step, then at most every `EVERY_S` seconds, and at the end. Of
-    several processes, only the one that opened the directory for writing writes. Yields the page, for runs that contain
-    other runs.
+    The page is written at the start, after the first step, then at most every `MIN_INTERVAL_S` seconds, and at the end.
+    Of several processes, only the one that opened the directory for writing writes. Yields the page, for runs that
+    contain other runs.
     """
     page = LivePage(directory.path)
     if directory.follows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -215,7 +216,7 @@ def _mlflow_name(name: str) -> str:
 
 def _view_wandb(target: Target) -> str:
     if target.offline or not _has_wandb_key():
-        return f"wandb sync {target.folder / 'wandb'}/offline-run-*-{target.key}"
+        return f"wandb sync {shlex.quote(str(target.folder / 'wandb'))}/offline-run-*-{target.key}"
     return f"https://wandb.ai, project {target.project}, run {target.name}"
 
 
@@ -226,12 +227,12 @@ def _view_trackio(target: Target) -> str:
 
 def _view_mlflow(target: Target) -> str:
     given = "" if target.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
-    return given or f"mlflow ui --backend-store-uri {target.folder}"
+    return given or shlex.join(["mlflow", "ui", "--backend-store-uri", str(target.folder)])
 
 
 VIEW_COMMANDS: Mapping[str, Callable[[Target], str]] = {  # tracker -> the command or address to view the run
     "wandb": _view_wandb,
-    "tensorboard": lambda target: f"tensorboard --logdir {target.folder}",
+    "tensorboard": lambda target: shlex.join(["tensorboard", "--logdir", str(target.folder)]),
     "trackio": _view_trackio,
     "mlflow": _view_mlflow,
 }

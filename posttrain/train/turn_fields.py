@@ -83,7 +83,7 @@ def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | Non
     """Number the turns of each group by what was shown before them, for a first turn the prompt; equal ones share a
     number.
 
-    similarity: see `state_numbers`.
+    similarity: see `number_states`.
     """
     contexts = [[r.prompt.text, *_replies(r)[:-1]] for r in rollouts]
     groups = [r.group for r, texts in zip(rollouts, contexts, strict=True) for _ in texts]

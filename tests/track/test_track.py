@@ -397,3 +397,13 @@ def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: p
     ):
         refused = CliRunner().invoke(app, words)
         assert refused.exit_code == 2 and message in refused.stderr
+
+
+def test_a_command_to_view_a_run_quotes_its_path() -> None:
+    target = backends.Target("sums", "one", "key", Path("my runs/track"), offline=True)
+    found = {name: backends.VIEW_COMMANDS[name](target) for name in ("wandb", "tensorboard", "mlflow")}
+    assert found == {
+        "wandb": "wandb sync 'my runs/track/wandb'/offline-run-*-key",
+        "tensorboard": "tensorboard --logdir 'my runs/track'",
+        "mlflow": "mlflow ui --backend-store-uri 'my runs/track'",
+    }
