@@ -20,10 +20,10 @@ def skip_large_primality_tests() -> None:
     handlers: dict[str, Any] = Integer._prop_handler
     for fact in ("prime", "composite"):
         if not getattr(handlers[fact], "is_bounded", False):
-            handlers[fact] = _bounded(handlers[fact])
+            handlers[fact] = _limit_handler(handlers[fact])
 
 
-def _bounded(handler: Callable[[Integer], bool | None]) -> Callable[[Integer], bool | None]:
+def _limit_handler(handler: Callable[[Integer], bool | None]) -> Callable[[Integer], bool | None]:
     """Return a handler of sympy's assumption system that answers None (unknown) for large integers."""
 
     def evaluate(number: Integer) -> bool | None:
