@@ -11,7 +11,7 @@ MAX_TESTED = 10**60  # a test of a 9,000-digit number takes a minute
 
 
 def skip_large_primality_tests() -> None:
-    """Make sympy treat the primality of integers above MAX_TESTED as unknown, in this process.
+    """Make sympy treat the primality of integers above MAX_TESTED as unknown, in this process. Called once, on import.
 
     sympy has no setting for it. To find out whether log(n) is finite, its assumption system asks related facts about n
     in a random order until one decides, and with bad luck the first one is whether n is prime. No comparison of
@@ -19,8 +19,7 @@ def skip_large_primality_tests() -> None:
     """
     handlers: dict[str, Any] = Integer._prop_handler
     for fact in ("prime", "composite"):
-        if not getattr(handlers[fact], "is_bounded", False):
-            handlers[fact] = _limit_handler(handlers[fact])
+        handlers[fact] = _limit_handler(handlers[fact])
 
 
 def _limit_handler(handler: Callable[[Integer], bool | None]) -> Callable[[Integer], bool | None]:
@@ -29,5 +28,4 @@ def _limit_handler(handler: Callable[[Integer], bool | None]) -> Callable[[Integ
     def evaluate(number: Integer) -> bool | None:
         return handler(number) if abs(number.p) <= MAX_TESTED else None
 
-    evaluate.is_bounded = True  # type: ignore[attr-defined]
     return evaluate
