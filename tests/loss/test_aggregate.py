@@ -1,4 +1,4 @@
-"""Aggregation: hand-made numbers, gradients, empty rows, and that a split batch equals the whole one."""
+"""Loss aggregation: hand-computed values and gradients, empty rows, and equality of split and whole batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODES = typing.get_args(Aggregation)
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
 
 
-def values(garbage: float = 99.0) -> torch.Tensor:
+def make_values(garbage: float = 99.0) -> torch.Tensor:
     matrix = torch.tensor([[1.0, 2.0, 3.0], [10.0, garbage, garbage]], dtype=torch.float64)
     return matrix.requires_grad_()
 
@@ -29,7 +29,7 @@ def values(garbage: float = 99.0) -> torch.Tensor:
 )
 def test_value_and_gradient(mode: Aggregation, number: float, long_row: float, short_row: float) -> None:
     """Rows (1, 2, 3) and (10): 16 / 4 tokens; (2 + 10) / 2 rows; (6 + 10) / 2 rows; 16 / (2 rows * norm_len 4)."""
-    matrix = values()
+    matrix = make_values()
     loss = aggregate(matrix, MASK, mode, totals(MASK), norm_len=4)
     loss.backward()
     assert loss.item() == pytest.approx(number)
@@ -39,8 +39,8 @@ def test_value_and_gradient(mode: Aggregation, number: float, long_row: float, s
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
-def test_masked_cells_never_matter(mode: Aggregation, garbage: float) -> None:
-    clean, dirty = values(0.0), values(garbage)
+def test_masked_cells_change_neither_value_nor_gradient(mode: Aggregation, garbage: float) -> None:
+    clean, dirty = make_values(0.0), make_values(garbage)
     for matrix in (clean, dirty):
         aggregate(matrix, MASK, mode, totals(MASK), norm_len=4).backward()
     torch.testing.assert_close(dirty.grad, clean.grad, rtol=0, atol=0)
@@ -48,9 +48,9 @@ def test_masked_cells_never_matter(mode: Aggregation, garbage: float) -> None:
 
 
 @pytest.mark.parametrize(("mode", "kept", "left_out"), [("seq_mean_token_mean", 4.0, 6.0), ("token_mean", 4.0, 4.0)])
-def test_a_row_without_tokens_is_in_the_row_count_or_not(mode: Aggregation, kept: float, left_out: float) -> None:
-    """Rows (1, 2, 3), (10), (): row means 2 + 10 over 3 rows or over 2; tokens do not care."""
-    matrix = torch.cat([values(), torch.full((1, 3), 7.0, dtype=torch.float64)])
+def test_empty_rows_count_in_row_means_only_if_asked(mode: Aggregation, kept: float, left_out: float) -> None:
+    """Rows (1, 2, 3), (10), (): row means 2 + 10 over 3 rows or over 2; the token mean ignores empty rows."""
+    matrix = torch.cat([make_values(), torch.full((1, 3), 7.0, dtype=torch.float64)])
     mask = torch.cat([MASK, torch.zeros(1, 3, dtype=torch.bool)])
     assert totals(mask) == Totals(tokens=4.0, rows=3.0, trajectories=2.0)
     assert totals(mask, count_empty_rows=False) == Totals(tokens=4.0, rows=2.0, trajectories=2.0)
@@ -60,8 +60,8 @@ def test_a_row_without_tokens_is_in_the_row_count_or_not(mode: Aggregation, kept
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count_empty_rows", [True, False])
-def test_an_empty_batch_gives_zero_with_its_graph(mode: Aggregation, count_empty_rows: bool) -> None:
-    matrix, mask = values(float("nan")), torch.zeros_like(MASK)
+def test_empty_batch_gives_zero_loss_and_zero_gradient(mode: Aggregation, count_empty_rows: bool) -> None:
+    matrix, mask = make_values(float("nan")), torch.zeros_like(MASK)
     loss = aggregate(matrix, mask, mode, totals(mask, count_empty_rows), norm_len=4)
     loss.backward()
     assert loss.item() == 0.0
@@ -71,8 +71,9 @@ def test_an_empty_batch_gives_zero_with_its_graph(mode: Aggregation, count_empty
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "local_token_mean"])
 @pytest.mark.parametrize("count_empty_rows", [True, False])
 @pytest.mark.parametrize("cut", [1, 2, 5])
-def test_split_equals_whole(mode: Aggregation, count_empty_rows: bool, cut: int) -> None:
-    """Micro-batches of uneven lengths, an empty row among them: their sums and gradients are those of one batch."""
+def test_sum_over_micro_batches_equals_whole_batch(mode: Aggregation, count_empty_rows: bool, cut: int) -> None:
+    """Micro-batches of uneven lengths, with an empty row: their summed losses and gradients equal those of one
+    batch."""
     lengths = [5, 1, 0, 3, 7, 2]
     mask = torch.arange(7) < torch.tensor(lengths)[:, None]
     matrix = torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -90,23 +91,25 @@ def test_split_equals_whole(mode: Aggregation, count_empty_rows: bool, cut: int)
 
 def test_modes_agree_on_rows_of_equal_length() -> None:
     """With length L everywhere: token_mean = seq_mean_token_mean = seq_mean_token_sum / L = fixed with norm_len L."""
-    matrix, mask = values(), torch.ones_like(MASK)
+    matrix, mask = make_values(), torch.ones_like(MASK)
     numbers = {mode: aggregate(matrix, mask, mode, totals(mask), norm_len=3).item() for mode in MODES}
     assert numbers["seq_mean_token_mean"] == pytest.approx(numbers["token_mean"])
     assert numbers["fixed"] == pytest.approx(numbers["token_mean"])
     assert numbers["seq_mean_token_sum"] / 3 == pytest.approx(numbers["token_mean"])
 
 
-def test_an_unknown_mode_and_a_missing_length_are_errors() -> None:
+def test_unknown_mode_and_missing_norm_len_raise() -> None:
     with pytest.raises(ValueError, match="unknown aggregation: mean"):
-        aggregate(values(), MASK, "mean", totals(MASK))  # type: ignore[arg-type]
+        aggregate(make_values(), MASK, "mean", totals(MASK))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs norm_len"):
-        aggregate(values(), MASK, "fixed", totals(MASK))
+        aggregate(make_values(), MASK, "fixed", totals(MASK))
 
 
-def test_the_local_token_mean_is_the_token_mean_of_a_whole_and_the_row_mean_of_single_rows() -> None:
-    """Rows (1, 2, 3) and (10): together 16 / 4 = 4; one by one, weighed by 1 of 2 rows, 2 / 2 + 10 / 2 = 6."""
+def test_local_token_mean_depends_on_the_micro_batch_split() -> None:
+    """Rows (1, 2, 3) and (10): in one micro-batch 16 / 4 = 4; in two, each weighted 1/2, 2 / 2 + 10 / 2 = 6."""
     total = totals(MASK)
-    assert aggregate(values(), MASK, "local_token_mean", total).item() == pytest.approx(4.0)
-    one_by_one = [aggregate(values()[r : r + 1], MASK[r : r + 1], "local_token_mean", total).item() for r in (0, 1)]
+    assert aggregate(make_values(), MASK, "local_token_mean", total).item() == pytest.approx(4.0)
+    one_by_one = [
+        aggregate(make_values()[r : r + 1], MASK[r : r + 1], "local_token_mean", total).item() for r in (0, 1)
+    ]
     assert sum(one_by_one) == pytest.approx(6.0)

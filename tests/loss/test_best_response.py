@@ -1,4 +1,4 @@
-"""The gradient of a preference loss through the policy that answers a reward, against its exact value."""
+"""Best-response preference loss: its gradient through the policy that maximizes a reward, against the exact value."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from posttrain.loss.reward_model import best_response, bradley_terry, centre_by_
 TEMPERATURE = 0.5
 
 
-def drawn(rewards: Tensor) -> dict[tuple[int, int], Tensor]:
-    """Of three answers with a uniform reference, the chance of each pair (better, worse) under the best response. The
-    annotator prefers the earlier one, and has no preference between equal ones."""
+def sample_pairs(rewards: Tensor) -> dict[tuple[int, int], Tensor]:
+    """Return the probability of each pair (better, worse) of three answers under the best response to a uniform
+    reference. The annotator prefers the earlier answer and is indifferent between equal ones."""
     policy = torch.softmax(rewards / TEMPERATURE, -1)
     chances = {(i, j): policy[i] * policy[j] for i, j in itertools.combinations(range(3), 2)}
     total = sum(chances.values(), torch.zeros(()))
     return {pair: chance / total for pair, chance in chances.items()}
 
 
-def test_it_is_the_gradient_through_the_best_response() -> None:
-    """Over all ways to draw two pairs, the mean gradient is that of sum_pairs chance(r) loss(r), which autograd finds
-    with the policy as a function of the reward. Without the term it is another one."""
+def test_expected_gradient_equals_autograd_through_the_best_response() -> None:
+    """Averaged over all ways to sample two pairs, the gradient is that of sum_pairs prob(r) loss(r), where autograd
+    treats the policy as a function of the reward. Without the extra term the gradient differs."""
     rewards = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64, requires_grad=True)
-    chances = drawn(rewards)
+    chances = sample_pairs(rewards)
     exact = sum(
         (chance * bradley_terry(rewards[i], rewards[j]).losses for (i, j), chance in chances.items()), torch.zeros(())
     )
@@ -44,15 +44,16 @@ def test_it_is_the_gradient_through_the_best_response() -> None:
     assert (plain - wanted).abs().max() > 0.05
 
 
-def test_losses_less_those_of_the_prompts_other_pairs() -> None:
-    """1, 2, 6 of one prompt: 1 - 4, 2 - 3.5, 6 - 1.5; the pair of the other prompt is alone."""
+def test_losses_are_centered_by_the_prompts_other_pairs() -> None:
+    """Losses 1, 2, 6 of one prompt: 1 - 4, 2 - 3.5, 6 - 1.5; the other prompt's single pair gets 0."""
     found = centre_by_prompt(torch.tensor([[1.0], [5.0], [2.0], [6.0]]), torch.tensor([0, 1, 0, 0]))
     assert found[:, 0].tolist() == [-3.0, 0.0, -1.5, 4.5]
 
 
-def test_pairs_that_moved_far_pull_no_more() -> None:
-    """At temperature 1/2 sums up by 1 are log-odds of 2, held at 1. A loss above the mean pulls the pair back in, one
-    below pulls no further; the other way round for sums down by 1; up by 1/4 all pull."""
+def test_pairs_beyond_the_log_odds_limit_get_no_outward_gradient() -> None:
+    """At temperature 1/2, log-prob sums changed by 1 give log-odds of 2, the limit. A loss above the mean still pulls
+    the pair back in, a loss below the mean has no gradient; the signs swap for sums changed by -1. Pairs at 1/4 always
+    have one."""
     sums = torch.tensor([[1.0], [1.0], [-1.0], [-1.0], [0.25], [0.25]], requires_grad=True)
     found = best_response(torch.tensor([[3.0], [-3.0]] * 3), sums, torch.zeros(6, 1), temperature=0.5)
     assert found.losses[:, 0].tolist() == [3.0, -3.0, -3.0, 3.0, 1.5, -1.5]

@@ -1,4 +1,4 @@
-"""The clipped surrogate on numbers that can be done by hand."""
+"""PPO clipped surrogate: hand-computed values and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GARBAGE = 5.0
 
 
 def batch(ratios: list[list[float]], advantages: list, mask: list[list[int]]) -> tuple[RolloutBatch, torch.Tensor]:
-    """A batch whose logp - old_logp is the log of `ratios`."""
+    """Return a batch whose logp - old_logp is log(ratios)."""
     old = torch.full((len(ratios), len(ratios[0])), -1.0, dtype=torch.float64)
     logp = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     rows = RolloutBatch(
@@ -27,7 +27,7 @@ def batch(ratios: list[list[float]], advantages: list, mask: list[list[int]]) ->
     return rows, logp
 
 
-def test_value_gradient_and_clip_shares() -> None:
+def test_value_gradient_and_clip_fraction() -> None:
     """clip_low 0.2, clip_high 0.28; value max(-A r, -A clip(r)), gradient by logp -A r where the first branch holds.
 
     A = 1:  r 1.5 -> max(-1.5, -1.28) = -1.28, cut: 0.  r 1 -> -1, gradient -1.  r 0.5 -> max(-0.5, -0.8) = -0.5, -0.5.
@@ -63,7 +63,7 @@ def test_without_old_logp_the_ratio_is_one_and_keeps_its_gradient() -> None:
     assert logp.grad.tolist() == [[-2.0, -2.0]]
 
 
-def test_advantages_may_differ_by_token() -> None:
+def test_advantages_can_be_given_per_token() -> None:
     """A = (1, -1) in one row, ratio 1: values -1 and 1; the padding's advantage is NaN and must not matter."""
     rows, logp = batch([[1.0, 1.0, 1.0]], [[1.0, -1.0, float("nan")]], [[1, 1, 0]])
     found = clip(rows, logp)
@@ -73,7 +73,7 @@ def test_advantages_may_differ_by_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_huge_log_ratio_is_limited(dtype: torch.dtype) -> None:
+def test_log_ratio_is_clamped_at_20_without_gradient(dtype: torch.dtype) -> None:
     """logp - old_logp = 1000 with A = -1: r = e^20, finite, and no gradient beyond the limit."""
     logp = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
     rows = RolloutBatch(
@@ -88,7 +88,7 @@ def test_a_huge_log_ratio_is_limited(dtype: torch.dtype) -> None:
     assert logp.grad.item() == 0.0
 
 
-def test_a_batch_without_advantages_is_an_error() -> None:
+def test_batch_without_advantages_raises() -> None:
     rows, logp = batch([[1.0]], [1.0], [[1]])
     with pytest.raises(ValueError, match="no advantages"):
         clip(rows.replace(advantages=None), logp)
@@ -105,7 +105,7 @@ def test_dual_clip_caps_negative_advantages_only() -> None:
     assert found.stats["clip_ratio/dual_mean"].tolist() == [[1, 0], [0, 0]]
 
 
-def test_a_dual_clip_of_one_or_less_is_refused() -> None:
+def test_dual_clip_of_one_or_less_raises() -> None:
     rows, logp = batch([[1.0]], [1.0], [[1]])
     with pytest.raises(UserError, match="dual_clip"):
         clip(rows, logp, dual_clip=1.0)

@@ -1,4 +1,4 @@
-"""Corrections of the engine's samples by hand."""
+"""Corrections for the mismatch between engine and trainer log-probs: hand-computed values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ NAN = float("nan")
 
 
 def batch(engine: list[list[float]], advantages: list[float] | None = None) -> tuple[RolloutBatch, torch.Tensor]:
-    """old_logp = logp = -1 and pi_old / mu = `engine` (NaN: not reported); garbage where masked."""
+    """Return a batch with old_logp = logp = -1 and pi_old / mu = `engine` (NaN: not reported); masked cells hold
+    garbage."""
     old = torch.where(MASK, -1.0, 4.0).double()
     ratios = torch.tensor(engine, dtype=torch.float64)
     rows = RolloutBatch(
@@ -51,12 +52,12 @@ def test_tis_weights(keys: dict, weights: list[list[float]]) -> None:
     assert torch.equal(found.mask, MASK)
 
 
-def test_the_current_policy_stands_in_for_an_old_one_that_is_not_there() -> None:
+def test_missing_old_logp_falls_back_to_the_current_policy() -> None:
     rows, logp = batch(ENGINE)
     torch.testing.assert_close(tis(rows.replace(old_logp=None), logp).weights, tis(rows, logp).weights)
 
 
-def test_rejection_takes_tokens_out_of_the_denominators() -> None:
+def test_rejected_tokens_leave_the_denominator() -> None:
     rows, _ = batch(ENGINE)
     found = reject(rows, clip_min=0.3)
     assert found.denominator == "kept"
@@ -64,7 +65,7 @@ def test_rejection_takes_tokens_out_of_the_denominators() -> None:
     assert not reject(rows, veto=0.3).mask[1].any()
 
 
-def test_stale_bad_rows_lose_their_term() -> None:
+def test_stale_rows_with_negative_advantage_are_masked() -> None:
     """kl = mean of rollout_logp - logp = mean of -ln ratio: row 1 (-ln 4 + ln 2 + 0) / 3 = -0.23, row 2 ln 4 / 2 =
     0.69."""
     rows, logp = batch(ENGINE, [-1.0, -1.0, -1.0])
@@ -76,14 +77,14 @@ def test_stale_bad_rows_lose_their_term() -> None:
     assert torch.equal(off_policy_seq_mask(good, logp, threshold=0.5).mask, MASK)
 
 
-def test_stale_rows_by_token_advantage_lose_their_bad_tokens() -> None:
+def test_stale_rows_mask_only_tokens_with_negative_advantage() -> None:
     rows, logp = batch(ENGINE)
     advantages = torch.tensor([[1.0, -1, 1], [1, -1, NAN], [NAN] * 3], dtype=torch.float64)
     found = off_policy_seq_mask(rows.replace(advantages=advantages), logp, threshold=0.5)
     assert found.mask.tolist() == [[True] * 3, [True, False, False], [False] * 3]
 
 
-def test_minirl_weighs_by_the_whole_ratio_and_masks_where_ppo_would_cut() -> None:
+def test_minirl_weights_by_pi_over_mu_and_masks_where_ppo_clips() -> None:
     """pi / pi_old: 1.5 > 1.27 with A = 1 -> cut; 0.7 with A = 1 stays. pi / mu = 1.5 * 4 = 6 -> cap 5; 0.7 * 0.5 =
     0.35; not reported: pi / pi_old = 1. Row 2, A = -1: 0.7 < 0.8 -> cut; 1.5 stays."""
     rows, logp = batch(ENGINE)

@@ -1,4 +1,4 @@
-"""Losses over whole groups: numbers by hand, and the laws that they share."""
+"""Losses over whole groups: hand-computed values and shared invariants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = sorted(registry.load_index()["group_loss"])
 
 
 def singles(logp: list[float], groups: list[int], **fields: Any) -> tuple[RolloutBatch, torch.Tensor]:
-    """Rows of one token; old and reference log-probs -1 unless given."""
+    """Return rows of one token; old and reference log-probs are -1 unless given."""
     leaf = torch.tensor(logp, dtype=F64)[:, None].requires_grad_()
     made = {
         "old_logp": torch.full_like(leaf, -1.0).detach(),
@@ -51,7 +51,7 @@ def test_disco_b_is_the_gap_of_mean_scores() -> None:
     assert logp.grad[:, 0].tolist() == pytest.approx(expected)
 
 
-def test_disco_weighs_hard_wrong_answers_more() -> None:
+def test_disco_weights_likelier_wrong_answers_more() -> None:
     """tau 1, wrong scores -1 and -2: log((e^-1 + e^-2) / 2); gradient by softmax weights 0.731 and 0.269."""
     rows, logp = singles([-1.0, -1.0, -2.0], [0, 0, 0], correct=[1, 0, 0])
     found = disco(rows, logp, tau=1.0, kl_beta=0.0)
@@ -62,7 +62,7 @@ def test_disco_weighs_hard_wrong_answers_more() -> None:
     assert logp.grad[:, 0].tolist() == pytest.approx([-1.0, share, 1 - share])
 
 
-def test_disco_becomes_disco_b_for_a_large_tau_and_uniform_groups_give_nothing() -> None:
+def test_disco_tends_to_disco_b_for_large_tau_and_is_zero_for_uniform_groups() -> None:
     rows, logp = singles([-1.0, -1.5, -2.5], [0, 0, 0], correct=[1, 0, 0])
     large = disco(rows, logp, tau=1e6, kl_beta=0.0).values
     torch.testing.assert_close(large, disco(rows, logp, objective="disco_b", kl_beta=0.0).values, rtol=0, atol=1e-6)
@@ -70,7 +70,7 @@ def test_disco_becomes_disco_b_for_a_large_tau_and_uniform_groups_give_nothing()
     assert disco(uniform, logp, kl_beta=0.0).values.item() == 0.0
 
 
-def test_pacs_at_the_old_policy() -> None:
+def test_pacs_on_policy_value_and_gradient() -> None:
     """All psi = 0: loss ln 2; by psi -1/2 / 2 rows for the right row and +1/4 for the wrong one; psi_1 = q_1 - q_2, so
     by q -1/4 - 1/4 and its opposite: -A_rloo(correct) / N."""
     rows, logp = singles([-1.0, -1.0], [0, 0], correct=[1, 0])
@@ -80,7 +80,7 @@ def test_pacs_at_the_old_policy() -> None:
     assert logp.grad[:, 0].tolist() == pytest.approx([-0.5, 0.5])
 
 
-def test_pacs_balances_the_classes_of_a_prompt() -> None:
+def test_pacs_balances_right_and_wrong_rows_of_a_prompt() -> None:
     """1 right of 4: weights 4 / 2 = 2 and 4 / 6 = 2/3; all psi = 0, so the mean of w ln 2 is ln 2. By psi: 2 * -1/2 / 4
     = -1/4 and 2/3 * 1/2 / 4 = 1/12; by the right row's q: -1/4 + 3 * (1/12) * (-1/3) = -1/3."""
     rows, logp = singles([-1.0] * 4, [0] * 4, correct=[1, 0, 0, 0])
@@ -91,12 +91,12 @@ def test_pacs_balances_the_classes_of_a_prompt() -> None:
     assert logp.grad[0].item() == pytest.approx(-1 / 3)
 
 
-def test_pacs_of_a_lone_row_is_a_cross_entropy_on_its_own_reward() -> None:
+def test_pacs_of_a_single_row_is_cross_entropy_with_its_reward() -> None:
     rows, logp = singles([0.0], [0], correct=[1])  # q = 0 - (-1) = 1
     assert pacs(rows, logp).values.item() == pytest.approx(math.log1p(math.exp(-1)))
 
 
-def test_copg_at_the_reference_is_the_reward_gap() -> None:
+def test_copg_gradient_at_the_reference_is_the_reward_gap() -> None:
     """u = 0: value 0, gradient -(R_1 - R_2) and its opposite; off it beta / 2 (u_1 - u_2)^2 - ..."""
     rows, logp = singles([-1.0, -1.0], [0, 0], rewards=[2.0, 0.5])
     found = copg(rows, logp, beta=0.1)
@@ -107,7 +107,7 @@ def test_copg_at_the_reference_is_the_reward_gap() -> None:
     assert copg(rows, logp, beta=0.1).values.item() == pytest.approx(0.05 - 1.5)
 
 
-def test_pairs_are_averaged_over_the_batch_and_not_over_groups() -> None:
+def test_pairs_are_averaged_over_the_batch_not_per_group() -> None:
     """Groups of 3 and 2 rows: 3 pairs and 1; unscored rows make none."""
     rows, logp = singles([-1.0] * 5, [0, 0, 0, 1, 1], rewards=[1, 0, 0, 1, 0])
     assert copg(rows, logp).weights.tolist() == [3, 1]
@@ -116,7 +116,7 @@ def test_pairs_are_averaged_over_the_batch_and_not_over_groups() -> None:
 
 
 @pytest.mark.parametrize("loss", [copg, p3o])
-def test_an_offset_of_a_prompt_changes_nothing(loss: Any) -> None:
+def test_reward_offset_per_prompt_changes_nothing(loss: Any) -> None:
     rows, logp = singles([-0.5, -1.0, -2.0], [0, 0, 0], rewards=[1.0, 0.0, 0.5])
     moved = rows.replace(rewards=rows.rewards + 10)
     torch.testing.assert_close(loss(moved, logp).values, loss(rows, logp).values)
@@ -156,7 +156,7 @@ def test_trpa_prefers_better_levels() -> None:
     assert logp.grad[:, 0].tolist() == pytest.approx([-0.25 / 3, 0.075 / 3, 0.175 / 3])
 
 
-def test_trpa_without_a_pair_falls_back_to_single_rows() -> None:
+def test_trpa_without_pairs_falls_back_to_single_rows() -> None:
     """s = (1, 0): mean of ln(1 + e^-1) for the correct row and ln 2 for the other, each alone in its group."""
     rows, logp = singles([0.0, -1.0], [0, 1], rewards=[1.0, 0.0], correct=[1, 0])
     found = trpa(rows, logp)
@@ -169,7 +169,7 @@ MASK = torch.arange(3) < LENGTHS[:, None]
 
 
 def uneven(garbage: float) -> tuple[RolloutBatch, torch.Tensor]:
-    """Groups of 4 and 2 rows with an empty row; garbage where masked."""
+    """Return groups of 4 and 2 rows with an empty row; masked cells hold garbage."""
     generator = torch.Generator().manual_seed(3)
 
     def matrix() -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_garbage_under_the_mask_changes_nothing(name: str, garbage: float) -> No
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_one_value_a_group_in_order_of_appearance_and_weights_that_do_not_follow_the_policy(name: str) -> None:
+def test_group_values_are_in_order_of_appearance_and_group_weights_are_detached(name: str) -> None:
     rows, logp = uneven(0.0)
     function = registry.get("group_loss", name).function
     keys = {"kl_beta": 0.0} if "kl_beta" in registry.get("group_loss", name).params else {}

@@ -18,7 +18,7 @@ ESTIMATORS = [kl.k1, kl.k2, kl.k3, kl.absolute, kl.k3_straight_through, kl.k3_is
 
 
 def batch(d: list[float], ratio: float = 1.0) -> tuple[RolloutBatch, torch.Tensor]:
-    """One row with logp = -1, ref_logp = -1 - d and old_logp = -1 - ln(ratio)."""
+    """Return one row with logp = -1, ref_logp = -1 - d and old_logp = -1 - ln(ratio)."""
     logp = torch.full((1, len(d)), -1.0, dtype=torch.float64, requires_grad=True)
     rows = RolloutBatch(
         group_ids=torch.zeros(1, dtype=torch.long),
@@ -50,7 +50,7 @@ def test_value_and_gradient(estimator: object, value: float, gradient: float) ->
     assert logp.grad.item() == pytest.approx(gradient, rel=1e-12)
 
 
-def test_the_straight_k1_is_distillation_from_a_teachers_log_probs() -> None:
+def test_k1_straight_through_gradient_equals_sampled_distill() -> None:
     """Its gradient is that of `sampled_distill`, which is a mean over the 5 tokens; |d| is limited to 20."""
     rows, logp = batch([0.3, -2.0, 0.0, 50.0, -50.0])
     kl.k1_straight_through(rows, logp).values.sum().backward()
@@ -60,14 +60,14 @@ def test_the_straight_k1_is_distillation_from_a_teachers_log_probs() -> None:
     assert logp.grad.tolist()[0][3:] == [20.0, -20.0]
 
 
-def test_the_gradient_of_abs_is_the_sign() -> None:
+def test_gradient_of_abs_is_the_sign() -> None:
     rows, logp = batch([-0.3, 0.0, 0.3])
     kl.absolute(rows, logp).values.sum().backward()
     assert logp.grad.tolist() == [[-1.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_equal_policies_have_no_distance(estimator: object) -> None:
+def test_equal_policies_have_zero_kl(estimator: object) -> None:
     rows, logp = batch([0.0, 0.0])
     assert estimator(rows, logp).values.tolist() == [[0.0, 0.0]]  # type: ignore[operator]
 
@@ -78,8 +78,8 @@ def test_k3_is_never_negative() -> None:
 
 
 @pytest.mark.parametrize("estimator", [kl.k3, kl.k3_straight_through, kl.k3_is])
-def test_the_guard_limits_k3_and_is_counted(estimator: object) -> None:
-    """d = -100 would be e^100: the value stops at 10. d = 1 is far from the guard."""
+def test_k3_is_clamped_and_clamped_tokens_are_counted(estimator: object) -> None:
+    """d = -100 would give e^100: the value is clamped at 10. d = 1 is far from the limit."""
     rows, logp = batch([-100.0, 1.0])
     found = estimator(rows, logp)  # type: ignore[operator]
     assert found.values[0, 0].item() == pytest.approx(10.0)
@@ -89,7 +89,7 @@ def test_the_guard_limits_k3_and_is_counted(estimator: object) -> None:
     assert logp.grad[0, 1].item() == pytest.approx(1 - math.exp(-1))
 
 
-def test_a_missing_reference_is_an_error_and_not_zero() -> None:
+def test_missing_or_nan_ref_logp_raises() -> None:
     rows, logp = batch([0.5, float("nan")])
     with pytest.raises(NonFiniteError, match="ref_logp is NaN"):
         kl.k3(rows, logp)
@@ -103,7 +103,7 @@ def test_a_missing_reference_is_an_error_and_not_zero() -> None:
     ("measured", "expected"),
     [(0.1, 0.04), (0.2, 0.04 * 1.02), (0.11, 0.04 * 1.01), (0.0, 0.04 * 0.98), (5.0, 0.04 * 1.02)],
 )
-def test_adaptive_coefficient(measured: float, expected: float) -> None:
+def test_adaptive_coefficient_follows_the_kl_target(measured: float, expected: float) -> None:
     """Target 0.1, 100 samples of a horizon of 1000: factor 1 + clip(kl / 0.1 - 1, -0.2, 0.2) / 10."""
     found = adaptive_coef(0.04, measured, target=0.1, horizon=1000, n_steps=100)
     assert found == pytest.approx(expected, rel=1e-12)

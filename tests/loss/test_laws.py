@@ -1,4 +1,4 @@
-"""What every policy loss and every KL estimator in the registry must obey."""
+"""Invariants of every policy loss and KL estimator in the registry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK = torch.arange(4) < LENGTHS[:, None]
 
 
 def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBatch, torch.Tensor]:
-    """Four rows of uneven length, one empty; every cell with mask 0 holds `garbage`."""
+    """Return four rows of uneven length, one of them empty; every masked cell holds `garbage`."""
     generator = torch.Generator().manual_seed(1)
 
     def matrix() -> torch.Tensor:
@@ -65,14 +65,14 @@ def evaluate(kind: Any, name: str, garbage: float, dtype: torch.dtype = torch.fl
     return found, logp.grad
 
 
-def test_there_is_something_to_test() -> None:
+def test_the_registry_has_losses_and_kl_estimators() -> None:
     assert ("loss", "clip") in NAMES
     assert ("kl", "k3") in NAMES
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 @pytest.mark.parametrize("garbage", [7.0, 1e30, float("inf"), float("nan")])
-def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: float) -> None:
+def test_masked_cells_change_nothing(kind: str, name: str, garbage: float) -> None:
     (clean, clean_gradient), (dirty, dirty_gradient) = evaluate(kind, name, 0.0), evaluate(kind, name, garbage)
     torch.testing.assert_close(dirty.values, clean.values, rtol=0, atol=0)
     torch.testing.assert_close(dirty_gradient, clean_gradient, rtol=0, atol=0)
@@ -92,7 +92,7 @@ def test_masked_cells_and_empty_rows_are_zero(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_rows_do_not_depend_on_each_other(kind: str, name: str) -> None:
-    """A micro-batch of any rows gives these rows' values."""
+    """Any subset of rows gives the same values for these rows."""
     rows, logp = batch(7.0)
     function = registry.get(kind, name).function
     whole = function(rows, logp).values
@@ -111,7 +111,7 @@ def test_float32_is_close_to_float64(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
-def test_statistics_are_detached_and_named_by_row_or_token(kind: str, name: str) -> None:
+def test_stats_are_detached_and_have_one_value_per_row_or_token(kind: str, name: str) -> None:
     rows, logp = batch(0.0)
     stats = registry.get(kind, name).function(rows, logp).stats
     assert stats
@@ -121,9 +121,9 @@ def test_statistics_are_detached_and_named_by_row_or_token(kind: str, name: str)
 
 
 @pytest.mark.parametrize("name", sorted(registry.load_index()["loss"]))
-def test_a_loss_weighs_a_token_by_who_sampled_it_or_replay_refuses_it(name: str) -> None:
-    """Other log-probs of the policy that sampled give another gradient: of `old_logp`, or of `rollout_logp` where the
-    loss reads that too. Losses that `replay` refuses have none of it."""
+def test_replayable_losses_depend_on_the_log_probs_of_the_sampling_policy(name: str) -> None:
+    """Changing the sampling policy's log-probs (`old_logp`, or `rollout_logp` if the loss reads it) changes the
+    gradient. Losses that `replay` refuses do not depend on them."""
     rows, logp = batch(0.0)
     old = rows.old_logp
     assert old is not None and rows.rollout_logp is not None

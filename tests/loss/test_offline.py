@@ -1,4 +1,4 @@
-"""Nash steps, distribution matching, offline RL and reward models by hand. s is the sigmoid."""
+"""Nash learning steps, distribution matching, offline RL and reward models: hand-computed values. s is the sigmoid."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def tensor(*values: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("play", [nash.extragradient, nash.mirror_prox])
-def test_rock_paper_scissors_ends_uniform(play: Any) -> None:
-    """Cyclic preferences and a uniform reference: the last policy, not only the average, is uniform."""
+def test_rock_paper_scissors_converges_to_the_uniform_policy(play: Any) -> None:
+    """Cyclic preferences and a uniform reference: the last iterate, not only the average, is uniform."""
     settings = {"eta": 0.3} if play is nash.extragradient else {"eta": 0.2}
     end = play(tensor(1, 0, -1), tensor(0, 0, 0), ROCK_PAPER_SCISSORS, beta=0.3, steps=400, **settings).policy
     torch.testing.assert_close(end, torch.full((3,), 1 / 3, dtype=torch.float64), rtol=0, atol=1e-4)
 
 
-def test_both_have_one_fixed_point() -> None:
-    """log pi = log ref + pref pi / beta up to a constant: a step from there goes nowhere."""
+def test_both_nash_steps_share_one_fixed_point() -> None:
+    """log pi = log ref + pref pi / beta up to a constant: a step from there changes nothing."""
     pref = tensor([0.5, 0.9, 0.4], [0.1, 0.5, 0.7], [0.6, 0.3, 0.5])
     ref = torch.log_softmax(tensor(0.3, -0.2, 0), -1)
     policy = nash.mirror_prox(ref, ref, pref, beta=1.0, eta=2.0, steps=400).policy
@@ -59,8 +59,9 @@ def test_extrapolation() -> None:
 # --- distribution
 
 
-def test_the_target_itself_is_worth_1_everywhere() -> None:
-    """pi = ref e^(R / beta) / Z sampled from itself: every weight is Z, every forward-KL value 1, log Z exact."""
+def test_policy_equal_to_the_target_has_weight_z_and_forward_kl_1() -> None:
+    """pi = ref e^(R / beta) / Z sampled from itself: every weight is Z, every forward-KL value 1, and log Z is
+    exact."""
     ref, rewards = tensor(0.5, 0.3, 0.2).log(), tensor(1, 0, 0.5)
     z = torch.logsumexp(ref + rewards / 0.5, 0)
     policy = ref + rewards / 0.5 - z
@@ -81,12 +82,12 @@ def test_the_target_itself_is_worth_1_everywhere() -> None:
         ("tv", -0.5),
     ],
 )
-def test_pseudo_rewards(divergence: Any, value: float) -> None:
+def test_pseudo_rewards_by_divergence(divergence: Any, value: float) -> None:
     """log t = 1: a policy e times as likely as the target."""
     assert distribution.pseudo_rewards(tensor(1), divergence).item() == pytest.approx(value)
 
 
-def test_a_sample_outside_the_target_has_no_weight() -> None:
+def test_sample_outside_the_target_has_zero_weight() -> None:
     logps = tensor(-1, -1).requires_grad_()
     found = distribution.match_distribution(
         logps, tensor(-1, -1), tensor(-1, -1), tensor(0, -math.inf), divergence="reverse_kl"
@@ -96,7 +97,7 @@ def test_a_sample_outside_the_target_has_no_weight() -> None:
     assert logps.grad[1].item() == 0 and logps.grad.isfinite().all()
 
 
-def test_gdc_is_that_of_each_group_and_limits_weights() -> None:
+def test_gdc_estimates_z_per_group_and_clamps_weights() -> None:
     generator = torch.Generator().manual_seed(0)
     logp, old, ref = (-torch.rand(5, 2, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1]]).bool()
@@ -114,7 +115,7 @@ def test_gdc_is_that_of_each_group_and_limits_weights() -> None:
     assert free.loss.item() == pytest.approx(2 * free.pseudo_rewards.item())
 
 
-def test_hypo() -> None:
+def test_hypo_coefficients() -> None:
     """k = 2 and 0 in one group: with rloo the coefficients are 2 and -2; the policy as its own reference has none."""
     pairs = PairBatch(tensor(-1), tensor(-2), ref_chosen_logp=tensor(-1), ref_rejected_logp=tensor(-2))
     mask = torch.tensor([[True, True], [True, False]])
@@ -143,7 +144,7 @@ def oreo_rows() -> dict[str, torch.Tensor]:
     }
 
 
-def test_oreo() -> None:
+def test_oreo_by_token() -> None:
     """beta 0.5: u = 1, 2; tails 1.5, 1; d = V - R + tail = 1, 0.5 for V = 0.5. Row 2: d = 0.2. Mean over 3 rows."""
     rows = oreo_rows()
     rows["logp"].requires_grad_()
@@ -165,7 +166,7 @@ def test_oreo_by_response() -> None:
     assert found.value_loss.item() == found.policy_loss.item() == pytest.approx((1 + 0.04) / 3)
 
 
-def test_direct_advantages_add_up_to_the_reward() -> None:
+def test_direct_advantages_sum_to_the_reward() -> None:
     """V limited to 1: 0.4, 1 | 0.3; rewards 1 and 0. Gap of step 1 to 0.6 / 0.5 = 1.2, by half over 3 steps."""
     logps = tensor([0, 0], [0, math.nan]).requires_grad_()
     mask = torch.tensor([[True, True], [True, False]])
@@ -178,7 +179,7 @@ def test_direct_advantages_add_up_to_the_reward() -> None:
     assert gradient.tolist() == [pytest.approx([-0.4, 0]), pytest.approx([0.2, 0])]
 
 
-def test_token_credit_adds_up_to_the_reward_of_dpo() -> None:
+def test_token_credit_sums_to_the_dpo_reward() -> None:
     rows = {name: x for name, x in oreo_rows().items() if name != "rewards"}
     found = offline_rl.token_credit(beta=0.5, **rows)
     assert found.token_rewards.tolist() == [[0.5, 1], [0, 0], [0, 0]]
@@ -202,7 +203,7 @@ def test_bradley_terry() -> None:
     torch.testing.assert_close(moved.losses, reward_model.bradley_terry(chosen, rejected).losses)
 
 
-def test_labels_that_are_missing_do_not_count() -> None:
+def test_missing_labels_are_ignored() -> None:
     predicted = tensor([1, 5], [0, 1]).requires_grad_()
     loss = reward_model.label_regression(predicted, tensor([0, math.nan], [0, 0]))
     loss.backward()
@@ -211,7 +212,7 @@ def test_labels_that_are_missing_do_not_count() -> None:
     assert reward_model.label_regression(tensor([1.0]), tensor([math.nan])).item() == 0
 
 
-def test_ensemble() -> None:
+def test_ensemble_mean_minimum_and_variance() -> None:
     """1 and 3: mean 2, lowest 1, variance 1 (or 2 with ddof 1); a single model has none."""
     rewards = tensor([[1]], [[3]])
     both = {name: reward_model.ensemble(rewards, objective=name).item() for name in ("mean", "wco", "uwo")}
@@ -222,8 +223,8 @@ def test_ensemble() -> None:
     assert calibrated.item() == pytest.approx(0.25)
 
 
-def test_brme_lies_between_the_nominal_reward_and_the_lowest() -> None:
-    """The surer head is the first (ties too). Head 2 has the lower mean over the batch."""
+def test_brme_lies_between_nominal_and_lowest_reward() -> None:
+    """Head 1 is the more certain head (ties go to the first). Head 2 has the lower mean over the batch."""
     means, stds = tensor([[1, 0]], [[0.5, -2]]), tensor([[0.1, 0.3]], [[0.1, 0.2]])
     by_answer = reward_model.brme(means, stds, nominal_weight=0.5)
     assert by_answer.nominal.tolist() == [[1, -2]]
@@ -232,8 +233,8 @@ def test_brme_lies_between_the_nominal_reward_and_the_lowest() -> None:
     assert reward_model.brme(means, stds, min_scope="batch").minimum.tolist() == [[0.5, -2]]
 
 
-def test_people_are_assigned_to_the_head_that_fits_them() -> None:
-    """User 0 is fitted by head 1, user 1 has no pairs: the first head, whose loss is then 0."""
+def test_users_are_assigned_to_the_best_fitting_head() -> None:
+    """Head 1 fits user 0 best; user 1 has no pairs and falls back to the first head, whose loss is then 0."""
     margins = tensor([0, 2], [1, 1]).requires_grad_()
     found = reward_model.mixture_round(margins, torch.tensor([0, 0]), 2)
     assert found.assignment.tolist() == [1, 0]
@@ -249,7 +250,7 @@ def test_people_are_assigned_to_the_head_that_fits_them() -> None:
     assert bool((soft.m_step_losses > 0).all())
 
 
-def test_maxmin_pays_the_group_that_is_worst_off() -> None:
+def test_maxmin_rewards_the_worst_off_group() -> None:
     found = reward_model.maxmin(tensor([[1, 0]], [[0.2, 0.3]]), tensor([1, 1]), beta=0.1)
     assert found.utilities.tolist() == pytest.approx([0.4, 0.15])
     assert found.rewards.tolist() == [[0.2, 0.3]] and found.worst_group.item() == 1

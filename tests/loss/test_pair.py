@@ -1,4 +1,4 @@
-"""Pair losses by hand. s is the sigmoid; z = ln 3 has s(z) = 3/4."""
+"""Pair losses: hand-computed values. s is the sigmoid; z = ln 3 has s(z) = 3/4."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def column(*values: float) -> torch.Tensor:
 
 
 def pairs(chosen: float, rejected: float, **changes: Any) -> PairBatch:
-    """One pair beside a pair of equal sides, references -1, lengths 4 and 2."""
+    """Return one pair beside a pair of equal sides, reference log-probs -1, lengths 4 and 2."""
     batch = PairBatch(
         chosen_logp=column(chosen, -1.0).requires_grad_(),
         rejected_logp=column(rejected, -1.0).requires_grad_(),
@@ -72,7 +72,7 @@ def test_robust_without_smoothing_is_sigmoid() -> None:
     torch.testing.assert_close(dpo(batch, variant="robust").losses, dpo(batch).losses)
 
 
-def test_a_constant_on_policy_and_reference_changes_nothing() -> None:
+def test_constant_added_to_policy_and_reference_changes_nothing() -> None:
     moved = pairs(-3.0 + 5, -2.0, ref_chosen_logp=column(-1.0 + 5, -1.0))
     assert dpo(moved).losses[0].item() == pytest.approx(dpo(pairs(-3.0, -2.0)).losses[0].item())
 
@@ -97,21 +97,21 @@ def test_reference_free_needs_no_reference() -> None:
         dpo(batch)
 
 
-def test_references_get_no_gradient() -> None:
+def test_reference_log_probs_get_no_gradient() -> None:
     reference = column(-1.0, -1.0).requires_grad_()
     dpo(pairs(-3.0, -2.0, ref_chosen_logp=reference)).losses.sum().backward()
     assert reference.grad is None
 
 
 @pytest.mark.parametrize("loss", [dpo, simpo])
-def test_no_pairs_give_zero_with_a_graph(loss: Any) -> None:
+def test_empty_batch_gives_zero_loss_and_zero_gradient(loss: Any) -> None:
     none = torch.zeros(0, dtype=torch.float64, requires_grad=True)
     number = mean(loss(PairBatch(none, none, none, none, none, none)).losses)
     number.backward()
     assert number.item() == 0.0
 
 
-def test_split_equals_whole() -> None:
+def test_sum_over_micro_batches_equals_whole_batch() -> None:
     losses = column(1.0, 2.0, 6.0)
     assert mean(losses).item() == 3.0
     assert (mean(losses[:1], pairs=3) + mean(losses[1:], pairs=3)).item() == pytest.approx(3.0)
@@ -137,19 +137,19 @@ def test_simpo_hinge() -> None:
     assert simpo(pairs(-4.0, -3.0 - LN3), variant="hinge").losses.tolist() == pytest.approx([0.0, 1.5])
 
 
-def test_simpo_does_not_see_length() -> None:
+def test_simpo_ignores_length_at_equal_mean_log_prob() -> None:
     """A completion twice as long with the same mean log-prob."""
     longer = pairs(-6.0, -4.0, chosen_length=column(8, 4))
     assert simpo(longer).losses[0].item() == pytest.approx(simpo(pairs(-3.0, -4.0)).losses[0].item())
 
 
-def test_a_length_of_zero_counts_as_one() -> None:
+def test_length_zero_counts_as_one() -> None:
     batch = pairs(0.0, -1.0, chosen_length=column(0, 4), rejected_length=column(0, 2))
     assert simpo(batch).losses.isfinite().all()
     assert simpo(batch).stats["rejected_rewards"][0].item() == -2.0
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_raise() -> None:
     with pytest.raises(UserError, match="variant robust"):
         dpo(pairs(-3.0, -2.0), variant="robust", label_smoothing=0.5)
     with pytest.raises(UserError, match="hinge"):

@@ -1,4 +1,4 @@
-"""Regularisers by hand."""
+"""Regularizers: hand-computed values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FALLEN = {
     ("gate", "active"),
     [("action", [1, 0, 0, 0, 0]), ("response", [0, 0, 0, 0, 0]), ("token", [1, 0, 0, 0, 1])],
 )
-def test_llds_gates(gate: Any, active: list[int]) -> None:
+def test_llds_gates_by_row_token_and_advantage(gate: Any, active: list[int]) -> None:
     """Runs: 0.5 - 0.2 > 0 active, -1 + 0.3 < 0 not; the row -0.4 not; only tokens that fell count; A < 0 never."""
     rows, logp = batch(**FALLEN)
     found = llds(rows, logp, gate=gate)
@@ -54,7 +54,7 @@ def test_llds_denominators_and_answer_weight() -> None:
     assert llds(rows, logp, gate="token", answer_weight=0.5).values.sum().item() == pytest.approx(0.5 + 0.15)
 
 
-def test_llds_does_nothing_before_the_policy_moved() -> None:
+def test_llds_is_zero_before_the_policy_moved() -> None:
     rows, logp = batch(**FALLEN)
     found = llds(rows.replace(old_logp=None), logp)
     found.values.sum().backward()
@@ -62,7 +62,7 @@ def test_llds_does_nothing_before_the_policy_moved() -> None:
     assert not bool(logp.grad.any())
 
 
-def test_calibrl_pushes_right_answers_above_the_expert_and_weakly_beyond() -> None:
+def test_calibrl_values_and_slopes_around_the_expert() -> None:
     """A = (2, -0.5). Right row: logp below the expert by 1: 2 * 1, slope -2; above by 0.5: 2 * -0.25, slope -1.
     Wrong row: below by 1: 0.5 * 0.5 * -1, slope 0.25; above by 0.5: 0.5 * 0.5, slope 0.5."""
     rows, logp = batch(
@@ -78,7 +78,7 @@ def test_calibrl_pushes_right_answers_above_the_expert_and_weakly_beyond() -> No
     torch.testing.assert_close(logp.grad, torch.tensor([[-2.0, -1.0], [0.25, 0.5]], dtype=F64))
 
 
-def test_calibrl_past_the_experts_end_takes_its_mean_and_without_an_expert_nothing() -> None:
+def test_calibrl_uses_the_experts_mean_past_its_end_and_is_zero_without_an_expert() -> None:
     rows, logp = batch(
         [[-2.0, -3.0, -2.0], [-1.0, -1.0, 5.0]],
         [[1, 1, 1], [1, 1, 0]],
@@ -91,7 +91,7 @@ def test_calibrl_past_the_experts_end_takes_its_mean_and_without_an_expert_nothi
 
 
 def test_forward_kl_value_and_gradient() -> None:
-    """rho = 2: 2 ln 2 - 1, gradient -2 ln 2. Equal: 0 and 0. hat - logp = 9 is limited to 5: that of 5."""
+    """rho = 2: 2 ln 2 - 1, gradient -2 ln 2. Equal: 0 and 0. hat - logp = 9 is clamped to 5."""
     rows, logp = batch([[-1.0, -1.0, -10.0]], [[1, 1, 1]], tempered_ref_logp=[[-1.0 + math.log(2), -1.0, -1.0]])
     found = forward_kl(rows, logp)
     found.values.sum().backward()
@@ -99,13 +99,13 @@ def test_forward_kl_value_and_gradient() -> None:
     assert logp.grad[0].tolist() == pytest.approx([-2 * math.log(2), 0.0, -5 * math.exp(5)])
 
 
-def test_the_references_power_follows_the_reward() -> None:
+def test_reference_power_follows_the_reward() -> None:
     rows, _ = batch([[0.0]] * 4, [[1]] * 4, rewards=[1.0, 0.0, 0.5, NAN])
     assert reference_power(rows, phi_min=0.4).tolist() == pytest.approx([1.0, 0.4, 0.7, 1.0])
     assert reference_power(rows, reward_max=0.0).tolist() == [1.0] * 4
 
 
-def test_the_tempered_reference_is_a_distribution() -> None:
+def test_tempered_reference_is_normalized() -> None:
     """Logits (2 ln 3, 0) at power 1/2: 3 : 1, so ln(3/4)."""
     rows, _ = batch([[0.0]], [[1]], rewards=[0.0])
     logits = torch.tensor([[[2 * math.log(3), 0.0]]], dtype=F64)
@@ -120,7 +120,7 @@ def test_the_tempered_reference_is_a_distribution() -> None:
         ("is", 2 * math.log(2) - 1, 2 * math.log(2)),
     ],
 )
-def test_distance_to_the_old_policy(estimator: Any, value: float, slope: float) -> None:
+def test_kl_to_the_old_policy_by_estimator(estimator: Any, value: float, slope: float) -> None:
     """r = 2: k3 1/2 + ln 2 - 1 with slope 1 - 1/2; k2; r ln r - r + 1 with slope r ln r."""
     rows, logp = batch([[math.log(2) - 1]], [[1]], old_logp=[[-1.0]])
     found = kl_old(rows, logp, estimator=estimator)
@@ -129,7 +129,8 @@ def test_distance_to_the_old_policy(estimator: Any, value: float, slope: float) 
 
 
 def test_masked_kl() -> None:
-    """r = exp(logp - masked): ln r = 1 gives e - 2, 0 gives 0, -1 gives 1 / e; beyond 10 it is 10, without gradient.
+    """r = exp(logp - masked): ln r = 1 gives e - 2, 0 gives 0, -1 gives 1 / e; values are clamped at 10, without
+    gradient.
 
     Gradient of -(r - ln r - 1): 1 - r.
     """
@@ -148,7 +149,8 @@ def test_masked_kl() -> None:
 
 
 def test_perturbed_kl() -> None:
-    """exp(-d) + d - 1: d = 1 gives 1 / e, d = -1 gives e - 2; beyond 10 it is 10. Slope 1 - exp(-d), there 0."""
+    """exp(-d) + d - 1: d = 1 gives 1 / e, d = -1 gives e - 2; values are clamped at 10. The slope is 1 - exp(-d), and 0
+    beyond the clamp."""
     rows, logp = batch(
         [[-1.0, -2.0, 7.0], [-3.0, -9.0, 7.0]], [[1, 1, 0], [1, 1, 0]], perturbed_logp=[[-2, -2, NAN], [-2, -2, NAN]]
     )

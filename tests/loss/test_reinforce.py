@@ -1,4 +1,4 @@
-"""CISPO's frozen weights, and REINFORCE."""
+"""CISPO (clamped importance weights without gradient) and REINFORCE: hand-computed values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
 
 
 def batch() -> tuple[RolloutBatch, torch.Tensor]:
-    """log-probs -1; ratios (2, 6, 0.5) with A = 1 and (2, 0.1) with A = -3; garbage where masked."""
+    """Return log-probs -1 with ratios (2, 6, 0.5) at A = 1 and (2, 0.1) at A = -3; masked cells hold garbage."""
     logp = torch.where(MASK, -1.0, 50.0).double().requires_grad_()
     ratios = torch.tensor([[2.0, 6.0, 0.5], [2.0, 0.1, 1.0]], dtype=torch.float64)
     old = torch.where(MASK, -1.0 - ratios.log(), -9.0)

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts by hand."""
+"""Load-balancing loss of a mixture of experts: hand-computed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.batch import RolloutBatch
 from posttrain.loss.router import load_balance, router_balance
 
 
-def test_an_even_load_gives_the_experts_of_a_token_and_one_expert_for_all_gives_all() -> None:
+def test_load_balance_is_1_for_even_load_and_larger_for_one_expert() -> None:
     """Row 0: two tokens, one to each of 2 experts, p = (3/4, 1/4) and (1/4, 3/4): 2 (1/2 1/2 + 1/2 1/2) = 1.
     Row 1: one token to expert 0, p = (3/4, 1/4): 2 (1 * 3/4 + 0 * 1/4) = 3/2; d/dz0 = 2 * 3/4 * 1/4 = 3/8."""
     z = math.log(3.0)
@@ -23,15 +23,15 @@ def test_an_even_load_gives_the_experts_of_a_token_and_one_expert_for_all_gives_
     assert logits.grad.flatten().tolist() == pytest.approx([0, 0, 0, 0, 0.375, -0.375])
 
 
-def test_layers_count_alike_and_two_experts_a_token() -> None:
-    """4 experts, 2 a token. One layer is even (2); in the other all tokens go to experts 0 and 1 with certainty:
-    4 (1 * 1/2 + 1 * 1/2) = 4. Their mean is 3."""
+def test_load_balance_averages_over_layers() -> None:
+    """4 experts, 2 per token. One layer is even (2); in the other, all tokens go to experts 0 and 1 with certainty: 4
+    (1 * 1/2 + 1 * 1/2) = 4. The mean is 3."""
     even = torch.tensor([[9.0, 9.0, -9.0, -9.0], [-9.0, -9.0, 9.0, 9.0]])
     one = torch.tensor([[9.0, 9.0, -9.0, -9.0]] * 2)
     assert load_balance([even, one], torch.zeros(2, dtype=torch.long), 1, 2).item() == pytest.approx(3.0, abs=1e-6)
 
 
-def test_a_row_counts_by_its_trained_tokens() -> None:
+def test_router_loss_is_spread_over_trained_tokens() -> None:
     rows = RolloutBatch(
         group_ids=torch.tensor([0, 0]),
         mask=torch.tensor([[True, True, False], [True, False, False]]),

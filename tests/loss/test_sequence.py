@@ -1,4 +1,4 @@
-"""Sequence ratios on numbers that can be done by hand."""
+"""Sequence-level importance ratios: hand-computed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASK = torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.bool)
 
 
 def batch(ratios: list[list[float]], advantages: list) -> tuple[RolloutBatch, torch.Tensor]:
-    """Rows of 2, 1 and 0 trained tokens whose logp - old_logp is the log of `ratios`; garbage where masked."""
+    """Return rows of 2, 1 and 0 trained tokens whose logp - old_logp is log(ratios); masked cells hold garbage."""
     old = torch.where(MASK, -1.0, 7.0).double()
     logp = torch.where(MASK, old + torch.tensor(ratios, dtype=torch.float64).log(), -3.0).requires_grad_()
     rows = RolloutBatch(
@@ -27,7 +27,7 @@ def batch(ratios: list[list[float]], advantages: list) -> tuple[RolloutBatch, to
     return rows, logp
 
 
-def test_gspo_takes_the_geometric_mean_and_shares_its_gradient() -> None:
+def test_gspo_uses_the_geometric_mean_ratio_and_shares_its_gradient() -> None:
     """Ratios (4, 1): s = 2, A = -1, above 1 + 0.5 with A < 0: not cut; value 2, row mean 2. Row 2: r = 3, A = 1: cut at
     1.5. Mean over three rows (2 - 1.5) / 3. Gradient by each token of row 1: -A s / (rows * tokens) = 2 / 6."""
     rows, logp = batch([[4.0, 1.0], [3.0, 1.0], [1.0, 1.0]], [-1.0, 1.0, 5.0])
@@ -41,7 +41,7 @@ def test_gspo_takes_the_geometric_mean_and_shares_its_gradient() -> None:
     assert found.stats["clip_ratio/region_mean"][:2].tolist() == [[0, 0], [1, 1]]
 
 
-def test_gspo_token_gives_each_token_its_own_advantage() -> None:
+def test_gspo_token_applies_the_advantage_of_each_token() -> None:
     """s = 2 for both tokens of row 1; A = (-1, 0.5), clip 1 +- 1.5: values (2, -1), gradients s * -A by the token
     alone: (2, -1), over 2 tokens and 3 rows."""
     rows, logp = batch([[4.0, 1.0], [1.0, 1.0], [1.0, 1.0]], [[-1.0, 0.5], [0.0, 9.0], [9.0, 9.0]])
@@ -51,7 +51,7 @@ def test_gspo_token_gives_each_token_its_own_advantage() -> None:
     assert logp.grad[0].tolist() == pytest.approx([2 / 6, -1 / 6])
 
 
-def test_gspo_levels_agree_for_advantages_of_a_row() -> None:
+def test_gspo_and_gspo_token_agree_for_row_advantages() -> None:
     gradients = []
     for level in ("sequence", "token"):
         rows, logp = batch([[1.1, 0.8], [0.7, 1.0], [1.0, 1.0]], [1.0, -2.0, 1.0])
@@ -63,7 +63,7 @@ def test_gspo_levels_agree_for_advantages_of_a_row() -> None:
     torch.testing.assert_close(gradients[0][1], gradients[1][1])
 
 
-def test_the_product_ratio_gives_the_token_sum() -> None:
+def test_product_ratio_sums_over_tokens() -> None:
     """r = (2, 3): rho = 6, A = -1: value 6 for both tokens; gradient by each token 6 / rows, not divided by tokens."""
     rows, logp = batch([[2.0, 3.0], [1.0, 1.0], [1.0, 1.0]], [-1.0, 0.3, 1.0])
     found = sequence_clip(rows, logp)
@@ -73,6 +73,6 @@ def test_the_product_ratio_gives_the_token_sum() -> None:
     assert logp.grad[1].tolist() == pytest.approx([-0.1, 0.0])  # on-policy: -A / rows
 
 
-def test_a_huge_sequence_ratio_is_finite() -> None:
+def test_huge_sequence_ratio_is_finite() -> None:
     rows, logp = batch([[math.exp(300.0), math.exp(300.0)], [1.0, 1.0], [1.0, 1.0]], [-1.0, 0.0, 0.0])
     assert sequence_clip(rows, logp).values[0, 0].item() == pytest.approx(math.exp(20))

@@ -1,4 +1,4 @@
-"""Smooth bounds of the ratio, by hand."""
+"""Losses with smooth bounds on the ratio: hand-computed values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def softplus(x: float) -> float:
     return math.log1p(math.exp(x))
 
 
-def test_mhpo_on_policy_is_scaled_by_the_hazard_at_zero() -> None:
+def test_mhpo_on_policy_gradient_is_scaled_by_the_hazard_at_zero() -> None:
     """zeta(0) = (ln 2)^1.5 + (ln 2 / 0.8)^2 = 0.5771 + 0.7507; exp(-1.3278) = 0.2651; gradient -A * 0.2651."""
     rows, logp = batch([[0.0]], [[1]], [2.0])
     found = mhpo(rows, logp)
@@ -50,16 +50,16 @@ def test_mhpo_value_and_gradient_off_policy() -> None:
     assert logp.grad.item() == pytest.approx(math.exp(psi - zeta) * (1 - math.tanh(0.6) ** 2))
 
 
-def test_fiberpo_on_policy_is_the_plain_gradient() -> None:
-    """At d = 0 every token is rising: base moves by 1/n, each residual by 1 - 1/n for itself and -1/n for the others,
-    so a token's total weight is n * 1/n + 1 - n * 1/n = 1: the gradient of the row's sum is -A."""
+def test_fiberpo_on_policy_equals_the_policy_gradient() -> None:
+    """At d = 0 every token is rising: the base moves by 1/n, each token's residual by 1 - 1/n and the other residuals
+    by -1/n, so a token's total weight is n * 1/n + 1 - n * 1/n = 1: the gradient of the row's sum is -A."""
     rows, logp = batch([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [[1, 1, 1], [1, 0, 0]], [2.0, -1.0])
     found = fiberpo(rows, logp)
     found.values.sum().backward()
     torch.testing.assert_close(logp.grad, torch.tensor([[-2.0, -2, -2], [1.0, 0, 0]], dtype=torch.float64))
 
 
-def test_fiberpo_by_hand() -> None:
+def test_fiberpo_value_off_policy() -> None:
     """d = (0.06, 0.02, -0.02), n = 3: s+ = 0.08/3, s- = 0.02/3, both below their limits: base = 0.02.
     epsilon 0.03. Token 1: clip(0.06 - 0.02667) = 0.03, minus clip(-s-) = -0.00667: 0.03667. Token 2: 0.02 - 0.02667 +
     0.00667 = 0. Token 3: clip(-0.02 + 0.00667) - clip(s+ = 0.02667) = -0.04."""
@@ -71,7 +71,7 @@ def test_fiberpo_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("drift", "base"), [(0.1, 0.1), (0.12, 0.12), (0.14, 0.08), (0.18, 0.0), (0.5, 0.0)])
-def test_fiberpo_rolls_back_a_row_that_drifted_too_far(drift: float, base: float) -> None:
-    """n = 2, c_pos 0.12, both tokens at the drift: above 0.12 the ramp 3 * 0.12 - 2 * drift, above 0.18 nothing."""
+def test_fiberpo_ramps_down_rows_beyond_the_drift_limit(drift: float, base: float) -> None:
+    """n = 2, c_pos 0.12, both tokens at `drift`: above 0.12 the ramp is 3 * 0.12 - 2 * drift, above 0.18 it is 0."""
     rows, logp = batch([[drift, drift]], [[1, 1]], [1.0])
     assert fiberpo(rows, logp).stats["base_log_weight"].item() == pytest.approx(base)

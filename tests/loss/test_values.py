@@ -1,4 +1,4 @@
-"""Critic losses, ROVER, mirror descent, external rows and CAPO by hand."""
+"""Critic losses, ROVER, mirror descent, off-policy rows and CAPO: hand-computed values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_value_loss_takes_the_larger_error_and_its_gradient() -> None:
     assert new.grad[0].tolist() == pytest.approx([0.0, -1.5, 0.0])
 
 
-def test_huber_and_the_mean_of_both_errors() -> None:
+def test_huber_loss_and_mean_of_clipped_and_unclipped_error() -> None:
     """v = 2, R = 0, v_old = 0, clip 0.2: Huber 0.5 of 2 is 0.5 * 1.75 = 0.875, of 0.2 is 0.02; their mean 0.4475."""
     new, zero = torch.tensor([2.0], dtype=F64), torch.tensor([0.0], dtype=F64)
     assert clipped_value_loss(new, zero, zero, clip=0.2, reduce="mean", huber=0.5).item() == pytest.approx(0.4475)
@@ -48,7 +48,7 @@ def test_the_soft_minimum_is_pessimistic() -> None:
     assert 0.5 <= found[1].item() <= 0.5 + 0.3 * math.log(2)
 
 
-def test_rover_targets() -> None:
+def test_rover_targets_value_and_gradient() -> None:
     """A = 1, q = (0.1, 0); m - m_old = (9, 0.3): y = (1 + 0.3, 1): values 1.2^2 and 1; gradient 2 (q - y) = -2.4,
     -2."""
     logp = torch.tensor([[-0.9, -1.0, 4.0]], dtype=F64, requires_grad=True)
@@ -65,7 +65,7 @@ def test_rover_targets() -> None:
     assert logp.grad[0].tolist() == pytest.approx([-2.4, -2.0, 0.0])
 
 
-def test_mirror_descent_shrinks_its_step() -> None:
+def test_mirror_descent_step_shrinks_over_training() -> None:
     """Step 5 of 10: t = 0.5. r = 2, A = 1: -2 + (2 ln 2 - 1) / 0.5, gradient -2 + 2 ln 2 / 0.5."""
     logp = torch.tensor([[math.log(2) - 1]], dtype=F64, requires_grad=True)
     rows = batch([[1]], old_logp=[[-1.0]], advantages=[1.0], step=5, total_steps=10)
@@ -88,7 +88,7 @@ def test_sequence_mirror_descent_fits_the_log_ratio() -> None:
     assert mdpo_sequence(rows, torch.tensor([[1.5, 1.5]], dtype=F64)).values.sum().item() == pytest.approx(0.0)
 
 
-def test_external_tokens_are_weighed_by_a_mixture_and_by_how_unlikely_they_are() -> None:
+def test_external_tokens_are_weighted_by_the_mixture_ratio_and_by_focus() -> None:
     """p = p_old = 0.25: 2 * 0.25 / (0.25 + 0.625) = 4/7; focus sqrt(0.75); value and gradient -A * both. Own tokens -A
     r."""
     logp = torch.tensor([[math.log(0.25), -1.0]], dtype=F64, requires_grad=True)
@@ -101,7 +101,7 @@ def test_external_tokens_are_weighed_by_a_mixture_and_by_how_unlikely_they_are()
 
 
 @pytest.mark.parametrize("logp", [0.0, 1e-7])
-def test_a_certain_external_token_has_no_focus(logp: float) -> None:
+def test_certain_external_token_has_zero_focus(logp: float) -> None:
     leaf = torch.tensor([[logp]], dtype=F64, requires_grad=True)
     rows = batch([[1]], old_logp=[[-0.1]], advantages=[1.0], external=torch.tensor([[True]]))
     found = rl_plus(rows, leaf)
@@ -109,7 +109,7 @@ def test_a_certain_external_token_has_no_focus(logp: float) -> None:
     assert (found.values.item(), leaf.grad.item()) == (0.0, 0.0)
 
 
-def test_capos_model_of_a_step() -> None:
+def test_capo_step_fisher_and_hessian_terms() -> None:
     """probs (1/2, 1/2), first token chosen: e = (1/2, -1/2), |e|^2 = 1/2; h = 2, A = 1, lr = 0.1: u = 4 e, e.u = 2:
     fisher 0.01 * 4 / 2 = 0.02. <g, D> = |e|^2 |h|^2 = 2; sum p u^2 - (sum p u)^2 = 4 - 0: hessian 0.1 * 2 + 0.01 / 2 *
     (4 - 4) = 0.2."""
@@ -126,13 +126,13 @@ def test_capos_model_of_a_step() -> None:
     assert not filter_tokens(*args, learning_rate=0.1, tau_fisher=0.03, tau_hessian=0.2).keep.item()
 
 
-def test_adams_first_step_has_the_size_of_the_sign() -> None:
+def test_adam_first_step_is_the_sign_of_the_gradient() -> None:
     gradient = torch.tensor([3.0, -0.2], dtype=F64)
     found = adam_direction(gradient, m=torch.zeros(2, dtype=F64), v=torch.zeros(2, dtype=F64), step=1)
     assert found.tolist() == pytest.approx([1.0, -1.0], rel=1e-6)
 
 
-def test_capo_drops_tokens_from_the_denominators_and_zero_advantages_stay() -> None:
+def test_capo_drops_tokens_from_the_denominators_but_not_zero_advantages() -> None:
     topk = torch.tensor([[[0.5, 0.5], [0.5, 0.5], [0.9, 0.1]]], dtype=F64).log()
     rows = batch(
         [[1, 1, 0]],
@@ -147,7 +147,7 @@ def test_capo_drops_tokens_from_the_denominators_and_zero_advantages_stay() -> N
     assert capo(rows, learning_rate=1e-9).mask.tolist() == [[True, True, False]]
 
 
-def test_capo_does_not_depend_on_how_many_rows_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capo_result_does_not_depend_on_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     logp = torch.randn(5, 4, 3, generator=generator, dtype=F64).log_softmax(-1)
     rows = batch(
