@@ -1,4 +1,4 @@
-"""Batches written down as tables of groups."""
+"""Fixtures that build batches from tables of groups."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Table = list[list[Any]]
 
 
 def column(table: Table) -> torch.Tensor:
-    """Rows [N] of groups that may differ in size; None is NaN."""
+    """Return rows [N] of groups, which may differ in size; None becomes NaN."""
     return torch.tensor([torch.nan if x is None else float(x) for row in table for x in row], dtype=torch.float64)
 
 
 @pytest.fixture
 def groups() -> Callable[..., RolloutBatch]:
-    """`groups(correct, lengths, rewards=..., mode=...)`: tables of groups; other names are components. Rewards are
-    correctness unless given; a row has as many trained tokens as its length, in a mask as wide as the longest."""
+    """Return `groups(correct, lengths, rewards=..., mode=...)`, which builds a batch from tables of groups. Other names
+    are reward components. Rewards default to correctness; a row has as many trained tokens as its length, in a mask as
+    wide as the longest row."""
 
     def make(correct: Table, lengths: Table | None = None, rewards: Table | None = None, **others: Any) -> RolloutBatch:
         ids = torch.tensor([g for g, row in enumerate(correct) for _ in row])
@@ -43,7 +44,7 @@ def groups() -> Callable[..., RolloutBatch]:
 
 @pytest.fixture
 def without_tokens() -> Callable[[RolloutBatch], RolloutBatch]:
-    """A batch of rows whose tokens and texts other ranks have, of one with all."""
+    """Return a function that removes tokens and texts from a batch, as for rows held by other ranks."""
 
     def make(batch: RolloutBatch) -> RolloutBatch:
         fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}

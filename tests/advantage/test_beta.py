@@ -1,4 +1,4 @@
-"""Beta-normalised advantages, and advantages by step of an environment, by hand."""
+"""Beta-normalized advantages and advantages per environment step: hand-computed values."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def batch(rewards: list[list[float]]) -> RolloutBatch:
     return RolloutBatch(ids, torch.ones(len(flat), 1, dtype=torch.bool), rewards=flat)
 
 
-def test_one_prompt_is_plain_centring() -> None:
+def test_one_prompt_gives_mean_centered_rewards() -> None:
     assert beta_norm(batch([[1.0, 0.0, 1.0, 0.0]])).tolist() == [0.5, -0.5, 0.5, -0.5]
 
 
-def test_rewards_outside_of_the_range_are_refused() -> None:
-    """They gave NaN. A sum of weights that is 1 but for rounding is 1, and a row without a score is none."""
+def test_rewards_outside_the_range_raise() -> None:
+    """They once gave NaN. Weights that sum to 1 up to rounding pass, and unscored rows are ignored."""
     penalised = batch([[1.0, -0.5, -0.5, -0.5], [1.0, 0.0, 1.0, math.nan]])
     with pytest.raises(UserError, match=r"rewards from -0\.5 to 1"):
         beta_norm(penalised)
     wide = beta_norm(penalised, reward_min=-0.5)
     assert wide.isfinite().all() and wide[7] == 0 and wide[0] > 0
-    above = 0.1 + 0.2 + 0.7  # 1 and a last digit
+    above = 0.1 + 0.2 + 0.7  # 1 plus a rounding error
     assert beta_norm(batch([[above, above], [1.0, 0.0]])).isfinite().all()
 
 
-def test_the_only_scored_row_of_a_group_has_no_advantage() -> None:
-    """It had that of a group of one, R / f(0): up to weight_max."""
+def test_only_scored_row_of_a_group_gets_zero() -> None:
+    """Treated as a group of one, the row once got R / f(0), up to weight_max."""
     found = beta_norm(batch([[1.0, math.nan, math.nan], [1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
     assert found[:3].tolist() == [0, 0, 0] and float(found.abs().max()) < 2
 
 
-def test_symmetric_pass_rates() -> None:
+def test_beta_parameters_for_symmetric_pass_rates() -> None:
     """p = (1/4, 3/4): mu 1/2, var 1/8, s = 1/4 / (1/8) - 1 = 1, a = b = 1/2, alpha = beta = 7/6."""
     found = beta_normalised(batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
     assert (found.alpha.item(), found.beta.item()) == pytest.approx((7 / 6, 7 / 6))
@@ -52,7 +52,7 @@ def test_symmetric_pass_rates() -> None:
     assert found.advantages[0].item() == pytest.approx(0.75 / density)
 
 
-def test_three_halves_is_the_std_up_to_a_constant() -> None:
+def test_alpha_beta_of_three_halves_equal_the_std_up_to_a_constant() -> None:
     """alpha = beta = 3/2: f = (8 / pi) sqrt(p (1 - p)). Pass rates 0, 1/2, 1: mu 1/2, var 1/4: s = 0 -> 1, not 3/2; for
     3/2 s = 3: var 1/16, so p = 1/4, 1/2, 3/4."""
     found = beta_normalised(batch([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]))
@@ -60,7 +60,7 @@ def test_three_halves_is_the_std_up_to_a_constant() -> None:
     assert found.weights[1].item() == pytest.approx(math.pi / 8 / 0.5)
 
 
-def test_all_right_and_all_wrong_groups_give_zero_and_unscored_rows_too() -> None:
+def test_uniform_groups_and_unscored_rows_get_zero() -> None:
     found = beta_norm(batch([[1, 1, 1, 1], [1, 0, float("nan"), 0], [0, 0, 0, 0], [1, 0, 1, 0]]))
     assert not found.isnan().any()
     assert found[:4].tolist() == [0.0] * 4
@@ -68,13 +68,13 @@ def test_all_right_and_all_wrong_groups_give_zero_and_unscored_rows_too() -> Non
     assert found[8:12].tolist() == [0.0] * 4
 
 
-def test_steps_of_one_step_episodes_are_reward_minus_value() -> None:
+def test_one_step_episodes_get_reward_minus_value() -> None:
     found = step_terms(*(torch.tensor(x, dtype=F64) for x in ([1.0, 0.5], [0.2, 0.1], [1, 1])))
     assert found.raw.tolist() == pytest.approx([0.8, 0.4])
     assert found.returns.tolist() == pytest.approx([1.0, 0.5])
 
 
-def test_credit_flows_back_within_an_episode_only() -> None:
+def test_credit_does_not_cross_episodes() -> None:
     """gamma 0.5, lam 0.5. Step 3 (done): 4 - 0 = 4. Step 2 (done): 1 - 0. Step 1: 0 + 0.5 * 0 - 0 + 0.25 * 1."""
     rewards, values, dones = (torch.tensor(x, dtype=F64) for x in ([0, 1, 4], [0, 0, 0], [0, 1, 1]))
     found = step_terms(rewards, values, dones, gamma=0.5, lam=0.5)
@@ -83,7 +83,7 @@ def test_credit_flows_back_within_an_episode_only() -> None:
     assert cut.raw.tolist() == pytest.approx([0.25, 1.0, 5.0])
 
 
-def test_step_advantages_reach_the_tokens_of_their_step() -> None:
+def test_step_advantages_are_assigned_to_the_tokens_of_the_step() -> None:
     """Values are read at a step's first trained token: 0.5 and 0.25. raw 0.5 and -0.25: normalised +-1 / sqrt 2."""
     rows = RolloutBatch(
         torch.arange(2),
@@ -100,12 +100,12 @@ def test_step_advantages_reach_the_tokens_of_their_step() -> None:
     assert found.returns.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_a_single_step_has_no_advantage() -> None:
+def test_single_step_gets_zero() -> None:
     one = torch.ones(1, dtype=F64)
     assert step_terms(one, one * 0.3, one).advantages.tolist() == [0.0]
 
 
-def test_rloo_may_be_normalised_over_the_batch() -> None:
+def test_rloo_can_be_normalized_over_the_batch() -> None:
     """Groups (1, 0) and (1, 1): A = (1, -1, 0, 0), mean 0, std sqrt(2/3); the unscored row stays 0 and is not
     counted."""
     found = rloo(batch([[1.0, 0.0, float("nan")], [1.0, 1.0]]), normalize=True)

@@ -1,4 +1,4 @@
-"""GDPO and HDPO: each reward normalised by itself."""
+"""GDPO and HDPO, which normalize each reward separately."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ SEPARATE: list[Any] = [
 ]
 
 
-def test_gdpo(groups: Groups) -> None:
-    """Two rows: (1, 0) normalises to +-sqrt(1/2) whatever the scale. a: +-, b twice: -+ 2. Sum -+1 sqrt(1/2)."""
+def test_gdpo_normalizes_each_component(groups: Groups) -> None:
+    """Two rows: (1, 0) normalizes to +-sqrt(1/2) whatever the scale. a: +-, b with weight 2: -+ 2. Sum -+1
+    sqrt(1/2)."""
     batch = groups([[1, 0], [1, 0]], a=[[1, 0], [1, 0]], b=[[0, 10], [0, 0]])
     terms = gdpo_terms(batch, weights={"b": 2.0}, eps=0.0, batch_norm="none")
     assert terms["pre_batch"].tolist() == pytest.approx([-HALF, HALF, HALF, -HALF])
@@ -31,13 +32,13 @@ def test_gdpo(groups: Groups) -> None:
     assert scaled.tolist() == pytest.approx([x / math.sqrt(2 / 3) for x in (-HALF, HALF, HALF, -HALF)])
 
 
-def test_gdpo_does_not_mind_the_scale_of_a_component(groups: Groups) -> None:
+def test_gdpo_ignores_the_scale_of_a_component(groups: Groups) -> None:
     small, large = (groups([[1, 0, 0]], a=[[1, 0, 0]], b=[[0, k, 2 * k]]) for k in (1, 50))
     torch.testing.assert_close(gdpo(small, eps=0.0), gdpo(large, eps=0.0))
 
 
 def test_gdpo_conditions_and_missing_components(groups: Groups) -> None:
-    """b counts where a >= 1: (5, 7, -) with a (1, 0, 1) is (5, 0, -): +-sqrt(1/2), and nothing for the third."""
+    """b counts only if a >= 1: (5, 7, -) with a (1, 0, 1) is (5, 0, -): +-sqrt(1/2), and 0 for the third row."""
     batch = groups([[1, 0, 1]], a=[[1, 0, 1]], b=[[5, 7, None]])
     terms = gdpo_terms(batch, weights={"a": 0.0}, conditions={"b": {"on": "a", "min": 1.0}}, eps=0.0)
     assert terms["pre_batch"].tolist() == pytest.approx([HALF, -HALF, 0])
@@ -47,8 +48,9 @@ def test_gdpo_conditions_and_missing_components(groups: Groups) -> None:
         gdpo(batch, conditions={"c": {}})
 
 
-def test_gdpo_takes_the_recipes_weights(groups: Groups) -> None:
-    """Annotations of weight 0 and parts of components stay out; `weights` changes only what it names."""
+def test_gdpo_uses_the_recipe_weights(groups: Groups) -> None:
+    """Annotations of weight 0 and parts of components are excluded; `weights` overrides only the components it
+    names."""
     batch = groups([[1, 0]], a=[[1, 0]], b=[[0, 1]], note=[[3, 9]], **{"a/part": [[0, 7]]})
     weighed = batch.replace(reward_weights={"a": 1.0, "b": 0.5, "note": 0.0})
     assert gdpo_terms(weighed, eps=0.0)["pre_batch"].tolist() == pytest.approx([HALF / 2, -HALF / 2])
@@ -58,7 +60,7 @@ def test_gdpo_takes_the_recipes_weights(groups: Groups) -> None:
         gdpo(batch.replace(reward_weights={"a": 0.0, "b": 0.0, "note": 0.0}))
 
 
-def test_gdpo_by_tokens(groups: Groups) -> None:
+def test_gdpo_by_tokens_has_a_token_mean_of_zero(groups: Groups) -> None:
     """s = +-sqrt(1/2), lengths 3 and 1: token mean sqrt(1/2) / 2, and the token mean of the advantages is 0."""
     batch = groups([[1, 0]], [[3, 1]], a=[[1, 0]])
     found = gdpo(batch, eps=0.0, batch_norm="token")
@@ -69,11 +71,11 @@ def test_gdpo_by_tokens(groups: Groups) -> None:
 
 
 @pytest.mark.parametrize("correct", [[[1]], [[1], [0]], [[1, 1], [0, 0]]])
-def test_gdpo_without_a_difference_is_zero(correct: list[list[int]], groups: Groups) -> None:
+def test_gdpo_of_equal_rewards_is_zero(correct: list[list[int]], groups: Groups) -> None:
     assert not gdpo(groups(correct, a=correct)).any()
 
 
-def test_channels(groups: Groups) -> None:
+def test_conditioned_channel_compares_only_the_rows_that_qualify(groups: Groups) -> None:
     """Accuracy (1, 1, 0.1) and calls (1, 1/2, 0): the second channel compares the first two rows only."""
     batch = groups([[1, 1, 0]], answer=[[1, 1, 0]], format=[[1, 1, 1]], calls=[[1, 0.5, 0]])
     found = channels(batch, channels=SEPARATE, eps=0.0, separate=True)
@@ -85,7 +87,7 @@ def test_channels(groups: Groups) -> None:
     assert torch.equal(together.total, found.channels["0"] + found.channels["1"])
 
 
-def test_a_single_right_row_has_nobody_to_be_compared_with(groups: Groups) -> None:
+def test_conditioned_channel_with_one_row_gets_zero(groups: Groups) -> None:
     batch = groups([[1, 0]], answer=[[1, 0]], format=[[1, 1]], calls=[[1, 0]])
     assert channels(batch, channels=SEPARATE).channels["1"].tolist() == [0.0, 0.0]
 
@@ -97,6 +99,6 @@ def test_calls_of_wrong_rows_change_nothing(groups: Groups) -> None:
     assert torch.equal(channels(some, channels=SEPARATE).total, channels(more, channels=SEPARATE).total)
 
 
-def test_no_channel_is_refused(groups: Groups) -> None:
+def test_empty_channels_raise(groups: Groups) -> None:
     with pytest.raises(UserError, match="no channel"):
         channels(groups([[1, 0]]), channels=[])

@@ -1,4 +1,4 @@
-"""Factors by hand."""
+"""Advantage factors: hand-computed values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answered(answers: list[int], logp: list[float]) -> RolloutBatch:
     )
 
 
-def test_semantic_entropy_of_two_against_two() -> None:
+def test_semantic_entropy_of_two_equal_clusters() -> None:
     """Two clusters of weight 1/2: ln 2; with four rows x = ln 2 / ln 4 = 1/2: 1 / (1 + 1/2)."""
     found = semantic_entropy_terms(answered([0, 0, 1, 1], [-1.0] * 4), alpha=1.0)
     assert found.measure.tolist() == pytest.approx([math.log(2)])
@@ -47,7 +47,7 @@ def test_semantic_entropy_of_two_against_two() -> None:
     assert semantic_entropy_terms(answered([0, 0, 1, 1], [-1.0] * 4), alpha=3.0, fn="linear").by_group.item() == 0.0
 
 
-def test_likelier_rows_weigh_more_but_not_by_frequency() -> None:
+def test_semantic_entropy_weights_rows_by_likelihood_or_frequency() -> None:
     """exp(log-probs) 3/4 and 1/4: -3/4 ln 3/4 - 1/4 ln 1/4; mc: the mean of -ln p; frequency: ln 2."""
     batch = answered([0, 1], [math.log(0.75), math.log(0.25)])
     p = [0.75, 0.25]
@@ -57,7 +57,7 @@ def test_likelier_rows_weigh_more_but_not_by_frequency() -> None:
     assert semantic_entropy_terms(batch, estimator="frequency").measure.item() == pytest.approx(math.log(2))
 
 
-def test_rows_without_an_answer_stand_alone() -> None:
+def test_rows_without_an_answer_are_their_own_cluster() -> None:
     found = semantic_entropy_terms(answered([-1, -1, -1], [0.0] * 3), alpha=1.0)
     assert found.measure.item() == pytest.approx(math.log(3))
     assert found.by_group.item() == pytest.approx(0.5)
@@ -75,22 +75,22 @@ def test_rows_without_an_answer_stand_alone() -> None:
         ([1, NAN], [3, 1], 1, 0),  # an unscored row is neither
     ],
 )
-def test_adora_on_both_variants(rewards: list[float], lengths: list[int], llm: int, vlm: int) -> None:
+def test_adora_variants(rewards: list[float], lengths: list[int], llm: int, vlm: int) -> None:
     batch = rows([0, 0], rewards, lengths=torch.tensor(lengths))
     assert adora_terms(batch, max_length=10).measure.tolist() == [llm]
     assert adora_terms(batch, max_length=10, variant="vlm").measure.tolist() == [vlm]
 
 
-def test_negatives_count_by_the_success_of_their_group() -> None:
-    """Mean reward 0.1: 0.5 + 0.15; positives stay; by token too."""
+def test_negative_rows_are_weighted_by_the_groups_mean_reward() -> None:
+    """Mean reward 0.1: 0.5 + 0.15; positive rows are unchanged; also per token."""
     batch = rows([0] * 2, [0.2, 0.0], advantages=column(1.0, -1.0))
     assert negative_scale(batch).tolist() == pytest.approx([1.0, 0.65])
     tokens = rows([0] * 2, [0.2, 0.0], advantages=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
     assert negative_scale(tokens)[:, 0].tolist() == pytest.approx([1.0, 0.65])
 
 
-def test_harder_prompts_weigh_more_and_the_mean_over_prompts_is_one() -> None:
-    """1 / x is 1 and 4, mean 2.5, however many rows a prompt has."""
+def test_harder_prompts_weigh_more_with_a_mean_weight_of_one() -> None:
+    """1 / x is 1 and 4, mean 2.5, independent of the number of rows per prompt."""
     batch = rows([7, 7, 7, 3], [0.0] * 4, columns={"easiness": column(1.0, 1.0, 1.0, 0.25)})
     assert inverse_easiness_terms(batch).by_row.tolist() == pytest.approx([0.4, 0.4, 0.4, 1.6])
     zero = rows([0, 1], [0.0] * 2, columns={"easiness": column(0.0, 0.5)})
@@ -101,8 +101,8 @@ def test_harder_prompts_weigh_more_and_the_mean_over_prompts_is_one() -> None:
         inverse_easiness_terms(zero, column="hardness")
 
 
-def test_durations_not_measured_weigh_one() -> None:
-    """2 and 6: mean 4; a limit acts on all."""
+def test_unknown_durations_have_weight_one() -> None:
+    """2 and 6: mean 4; a limit applies to all."""
     assert duration_weights(column(2.0, 6.0, NAN)).tolist() == [0.5, 1.5, 1.0]
     assert duration_weights(column(2.0, 6.0, NAN), floor=1.2, cap=1.4).tolist() == pytest.approx([1.2, 1.4, 1.2])
     assert duration_weights(column(0.0, 0.0)).tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""The one gate of length rewards: rows, groups, a share of the batch, and a warm-up."""
+"""Gates of length rewards: by row, by group, by share of the batch, and after a warm-up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Groups = Callable[..., RolloutBatch]
 
 
 def open_groups(batch: RolloutBatch, gate: Any) -> list[bool]:
-    """Whether a group has an open row, in order of the groups' ids."""
+    """Return for each group, in order of ids, whether it has an open row."""
     opened = evaluate_gate(batch, gate)
     return [bool(opened[batch.group_ids == group].any()) for group in batch.group_ids.unique()]
 
@@ -39,7 +39,7 @@ CORRECT = [[1, 1, 0, None], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]  # pass ra
         ({}, [1, 1, 1, 1]),
         ({"pass_rate": 1.0}, [0, 0, 1, 0]),
         ({"pass_rate": 0.25}, [1, 1, 1, 0]),
-        ({"pass_rate": 0.0}, [1, 1, 1, 0]),  # nothing to rank where nothing is right
+        ({"pass_rate": 0.0}, [1, 1, 1, 0]),  # no right row, so nothing to rank
         ({"top_share": 0.25}, [0, 0, 1, 0]),
         ({"top_share": 0.26}, [1, 0, 1, 0]),  # 1.04 groups, rounded up
         ({"top_share": 0.0}, [0, 0, 1, 0]),  # at least one
@@ -51,12 +51,12 @@ CORRECT = [[1, 1, 0, None], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]  # pass ra
         ({"on": "format", "above": 1.0}, [0, 0, 0, 0]),
     ],
 )
-def test_groups(gate: Any, groups_open: list[int], groups: Groups) -> None:
+def test_gate_opens_groups_by_pass_rate_and_share(gate: Any, groups_open: list[int], groups: Groups) -> None:
     batch = groups(CORRECT, format=[[0, 0, None, 0], [0, 0, 0, 1], [0] * 4, [0] * 4], step=3)
     assert open_groups(batch, gate) == [bool(flag) for flag in groups_open]
 
 
-def test_rows(groups: Groups) -> None:
+def test_gate_opens_rows_by_component(groups: Groups) -> None:
     batch = groups([[1, 0, None]], length=[[0.5, None, 2.0]])
     assert evaluate_gate(batch, {"rows": "correct"}).tolist() == [True, False, False]
     assert evaluate_gate(batch, {"on": "length", "min": 0.5}).tolist() == [True, False, True]
@@ -68,14 +68,14 @@ def test_ties_go_to_the_earlier_group(groups: Groups) -> None:
     assert open_groups(groups([[1, 0], [1, 0], [0, 0]]), {"top_share": 1 / 3}) == [True, False, False]
 
 
-def test_the_share_is_not_one_too_many_by_rounding(groups: Groups) -> None:
+def test_top_share_is_not_rounded_up_by_floating_point_error(groups: Groups) -> None:
     """0.07 * 100 is 7.000000000000001 in floating point: 7 groups, not 8."""
     batch = groups([[1, 0]] * 100)
     assert sum(open_groups(batch, {"top_share": 0.07})) == 7
 
 
-def test_unknown_rows_count_neither_way(groups: Groups) -> None:
-    """1 of 1 judged; none judged: no rate, which is not the rate 0 of a group that was tried and failed."""
+def test_unscored_rows_are_ignored_in_pass_rates(groups: Groups) -> None:
+    """1 of 1 scored gives 1; none scored gives NaN, unlike the rate 0 of a group that failed."""
     batch = groups([[1, None], [None, None], [0, None]])
     key, rates = group_pass_rates(batch)
     assert rates.nan_to_num(nan=-1).tolist() == [1.0, -1.0, 0.0]
@@ -84,8 +84,8 @@ def test_unknown_rows_count_neither_way(groups: Groups) -> None:
     assert preflight.correct_by_group(batch) == [(1, 1), (0, 1)]
 
 
-def test_a_group_that_nobody_judged_is_nowhere_taken_for_right(groups: Groups) -> None:
-    """Not among the best of a share, in no band, neither mixed nor solved."""
+def test_unscored_groups_are_never_selected(groups: Groups) -> None:
+    """They are in no top share, in no difficulty band, and neither mixed nor solved."""
     batch = groups([[None, None], [1, 0], [1, 1]])
     assert open_groups(batch, {"top_share": 1.0}) == [False, True, True]
     assert open_groups(batch, {"top_share": 1 / 3}) == [False, False, True]
@@ -98,12 +98,12 @@ def test_a_group_that_nobody_judged_is_nowhere_taken_for_right(groups: Groups) -
         assert kept.view(3, 2).all(-1).tolist() == kept.view(3, 2).any(-1).tolist() == rows
 
 
-def test_a_component_that_is_not_there_is_told(groups: Groups) -> None:
+def test_unknown_component_raises_with_its_name(groups: Groups) -> None:
     with pytest.raises(UserError, match="no reward component `forma`"):
         evaluate_gate(groups([[1]], format=[[1]]), {"on": "forma", "min": 1.0})
 
 
-def test_lengths_fall_back_on_the_mask() -> None:
+def test_lengths_default_to_the_mask() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False]])
     batch = RolloutBatch(group_ids=torch.tensor([0, 0]), mask=mask)
     assert completion_lengths(batch).tolist() == [2.0, 0.0]

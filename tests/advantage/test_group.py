@@ -1,4 +1,4 @@
-"""Group-relative advantages: hand-made numbers and the laws that all of them obey."""
+"""Group-relative advantages: hand-computed values and invariants."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from posttrain.advantage.group import normalize_by_group, rank_in_group
 from posttrain.batch import RolloutBatch
 
 NAN = float("nan")
-NAMES = ["group", "rloo"]  # what holds for all components of the registry is in test_laws.py
+NAMES = ["group", "rloo"]  # invariants of all registry components are in test_laws.py
 
 
 def advantages(rewards: list[float], group_ids: list[int], **settings: Any) -> list[float]:
     return normalize_by_group(torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), **settings).tolist()
 
 
-def test_two_groups_by_hand() -> None:
+def test_two_groups_are_normalized_separately() -> None:
     """(1, 0): mean 1/2, std sqrt(1/2). (3, 1, 2): mean 2, std 1. eps 0."""
     found = advantages([1, 0, 3, 1, 2], [0, 0, 1, 1, 1], eps=0.0)
     assert found == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 1.0, -1.0, 0.0])
@@ -35,7 +35,7 @@ def test_ddof_zero_divides_by_the_number_of_rows() -> None:
     assert advantages([1, 0], [0, 0], eps=0.0, ddof=0) == pytest.approx([1.0, -1.0])
 
 
-def test_scale_none_only_centres() -> None:
+def test_scale_none_only_centers() -> None:
     """k right of n: 1 - k/n and -k/n."""
     assert advantages([1, 0, 0, 0], [5, 5, 5, 5], scale="none") == [0.75, -0.25, -0.25, -0.25]
 
@@ -47,7 +47,7 @@ def test_scale_batch_divides_by_the_std_of_the_raw_rewards() -> None:
     assert found == pytest.approx([1 / std, -1 / std, 0.0, 0.0, 0.0])
 
 
-def test_group_ids_are_labels_only() -> None:
+def test_group_ids_are_arbitrary_labels() -> None:
     """Rows of a group need not be neighbours, ids need not start at 0 or follow each other."""
     found = advantages([1, 3, 0, 1, 2], [9, -4, 9, -4, -4], eps=0.0)
     assert found == pytest.approx([math.sqrt(0.5), 1.0, -math.sqrt(0.5), -1.0, 0.0])
@@ -56,8 +56,8 @@ def test_group_ids_are_labels_only() -> None:
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("eps", [0.0, 1e-4])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e6 / 3, -7.7])
-def test_equal_rewards_give_exactly_zero(scale: str, eps: float, reward: float) -> None:
-    """0.1 three times has a mean that is not 0.1 in floating point: no residue may be blown up by a tiny std."""
+def test_equal_rewards_get_exactly_zero(scale: str, eps: float, reward: float) -> None:
+    """0.1 three times has a mean that is not 0.1 in floating point: a tiny std must not amplify the rounding error."""
     assert advantages([reward] * 3, [0, 0, 0], scale=scale, eps=eps) == [0.0, 0.0, 0.0]
     mixed = advantages([reward] * 3 + [0.0, 5.0], [0, 0, 0, 1, 1], scale=scale, eps=eps)
     assert mixed[:3] == [0.0, 0.0, 0.0]
@@ -65,8 +65,7 @@ def test_equal_rewards_give_exactly_zero(scale: str, eps: float, reward: float) 
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_an_unscored_row_is_not_a_zero(scale: str) -> None:
-    """It gets 0 and changes nothing for the others."""
+def test_unscored_row_gets_zero_and_changes_no_other_row(scale: str) -> None:
     with_it = advantages([1, NAN, 0, 1], [0, 0, 0, 0], scale=scale)
     without = advantages([1, 0, 1], [0, 0, 0], scale=scale)
     assert with_it[1] == 0.0
@@ -75,7 +74,7 @@ def test_an_unscored_row_is_not_a_zero(scale: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_group_with_one_scored_row(scale: str) -> None:
+def test_group_with_one_scored_row_gets_zero(scale: str) -> None:
     rewards, groups = [3.0, NAN, 1.0, 0.0, 2.0], [0, 0, 1, 1, 2]
     zero = advantages(rewards, groups, scale=scale)
     raw = advantages(rewards, groups, scale=scale, singleton="raw")
@@ -84,18 +83,18 @@ def test_a_group_with_one_scored_row(scale: str) -> None:
     assert raw[2:4] == zero[2:4]
 
 
-def test_places_are_by_group_and_falling_value() -> None:
-    """Group 0 has 2, 5, 5 in rows 0, 2, 4: the first 5, the second, 2; group 1 has 3 and 7."""
+def test_rank_in_group_orders_by_descending_value() -> None:
+    """Group 0 has 2, 5, 5 in rows 0, 2, 4, ranked: first 5, second 5, 2. Group 1 has 3 and 7."""
     values, key = torch.tensor([2.0, 3.0, 5.0, 7.0, 5.0]), torch.tensor([0, 1, 0, 1, 0])
     assert rank_in_group(values, key).tolist() == [2, 1, 0, 0, 1]
     assert rank_in_group(values[:0], key[:0]).tolist() == []
 
 
-def test_no_rows_are_no_error() -> None:
+def test_empty_batch_gives_no_advantages() -> None:
     assert advantages([], []) == []
 
 
-def test_shift_and_scale_of_one_group_leave_it_alone() -> None:
+def test_advantages_are_invariant_to_shift_and_scale_of_a_group() -> None:
     base = advantages([1, 0, 0, 2, 5], [0, 0, 0, 1, 1], eps=0.0)
     assert advantages([11, 10, 10, 2, 5], [0, 0, 0, 1, 1], eps=0.0) == pytest.approx(base)
     assert advantages([7, 0, 0, 2, 5], [0, 0, 0, 1, 1], eps=0.0) == pytest.approx(base)
@@ -117,7 +116,7 @@ class TestLaws:
     def test_equal_rewards_get_zero(self, name: str) -> None:
         assert not registry.get("advantage", name).function(rows([0.3] * 4, [0, 0, 1, 1])).any()
 
-    def test_it_is_a_constant(self, name: str) -> None:
+    def test_advantages_carry_no_gradient(self, name: str) -> None:
         batch = rows([1.0, 0.0], [0, 0])
         assert batch.rewards is not None
         batch.rewards.requires_grad_()

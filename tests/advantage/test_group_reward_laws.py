@@ -1,4 +1,4 @@
-"""What every group reward and every filter of the registry must obey, whatever its formula."""
+"""Invariants of every group reward and every filter in the registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MASK = torch.arange(6) < LENGTHS[:, None]
 
 
 def batch(garbage: float = 0.0, rewards: Any = (1, 0, 0, 1, 1, 1, 0, 0, 0), dtype: torch.dtype = torch.float64) -> Any:
-    """Three groups of three: mixed, all right, all wrong with an empty row. Masked cells hold `garbage`."""
+    """Return three groups of three: mixed, all right, all wrong with an empty row. Masked cells hold `garbage`."""
     generator = torch.Generator().manual_seed(5)
     top = -torch.rand(9, 6, 8, generator=generator, dtype=torch.float64)
     numbers = torch.tensor([0, 1, 1, 2, 0, 0, 1, -1, 0])
@@ -51,53 +51,53 @@ def batch(garbage: float = 0.0, rewards: Any = (1, 0, 0, 1, 1, 1, 0, 0, 0), dtyp
     )
 
 
-def found(kind: Any, name: str, rows: RolloutBatch) -> torch.Tensor:
+def evaluate(kind: Any, name: str, rows: RolloutBatch) -> torch.Tensor:
     result = registry.get(kind, name).function(rows, **ARGUMENTS.get(name, {}))
     return result.result if isinstance(result, Remembered) else result
 
 
-def test_there_is_something_to_test() -> None:
+def test_the_registry_has_group_rewards_and_filters() -> None:
     assert {("group_reward", "kimi_length"), ("keep", "dynamic_sampling")} <= set(NAMES)
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
-def test_one_number_a_row_of_the_right_kind(kind: str, name: str) -> None:
-    value = found(kind, name, batch())
+def test_result_has_one_value_per_row_with_the_right_dtype(kind: str, name: str) -> None:
+    value = evaluate(kind, name, batch())
     assert value.shape == (9,)
     assert value.dtype == torch.bool if kind == "keep" else bool(value.isfinite().all())
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 @pytest.mark.parametrize("garbage", [7.0, float("inf"), float("nan")])
-def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: float) -> None:
-    assert torch.equal(found(kind, name, batch(garbage)), found(kind, name, batch()))
+def test_masked_cells_change_nothing(kind: str, name: str, garbage: float) -> None:
+    assert torch.equal(evaluate(kind, name, batch(garbage)), evaluate(kind, name, batch()))
 
 
 @pytest.mark.parametrize(("kind", "name"), BY_ROW_ALONE)
-def test_what_needs_nothing_by_token_reads_nothing_by_token(
+def test_components_without_token_needs_read_no_token_fields(
     kind: str, name: str, without_tokens: Callable[[RolloutBatch], RolloutBatch]
 ) -> None:
-    """With several ranks it sees rows whose tokens others have."""
-    assert torch.equal(found(kind, name, without_tokens(batch())), found(kind, name, batch()))
+    """With several ranks, these components also get rows whose tokens are on other ranks."""
+    assert torch.equal(evaluate(kind, name, without_tokens(batch())), evaluate(kind, name, batch()))
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_row_that_was_not_scored_stays_so(name: str) -> None:
+def test_unscored_rows_stay_unscored(name: str) -> None:
     nan = float("nan")
-    values = found("group_reward", name, batch(rewards=(1, nan, 0, 1, 1, 1, 0, 0, nan)))
+    values = evaluate("group_reward", name, batch(rewards=(1, nan, 0, 1, 1, 1, 0, 0, nan)))
     assert values.isnan().nonzero()[:, 0].tolist() == [1, 8]
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_the_order_of_groups_changes_nothing(name: str) -> None:
-    """Groups stay together and in their inner order; only their places in the batch change."""
+    """Rows stay together and ordered within their group; only the groups are permuted."""
     order = torch.tensor([6, 7, 8, 0, 1, 2, 3, 4, 5])
     torch.testing.assert_close(
-        found("group_reward", name, batch().select(order)), found("group_reward", name, batch())[order]
+        evaluate("group_reward", name, batch().select(order)), evaluate("group_reward", name, batch())[order]
     )
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_float32_is_close_to_float64(kind: str, name: str) -> None:
-    single, double = found(kind, name, batch(dtype=torch.float32)), found(kind, name, batch())
+    single, double = evaluate(kind, name, batch(dtype=torch.float32)), evaluate(kind, name, batch())
     torch.testing.assert_close(single.double(), double.double(), rtol=1e-4, atol=1e-5)

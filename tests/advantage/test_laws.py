@@ -1,4 +1,4 @@
-"""What advantages, factors, transforms, credit assignments and selectors must obey, whatever their formula."""
+"""Invariants of advantages, factors, transforms, credit assignments and selectors in the registry."""
 
 from __future__ import annotations
 
@@ -26,14 +26,22 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "confidence": {"skip_all_correct": True},
     "capo": {"learning_rate": 1e-6},
     "per_turn": {"min_group": 2},
-    "gigpo": {"gamma": 1.0},  # else an equal reward at the end is worth less in a longer trajectory
+    "gigpo": {"gamma": 1.0},  # otherwise an equal final reward is discounted more in a longer trajectory
     "decoupled_turns": {"tool": "step"},
     "meta_reasoning": {"tag": "thinks", "step_reward": "step"},
 }
 IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to the first row
 RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning", "from_role"}
-NO_BASELINE = {"reward", "batch", "reinforce_pp", "gae", "step_gae", "mc_critic", "extended_gae"}  # these need no group
-BY_SEARCH = {"mc_actions", "tree_steps"}  # what a search or plays say, which is not the rows' rewards
+NO_BASELINE = {
+    "reward",
+    "batch",
+    "reinforce_pp",
+    "gae",
+    "step_gae",
+    "mc_critic",
+    "extended_gae",
+}  # do not compare within groups
+BY_SEARCH = {"mc_actions", "tree_steps"}  # use returns of a search or of plays instead of the rows' rewards
 
 COMPONENTS = ("step", "thinks", "necessary_prefix/start", "necessary_prefix/end")
 LENGTHS = torch.tensor([4, 6, 1, 5, 2, 3, 6, 4, 0, 3, 5, 2])
@@ -43,7 +51,8 @@ REWARDS = torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1], dtype=torch.float64
 
 
 def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> RolloutBatch:
-    """Four groups of three: mixed, all right, all wrong with an empty row, mixed. Masked cells hold `garbage`."""
+    """Return four groups of three: mixed, all right, all wrong with an empty row, mixed. Masked cells hold
+    `garbage`."""
     generator = torch.Generator().manual_seed(3)
 
     def matrix(*depth: int) -> torch.Tensor:
@@ -103,8 +112,8 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
     return dataclasses.replace(made, **changes)
 
 
-def rewarded(name: str, rows: RolloutBatch) -> RolloutBatch:
-    """Gains by token for the one that reads them, none for those that look at the row's reward."""
+def with_gains(name: str, rows: RolloutBatch) -> RolloutBatch:
+    """Return the batch with token-level gains if the component reads them, and without gains otherwise."""
     if rows.values is None:
         return rows
     if name == "meta_reasoning":
@@ -117,8 +126,8 @@ def rewarded(name: str, rows: RolloutBatch) -> RolloutBatch:
 
 
 def outcome(kind: Any, name: str, rows: RolloutBatch) -> torch.Tensor:
-    """The one tensor that counts of what a component returns."""
-    found = registry.get(kind, name).function(rewarded(name, rows), **ARGUMENTS.get(name, {}))
+    """Return the relevant tensor of a component's result."""
+    found = registry.get(kind, name).function(with_gains(name, rows), **ARGUMENTS.get(name, {}))
     if isinstance(found, Remembered):
         found = found.result
     match found:
@@ -133,7 +142,7 @@ def outcome(kind: Any, name: str, rows: RolloutBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 @pytest.mark.parametrize("garbage", [7.0, float("inf"), float("nan")])
-def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: float) -> None:
+def test_masked_cells_change_nothing(kind: str, name: str, garbage: float) -> None:
     clean, dirty = outcome(kind, name, batch()), outcome(kind, name, batch(garbage))
     if clean.shape == MASK.shape:
         clean, dirty = clean[MASK], dirty[MASK]
@@ -141,10 +150,11 @@ def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: f
 
 
 @pytest.mark.parametrize(("kind", "name"), BY_ROW_ALONE)
-def test_what_needs_nothing_by_token_reads_nothing_by_token(
+def test_components_without_token_needs_read_no_token_fields(
     kind: str, name: str, without_tokens: Callable[[RolloutBatch], RolloutBatch]
 ) -> None:
-    """With several ranks it sees rows whose tokens others have, so the mask says only which rows have some."""
+    """With several ranks, these components also get rows whose tokens are on other ranks, so their mask only says which
+    rows have tokens."""
     whole, found = outcome(kind, name, batch()), outcome(kind, name, without_tokens(batch()))
     if kind == "select":
         whole, found = whole & MASK, found & MASK
@@ -152,7 +162,7 @@ def test_what_needs_nothing_by_token_reads_nothing_by_token(
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
-def test_it_is_finite_and_within_the_mask(kind: str, name: str) -> None:
+def test_result_is_finite_and_zero_outside_the_mask(kind: str, name: str) -> None:
     found = outcome(kind, name, batch(float("nan")))
     assert found.shape[0] == 12
     assert bool(found.isfinite().all())
@@ -161,7 +171,7 @@ def test_it_is_finite_and_within_the_mask(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
-def test_inputs_that_carry_a_gradient_change_nothing(kind: str, name: str) -> None:
+def test_inputs_with_gradients_change_nothing(kind: str, name: str) -> None:
     rows = batch()
     for field in ("rewards", "old_logp", "entropy", "values", "advantages"):
         getattr(rows, field).requires_grad_()
@@ -184,21 +194,21 @@ def test_the_order_of_rows_does_not_matter(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in BY_SEARCH])
-def test_a_row_without_a_score_gets_zero_and_is_not_counted(name: str) -> None:
-    """Its tokens, length and other numbers are as if it were not there."""
+def test_unscored_row_gets_zero_and_changes_no_other_row(name: str) -> None:
+    """The tokens, length and other fields of the unscored row have no influence."""
     rewards = REWARDS.clone()
     rewards[1] = torch.nan
     components = {k: torch.where(torch.arange(12) == 1, torch.nan, v) for k, v in batch().components.items()}
     rows = batch(rewards=rewards, components=components, correct=rewards)
     found = outcome("advantage", name, rows)
     assert not found[1].any()
-    if name not in IN_ORDER | {"copo"}:  # copo: an answer is an answer, also without a score
+    if name not in IN_ORDER | {"copo"}:  # copo counts the answers of unscored rows
         left = torch.arange(12) != 1
         torch.testing.assert_close(found[left], outcome("advantage", name, rows.select(left)))
 
 
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | BY_SEARCH])
-def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
+def test_equal_rewards_in_the_whole_batch_get_zero(name: str) -> None:
     same = torch.full((12,), 0.3, dtype=torch.float64)
     rows = batch(rewards=same, correct=torch.ones(12).double(), components=dict.fromkeys(COMPONENTS, same))
     rows = rows.replace(values=torch.zeros(12, 6).double(), lengths=torch.full((12,), 4))
@@ -210,8 +220,8 @@ def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | RAW_ALONE | BY_SEARCH])
 def test_a_group_of_one_gets_zero(name: str) -> None:
-    """Not so for those that compare prompts too (copo, riskpo), take 0 as the mean then (beta_norm), or keep what is
-    alone raw (meta_reasoning, from_role)."""
+    """Exceptions: components that compare prompts (copo, riskpo), use 0 as the mean of a single row (beta_norm), or
+    keep a single row's raw reward (meta_reasoning, from_role)."""
     rows = batch().select([0, 3, 6, 9])
     found = outcome("advantage", name, rows.replace(values=torch.zeros(4, 6).double()))
     assert not found.any()

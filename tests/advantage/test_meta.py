@@ -1,4 +1,4 @@
-"""Credit by turn and by kind of step."""
+"""Credit by turn and by step kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def steps(tags: list[float], rewards: list[float], success: list[float], owner: 
 
 
 def test_turns_are_compared_with_the_same_turn_of_other_rollouts() -> None:
-    """Turn 0: 1, 0, 0.5 less their mean 0.5. Turn 1 was reached by two: below min_group 3, so 0."""
+    """Turn 0: 1, 0, 0.5 minus their mean 0.5. Turn 1 was reached by two rollouts, fewer than min_group 3, so 0."""
     batch = RolloutBatch(
         group_ids=torch.zeros(3, dtype=torch.long),
         mask=torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [1, 0, 1, 1]]).bool(),
@@ -37,8 +37,8 @@ def test_turns_are_compared_with_the_same_turn_of_other_rollouts() -> None:
     assert torch.equal(per_turn(unscored, min_group=2)[:, 0], torch.tensor([0.25, 0.0, -0.25], dtype=F64))
 
 
-def test_used_advantages_of_a_turn_sum_to_0_and_norm_std_divides() -> None:
-    """Scores 0 and 1: centred -0.5 and 0.5, unbiased std sqrt(0.5)."""
+def test_turn_advantages_sum_to_0_and_norm_std_divides_by_the_std() -> None:
+    """Scores 0 and 1: centered -0.5 and 0.5, unbiased std sqrt(0.5)."""
     scores = torch.tensor([[0.0], [1.0], [5.0]], dtype=F64)
     found = turn_terms(
         scores,
@@ -54,21 +54,22 @@ def test_used_advantages_of_a_turn_sum_to_0_and_norm_std_divides() -> None:
     assert found.advantages.shape == (3, 2)
 
 
-def test_a_batch_without_turns_has_no_advantage() -> None:
+def test_batch_without_turns_gets_zero() -> None:
     none = torch.full((2, 3), -1)
     found = turn_terms(torch.zeros(2, 0), torch.zeros(2, 0), none, torch.zeros(2, dtype=torch.long))
     assert found.advantages.tolist() == [[0.0] * 3] * 2
 
 
 def test_steps_are_compared_within_their_kind() -> None:
-    """Success 1 and 0: E = 0.5, -0.5. Explore steps 1, 0, 0: less 1/3; the one planning step keeps its 1; none is 0."""
+    """Success 1 and 0: E = 0.5, -0.5. Explore steps 1, 0, 0: minus 1/3; the single planning step keeps its 1; no step
+    gets 0."""
     batch = steps([0, 1, 1, 1, -1], [1, 1, 0, 0, 9], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1])
     m = torch.tensor([1.0, 2 / 3, -1 / 3, -1 / 3, 0.0], dtype=F64)
     e = torch.tensor([0.5, 0.5, -0.5, -0.5, -0.5], dtype=F64)
     assert torch.allclose(meta_terms(batch, weight=0.5), e + 0.5 * m)
 
 
-def test_a_single_episode_keeps_its_success() -> None:
+def test_single_episode_keeps_its_raw_success() -> None:
     batch = steps([3, 3], [0, 0], [1, 1], [0, 0])
     assert meta_terms(batch).tolist() == [1.0, 1.0]
     assert meta_terms(batch, norm_std=True).tolist() == [1.0, 1.0]

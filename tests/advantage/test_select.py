@@ -1,4 +1,4 @@
-"""Selectors: against brute force, and by hand."""
+"""Row and token selectors: brute-force comparison and hand-computed values."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def batch(entropy: list[list[float]], lengths: list[int], group_ids: list[int], 
 
 
 @pytest.mark.parametrize("count", range(1, 7))
-def test_no_subset_has_a_larger_variance(count: int) -> None:
+def test_selected_subset_has_the_largest_variance(count: int) -> None:
     values = [0.3, -1.2, 0.31, 2.0, -0.4, 0.0, 1.1]
     found = [values[place] for place in select_spread_subset(values, count)]
     best = max(statistics.pvariance(subset) for subset in itertools.combinations(values, count))
     assert statistics.pvariance(found) == pytest.approx(best, abs=1e-12)
 
 
-def test_ties_take_the_even_split_then_the_larger_values() -> None:
-    """All equal: two of four are the smallest and the largest in order of place; one of two is the largest."""
+def test_ties_prefer_the_even_split_then_larger_values() -> None:
+    """All equal: two of four are the smallest and the largest by index; one of two is the largest."""
     assert select_spread_subset([0.0] * 4, 2) == [0, 3]
     assert select_spread_subset([1.0, 2.0], 1) == [1]
     assert select_spread_subset([1.0, 2.0], 5) == [0, 1]
 
 
 def test_down_sampling_by_row_then_by_token() -> None:
-    """Rows 0 and 2 differ most; of their four tokens the half with the largest |A| * entropy."""
+    """Rows 0 and 2 differ most; of their four tokens, the half with the largest |A| * entropy is kept."""
     rows = batch([[3, 1], [9, 9], [1, 2]], [2, 2, 2], [0, 0, 0], advantages=torch.tensor([1.0, 0.2, -2.0]))
     found = d3s(rows, n_query=2, token_frac=0.5)
     assert found.mask.tolist() == [[True, False], [False, False], [False, True]]
     assert found.denominator == "kept"
 
 
-def test_down_sampling_ends_with_everything() -> None:
+def test_down_sampling_keeps_everything_at_the_end_of_the_schedule() -> None:
     rows = batch([[3, 1], [9, 9], [1, 2]], [2, 2, 1], [0, 0, 0], advantages=torch.tensor([1.0, 0.2, -2.0]))
     last = rows.replace(step=9, total_steps=10)
     assert bool((d3s(last, n_query=1, token_frac=0.1, n_final=3, k_final=1.0).mask == rows.mask).all())
@@ -62,14 +62,14 @@ def test_the_schedule_rounds_half_up_and_stays_within_the_run() -> None:
     assert d3s_schedule(7.0, n_init=1, n_final=4, k_init=0.0, k_final=1.0).n == 4
 
 
-def test_equal_scores_go_by_row_then_place() -> None:
+def test_equal_scores_are_ordered_by_row_then_position() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     assert select_top_tokens(torch.ones(2, 2), mask, 0.6).tolist() == [[True, False], [True, False]]
     assert not select_top_tokens(torch.ones(2, 2), torch.zeros(2, 2).bool(), 0.6).any()
 
 
-def test_the_threshold_is_an_interpolated_quantile_of_trained_tokens() -> None:
-    """Entropies 1, 2, 4; rho 1/4: place 0.75 * 2 = 1.5, halfway between 2 and 4. The masked 99 has no say."""
+def test_entropy_threshold_is_an_interpolated_quantile_of_trained_tokens() -> None:
+    """Entropies 1, 2, 4; rho 1/4: position 0.75 * 2 = 1.5, halfway between 2 and 4. The masked 99 is ignored."""
     rows = batch([[1, 2], [4, 99]], [2, 1], [0, 1])
     assert entropy_threshold(rows, rho=0.25).item() == 3
     found = high_entropy_tokens(rows, rho=0.25)
@@ -78,13 +78,13 @@ def test_the_threshold_is_an_interpolated_quantile_of_trained_tokens() -> None:
     assert bool((high_entropy_tokens(rows, rho=1.0).mask == rows.mask).all())
 
 
-def test_tokens_at_the_threshold_all_stay() -> None:
+def test_tokens_at_the_threshold_are_kept() -> None:
     rows = batch([[1, 5, 5, 5]], [4], [0])
     assert high_entropy_tokens(rows, rho=0.25).mask.tolist() == [[False, True, True, True]]
 
 
-def test_steps_of_largest_mean_entropy_of_each_group() -> None:
-    """Half of three is one, of one is one; a tie goes to the first; the mean is over trained tokens."""
+def test_steps_with_the_largest_mean_entropy_per_group_are_kept() -> None:
+    """Half of three is one, half of one is one; ties go to the first; the mean is over trained tokens."""
     rows = batch([[2, 9], [1, 3], [1, 1], [0, 0]], [1, 2, 2, 0], [0, 0, 0, 1])
     found = step_entropy(rows, keep=0.5)
     assert found.mask.any(-1).tolist() == [True, False, False, False]

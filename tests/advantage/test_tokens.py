@@ -1,4 +1,4 @@
-"""Returns, generalised advantages and whitening, on numbers small enough for a pencil."""
+"""Returns, generalized advantage estimation and whitening: hand-computed values."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ def batch(mask: list[list[int]], rewards: list[float], **fields: Any) -> Rollout
     )
 
 
-def test_the_reward_stands_at_the_last_trained_token() -> None:
-    """Behind a tool's output, not behind padding; nowhere in an empty row or one without a score."""
+def test_reward_is_placed_at_the_last_trained_token() -> None:
+    """After a tool's output, never after padding; an empty or unscored row has none."""
     rows = batch([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]], [2.0, 5.0, float("nan")])
     assert mark_last_trained(rows.mask).nonzero().tolist() == [[0, 2], [2, 1]]
     assert token_rewards(rows).tolist() == [[0, 0, 2, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_returns_discount_over_a_tool_output_or_jump_it() -> None:
-    """Reward 1 at the third position, gamma 1/2, the second a tool's: 1/4 with it, 1/2 without."""
+def test_returns_discount_tool_output_or_skip_it() -> None:
+    """Reward 1 at the third position, gamma 1/2, the second token a tool's: 1/4 if it is discounted, 1/2 if it is
+    skipped."""
     rewards, mask = matrix([[0, 9, 1]]), torch.tensor([[True, False, True]])
     assert returns_to_go(rewards, mask, 0.5).tolist() == [[0.25, 0, 1]]
     assert returns_to_go(rewards, mask, 0.5, skip_masked=True).tolist() == [[0.5, 0, 1]]
 
 
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 64, 101])
-def test_the_rounds_of_a_recurrence_are_those_of_a_loop(width: int) -> None:
-    """x[t] = values[t] + kept[t] x[t + 1], place after place; what is given stays as it was."""
+def test_reverse_scan_equals_a_loop(width: int) -> None:
+    """x[t] = values[t] + decay[t] * x[t + 1], position by position; the inputs are not modified."""
     generator = torch.Generator().manual_seed(width)
     values, kept = (torch.rand(3, width, generator=generator, dtype=torch.float64) for _ in range(2))
-    kept[0] = 0.0  # nothing leaks
+    kept[0] = 0.0  # no value leaks from the end
     before = values.clone(), kept.clone()
     running, expected = torch.zeros(3, dtype=torch.float64), torch.zeros_like(values)
     for t in reversed(range(width)):
@@ -63,7 +64,7 @@ def test_the_rounds_of_a_recurrence_are_those_of_a_loop(width: int) -> None:
     assert torch.equal(values, before[0]) and torch.equal(kept, before[1])
 
 
-def test_two_ways_of_whitening() -> None:
+def test_whitening_with_population_or_unbiased_variance() -> None:
     """Values 1 and 3: mean 2; population variance 1, unbiased 2."""
     values, mask = matrix([[1, 3, 100]]), torch.tensor([[True, True, False]])
     assert whiten_values(values, mask, whitening="openrlhf").tolist() == [[-1, 1, 0]]
@@ -74,49 +75,49 @@ def test_two_ways_of_whitening() -> None:
 
 
 @pytest.mark.parametrize("whitening", ["openrlhf", "verl"])
-def test_equal_values_or_a_single_one_give_exactly_zero(whitening: Any) -> None:
+def test_whitening_equal_values_or_one_value_gives_exactly_zero(whitening: Any) -> None:
     """The mean of three 0.1 is not 0.1 in floating point."""
     values = torch.full((1, 3), 0.1, dtype=torch.float64)
     for mask in ([[1, 1, 1]], [[0, 1, 0]], [[0, 0, 0]]):
         assert not whiten_values(values, torch.tensor(mask).bool(), whitening=whitening).any()
 
 
-def test_a_long_row_pulls_the_mean_of_reinforce_pp() -> None:
+def test_reinforce_pp_mean_is_over_tokens() -> None:
     """Returns 1 1 1 and 0: mean 3/4, population std sqrt(3)/4: 1/sqrt(3) and -sqrt(3)."""
     found = reinforce_pp(batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0]))
     third = 3**-0.5
     torch.testing.assert_close(found, matrix([[third, third, third], [-(3**0.5), 0, 0]]))
 
 
-def test_the_mean_of_the_group_is_over_rows_and_the_second_mean_over_tokens() -> None:
-    """Rewards 1, 0: centred 1/2, -1/2. Tokens: three times 1/2, one -1/2: mean 1/4, std sqrt(3)/4."""
+def test_reinforce_pp_baseline_group_mean_is_over_rows_and_batch_mean_over_tokens() -> None:
+    """Rewards 1, 0: centered 1/2, -1/2. Tokens: three times 1/2, one -1/2: mean 1/4, std sqrt(3)/4."""
     found = baseline_terms(batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0]))
     assert found.centred.tolist() == [0.5, -0.5]
     torch.testing.assert_close(found.advantages[:, 0], matrix([[3**-0.5, -(3**0.5)]])[0])
 
 
-def test_the_second_mean_is_subtracted_without_the_scale_too() -> None:
-    """Three tokens of 1/2 and one of -1/2: less their mean of 1/4 they are 1/4 and -3/4."""
+def test_reinforce_pp_baseline_batch_mean_is_subtracted_without_scaling_too() -> None:
+    """Three tokens of 1/2 and one of -1/2: minus their mean 1/4 they are 1/4 and -3/4."""
     for whitening in ("openrlhf", "verl"):
         rows = batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0])
         found = baseline_terms(rows, std_norm=False, whitening=whitening)  # type: ignore[arg-type]
         torch.testing.assert_close(found.advantages, matrix([[0.25, 0.25, 0.25], [-0.75, 0, 0]]))
 
 
-def test_gae_with_lambda_and_gamma_one_is_reward_to_come_less_value() -> None:
+def test_gae_with_lambda_and_gamma_one_is_return_minus_value() -> None:
     rows = batch([[1, 1, 1]], [2.0], values=matrix([[0.5, 1.0, -1.0]]))
     found = gae_terms(rows, gamma=1.0, lam=1.0, whiten=False)
     assert found.raw.tolist() == [[1.5, 1.0, 3.0]]
     assert found.returns.tolist() == [[2.0, 2.0, 2.0]]
 
 
-def test_gae_by_hand() -> None:
+def test_gae_with_discounts() -> None:
     """gamma 1/2, lam 1/2, values 1, 2, reward 4 at the end: A_1 = 4 - 2 = 2; delta_0 = 0 + 1 - 1 = 0, A_0 = 2 / 4."""
     rows = batch([[1, 1]], [4.0], values=matrix([[1.0, 2.0]]))
     assert gae_terms(rows, gamma=0.5, lam=0.5, whiten=False).raw.tolist() == [[0.5, 2.0]]
 
 
-def test_a_tool_output_changes_nothing_in_gae() -> None:
+def test_gae_skips_tool_output() -> None:
     plain = batch([[1, 1]], [4.0], values=matrix([[1.0, 2.0]]))
     tool = batch([[1, 0, 0, 1]], [4.0], values=matrix([[1.0, 7.0, -7.0, 2.0]]))
     plain_terms, tool_terms = gae_terms(plain, gamma=0.5, lam=0.5), gae_terms(tool, gamma=0.5, lam=0.5)
@@ -125,6 +126,6 @@ def test_a_tool_output_changes_nothing_in_gae() -> None:
         assert not getattr(tool_terms, name)[:, 1:3].any()
 
 
-def test_the_batch_own_token_rewards_win() -> None:
+def test_token_rewards_of_the_batch_take_precedence() -> None:
     rows = batch([[1, 1]], [4.0], token_rewards=matrix([[1.0, -1.0]]))
     assert token_rewards(rows).tolist() == [[1.0, -1.0]]

@@ -1,4 +1,4 @@
-"""Bonuses by hand."""
+"""Advantage bonuses: hand-computed values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table(rows: list[list[float]]) -> torch.Tensor:
 
 
 def batch(rewards: list[float], answers: list[float], advantages: list[float], **fields: Any) -> RolloutBatch:
-    """One token an answer with these probabilities; one prompt token of probability 1/2."""
+    """Return one token per answer with these probabilities and one prompt token of probability 1/2."""
     count = len(rewards)
     return RolloutBatch(
         group_ids=torch.zeros(count, dtype=torch.long),
@@ -34,27 +34,27 @@ def batch(rewards: list[float], answers: list[float], advantages: list[float], *
     )
 
 
-def test_confidence_is_that_of_the_least_likely_tokens() -> None:
-    """0.4 of 5 tokens are the 2 lowest; of 2 tokens ceil(0.8) = 1; at least one; an empty row is sure."""
+def test_confidence_is_the_mean_over_the_least_likely_tokens() -> None:
+    """0.4 of 5 tokens are the 2 lowest; 0.4 of 2 rounds up to 1; at least one; an empty row has full confidence."""
     logp = table([[-1, -2, -3, -4, -5], [-1, -2, 9, 9, 9], [-7, 9, 9, 9, 9], [9, 9, 9, 9, 9]])
     mask = torch.arange(5) < torch.tensor([5, 2, 1, 0])[:, None]
     found = sequence_confidence(logp, mask, 0.4)
     assert found.tolist() == pytest.approx([math.exp(-4.5), math.exp(-2), math.exp(-7), 1.0])
 
 
-def test_the_number_of_tokens_is_rounded_up_without_noise() -> None:
+def test_number_of_tokens_is_not_rounded_up_by_floating_point_error() -> None:
     """0.28 * 25 is 7.000000000000001 in floating point, and 7 tokens."""
     logp = -torch.arange(25, 0, -1, dtype=torch.float64)[None]
     found = sequence_confidence(logp, torch.ones(1, 25, dtype=torch.bool), 0.28)
     assert found.item() == pytest.approx(math.exp(-22))  # the mean of 19 .. 25
 
 
-def test_sure_answers_get_less() -> None:
+def test_confident_answers_get_a_smaller_bonus() -> None:
     found = confidence(batch([1, 1, 0], [0.9, 0.1, 0.5], [0.5, 0.5, -1.0]), alpha=1.0)
     assert found.tolist() == pytest.approx([0.5 - 0.4, 0.5 + 0.4, -1.0])
 
 
-def test_groups_that_the_bonus_leaves_alone() -> None:
+def test_bonus_is_zero_in_wrong_and_optionally_in_all_right_groups() -> None:
     wrong, right = batch([0, 0], [0.9, 0.1], [0.0, 0.0]), batch([1, 1], [0.9, 0.1], [0.0, 0.0])
     assert confidence(wrong).tolist() == [0.0, 0.0]
     assert confidence(right, alpha=1.0).tolist() == pytest.approx([-0.4, 0.4])
@@ -63,7 +63,7 @@ def test_groups_that_the_bonus_leaves_alone() -> None:
     assert confidence(unscored, alpha=1.0).tolist() == pytest.approx([-0.4, 0.0])
 
 
-def test_unlikely_right_answers_get_more_up_to_the_cap() -> None:
+def test_unlikely_right_answers_get_a_larger_bonus_up_to_the_cap() -> None:
     """Mean log-prob (ln 1/8 + ln 1/2) / 2 = ln 1/4: eta 1/2 and 2. lam 2.5: 1.25, cut to kappa A = 0.25."""
     rows = batch([1, 0], [1 / 8, 1 / 2], [0.5, -0.5])
     assert novelty(rows).tolist() == pytest.approx([0.75, -0.5])
@@ -76,14 +76,14 @@ def rank_of(states: torch.Tensor) -> torch.Tensor:
 
 
 def test_effective_rank_counts_directions() -> None:
-    """Centred states along one line: 1; along two axes alike: 2; nothing moves: exp of nothing, 1; one state: 0."""
+    """Centered states along one line: 1; along two axes equally: 2; no movement: exp(0) = 1; one state: 0."""
     assert rank_of(table([[1, 0], [-1, 0]])).item() == pytest.approx(1, abs=1e-6)
     assert rank_of(table([[1, 0], [-1, 0], [0, 1], [0, -1]])).item() == pytest.approx(2, abs=1e-6)
     assert rank_of(table([[3, 4], [3, 4]])).item() == pytest.approx(1, abs=1e-6)
     assert rank_of(table([[3, 4]])).item() == 0
 
 
-def test_effective_rank_does_not_change_with_rotation_and_shift() -> None:
+def test_effective_rank_is_invariant_to_rotation_and_shift() -> None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
@@ -92,7 +92,7 @@ def test_effective_rank_does_not_change_with_rotation_and_shift() -> None:
     torch.testing.assert_close(rank_of(states @ turn + 5), rank)
 
 
-def test_the_bonus_is_within_its_cap_and_the_first_step_only_measures() -> None:
+def test_rank_bonus_is_capped_and_zero_in_the_first_step() -> None:
     generator = torch.Generator().manual_seed(1)
     hidden = [torch.randn(length, 4, generator=generator, dtype=torch.float64) for length in (9, 2, 5)]
     advantages = table([[1.0, -1.0, 0.0]])[0]
@@ -109,7 +109,7 @@ def test_the_bonus_is_within_its_cap_and_the_first_step_only_measures() -> None:
 
 @pytest.mark.parametrize("cells", [1, 40, 1 << 22])
 @pytest.mark.parametrize("width", [2, 16])
-def test_effective_ranks_of_many_rows_are_those_of_each(
+def test_batched_effective_ranks_equal_those_of_single_rows(
     cells: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the lengths beside it, and from float32 to its last digits but two: numbers in float32 are exact in

@@ -1,4 +1,4 @@
-"""Credit by turn and step: by hand, and batches against the functions on lists."""
+"""Credit by turn and step: hand-computed values, and batched functions against their per-list versions."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def turns(**fields: object) -> RolloutBatch:
     return RolloutBatch(group_ids=ids(0, 0), mask=MASK, turn_ids=TURNS, rewards=column(1, 0), **fields)  # type: ignore[arg-type]
 
 
-def test_rows_are_numbered_in_order_of_their_ids() -> None:
-    """As pairs in order: (-3, 5) < (2, -7) < (2, 5) < (8, 0)."""
+def test_rows_are_numbered_by_sorted_ids() -> None:
+    """Sorted as pairs: (-3, 5) < (2, -7) < (2, 5) < (8, 0)."""
     assert combine_ids(ids(2, 8, -3, 2, 2), ids(5, 0, 5, -7, 5)).tolist() == [2, 3, 0, 1, 2]
     assert combine_ids(ids(), ids()).tolist() == []
 
 
-def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None:
+def test_only_trained_turns_are_numbered() -> None:
     """Row 0 has turns 0 and 1, row 1 turns 0, 1 and 2; without its last token, row 1 ends with turn 1."""
     number, row, turn = number_turns(TURNS, MASK)
     assert (number.tolist(), row.tolist(), turn.tolist()) == ([0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2])
@@ -56,9 +56,9 @@ def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None
     assert number_turns(TURNS[:, :0], MASK[:, :0])[1].tolist() == []
 
 
-def test_turns_before_the_last_are_also_judged_by_their_call() -> None:
-    """Outcomes 1 and 0 become +-1/sqrt 2, and so do the calls' 0 and 1, the other way round. Four of the seven tokens
-    stand in earlier turns: with weight 1/2 these count 7/8 each, and those of last turns 7/3."""
+def test_earlier_turns_also_get_credit_for_their_call() -> None:
+    """Outcomes 1 and 0 become +-1/sqrt 2, and the calls' 0 and 1 become -+1/sqrt 2. Four of the seven tokens are in
+    earlier turns: with weight 1/2 they count 7/8 each, and those of last turns 7/3."""
     half = 0.5**0.5
     plain = decoupled_turns(turns(components={"region": column(0, 1)}), tool="region", weight=None, eps=0.0)
     rows = [[0.7, 0.7, 0, 1, 1], [-0.7, 0, -0.7, -1, 0]]
@@ -68,20 +68,20 @@ def test_turns_before_the_last_are_also_judged_by_their_call() -> None:
     torch.testing.assert_close(weighed, plain * shares)
 
 
-def test_steps_that_rollouts_share_have_one_number() -> None:
-    """The first step is in both; the second differs."""
+def test_steps_shared_by_rollouts_get_the_same_id() -> None:
+    """Both rollouts share the first step; the second step differs."""
     paths = [[["s", "a", "t"], ["t", "b", "u"]], [["s", "a", "t"], ["t", "c", "u"], ["u", "b", "v"]]]
     assert number_edges(paths) == [[0, 1], [0, 2, 3]]
 
 
-def test_white_space_does_not_part_steps_and_history_does() -> None:
+def test_steps_are_equal_up_to_white_space_but_not_across_histories() -> None:
     paths = [[["x", "a", "s"], ["s", "b", "t"]], [["y", "a", "s"], [" s\n", "b", "t "]]]
     assert number_edges(paths) == [[0, 1], [2, 1]]
     assert number_edges(paths, history=2) == [[0, 1], [2, 3]]
 
 
-def test_salt_by_token_is_salt_by_step() -> None:
-    """A long turn counts once."""
+def test_salt_by_token_equals_salt_by_step() -> None:
+    """A turn counts once, however many tokens it has."""
     edges = torch.tensor([[0, 0, 1, 1, 1], [0, 2, 2, 3, 3]])
     found = salt(turns(edge_ids=edges, advantages=column(1, -0.5)))
     assert found.tolist() == [[0.25, 0.25, 0, 1, 1], [0.25, 0, -0.5, -0.5, 0]]
@@ -89,7 +89,7 @@ def test_salt_by_token_is_salt_by_step() -> None:
         salt(turns(edge_ids=edges, advantages=column(1, -0.5)[:, None].expand(2, 5)))
 
 
-def test_gains_are_differences_and_the_last_turn_has_the_outcome() -> None:
+def test_gains_are_differences_and_the_last_turn_gets_the_outcome() -> None:
     """Log-probs -3, -1, -2: gains 2, -1. gamma 1/2: 2 - 1/2 + 5/4, -1 + 5/2, 5."""
     found = information_gain_terms(
         column(-3, -1, -2)[None], column(5), ids(3), kind="logprob", normalise="none", gamma=0.5
@@ -98,7 +98,7 @@ def test_gains_are_differences_and_the_last_turn_has_the_outcome() -> None:
     assert found.advantages.tolist() == [[2.75, 1.5, 5]]
 
 
-def test_gains_and_outcomes_have_their_own_pools() -> None:
+def test_gains_and_outcomes_are_normalized_separately() -> None:
     """Gains 1 and 3: -1 and 1 (population std 1); outcomes 0 and 4: -1 and 1; joint: mean 2, std sqrt(2.5)."""
     logp = torch.tensor([[0, 1], [0, 3]], dtype=torch.float64)
     both = {"answer_mean_logp": logp, "outcome": column(0, 4), "turns": ids(2, 2), "kind": "logprob", "eps": 1e-12}
@@ -108,14 +108,14 @@ def test_gains_and_outcomes_have_their_own_pools() -> None:
     assert joint[:, 1].tolist() == pytest.approx([-2 / 2.5**0.5, 2 / 2.5**0.5])
 
 
-def test_a_pool_without_spread_gives_zero() -> None:
+def test_equal_outcomes_get_zero() -> None:
     logp = torch.tensor([[0, 1], [0, 3]], dtype=torch.float64)
     found = information_gain_terms(logp, column(1, 1), ids(2, 2), kind="logprob").advantages
     assert not found[:, 1].any()
     assert found[0, 0] < 0 < found[1, 0]
 
 
-def test_information_gain_by_token_is_that_by_turn() -> None:
+def test_information_gain_by_token_equals_information_gain_by_turn() -> None:
     gains = torch.zeros(2, 5, dtype=torch.float64)
     gains[0, 1], gains[1, 0], gains[1, 2] = 0.5, -0.25, 0.125
     found = information_gain(turns(token_rewards=gains))
@@ -125,7 +125,7 @@ def test_information_gain_by_token_is_that_by_turn() -> None:
     torch.testing.assert_close(found, spread)
 
 
-def test_the_critic_of_a_batch_is_that_of_its_turns() -> None:
+def test_batched_turn_critic_equals_the_critic_of_each_turn() -> None:
     generator = torch.Generator().manual_seed(2)
     values, simulated = (torch.rand(2, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     found = mc_critic(turns(values=values, mc_values=simulated), lam=0.5).advantages
@@ -142,7 +142,7 @@ def test_the_critic_of_a_batch_is_that_of_its_turns() -> None:
         torch.testing.assert_close(found[row, places], terms.advantages)
 
 
-def test_actions_that_differ_and_one_that_is_always_taken() -> None:
+def test_action_advantages_with_different_or_equal_actions() -> None:
     """q 3 and 1: mean 2, std sqrt(2). All `up`: 3 against up and down: (3 - 2) / sqrt(2)."""
     legal = {"up": 3.0, "down": 1.0}
     assert action_advantages(legal, ["up", "down"], eps=0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
@@ -152,9 +152,9 @@ def test_actions_that_differ_and_one_that_is_always_taken() -> None:
     assert action_advantages(legal, ["up", "fly"], eps=0.0, illegal=-9.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-def test_actions_of_a_state_are_compared_with_each_other_or_with_the_legal_ones() -> None:
-    """Two groups: actions worth 1, 3 and an illegal one at -1 (mean 1, std 2), and one action twice, worth 4 among 4, 2
-    and 0 (mean 2, std 2). The second state has an action more."""
+def test_equal_actions_are_compared_with_all_legal_actions() -> None:
+    """Two groups: actions worth 1, 3 and an illegal one at -1 (mean 1, std 2), and one action taken twice, worth 4
+    among 4, 2 and 0 (mean 2, std 2). The second state has one action more."""
     nan = float("nan")
     batch = RolloutBatch(
         group_ids=torch.tensor([5, 5, 5, 7, 7]),
@@ -166,7 +166,7 @@ def test_actions_of_a_state_are_compared_with_each_other_or_with_the_legal_ones(
 
 
 def steps(order: list[int]) -> RolloutBatch:
-    """Two trajectories of two steps; both begin in the same state and end in states of their own."""
+    """Return two trajectories of two steps that begin in the same state and end in different states."""
     rows = RolloutBatch(
         group_ids=ids(0, 0, 0, 0),
         mask=torch.ones(4, 1, dtype=torch.bool),
@@ -180,8 +180,9 @@ def steps(order: list[int]) -> RolloutBatch:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
-def test_actions_from_one_state_are_compared(order: list[int]) -> None:
-    """gamma 1/2: returns 1/2, 1, 0, 0. Episode +-1/2; the first steps +-1/4, the last steps are alone."""
+def test_gigpo_compares_actions_from_the_same_state(order: list[int]) -> None:
+    """gamma 1/2: returns 1/2, 1, 0, 0. Episode +-1/2; the first steps +-1/4, the last steps have no other step to
+    compare with."""
     found = gigpo_terms(steps(order), gamma=0.5)
     assert found.step_returns.tolist() == column(0.5, 1, 0, 0)[order].tolist()
     assert found.episode_advantages.tolist() == column(0.5, 0.5, -0.5, -0.5)[order].tolist()
@@ -189,7 +190,7 @@ def test_actions_from_one_state_are_compared(order: list[int]) -> None:
     assert found.advantages.tolist() == column(0.75, 0.5, -0.75, -0.5)[order].tolist()
 
 
-def test_similar_states_of_one_prompt_are_one() -> None:
+def test_similar_states_of_one_prompt_are_clustered() -> None:
     """`room 1` and `room 2` share 5 of 6 letters: a ratio of 10 / 12. Clusters do not cross prompts."""
     states = ["room 1", "room 2", "hall", "room 1"]
     assert number_states(states, [0, 0, 0, 1]) == [0, 1, 2, 3]
@@ -197,7 +198,7 @@ def test_similar_states_of_one_prompt_are_one() -> None:
     assert number_states(states, [0, 0, 0, 0]) == [0, 1, 2, 0]
 
 
-def test_one_agent_with_one_call_each_is_grpo() -> None:
+def test_one_agent_with_one_call_each_equals_grpo() -> None:
     rewards, groups = column(1, 0, 3, 1), ids(0, 0, 1, 1)
     mask = torch.ones(4, 1, dtype=torch.bool)
     rows = RolloutBatch(groups, mask, rewards, agent_ids=ids(5, 5, 5, 5), trajectory_ids=ids(0, 1, 2, 3))
@@ -206,7 +207,7 @@ def test_one_agent_with_one_call_each_is_grpo() -> None:
     assert agent(rows, agent_wise=False).tolist() == plain.tolist()
 
 
-def test_a_trajectory_counts_once_with_its_mean() -> None:
+def test_trajectory_counts_once_with_its_mean() -> None:
     """Means 1 and 3 (of 2, 4, and one unscored): -1 and 1, whatever the numbers of rows."""
     found = normalize_by_trajectory(
         column(1, 1, 1, 2, 4, torch.nan), ids(0, 0, 0, 0, 0, 0), ids(0, 0, 0, 1, 1, 1), scale="none"
