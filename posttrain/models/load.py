@@ -28,6 +28,7 @@ from posttrain.models.pretrained import (
     explain_failure,
     from_pretrained,
     hub_options,
+    parse_gguf_once,
     suppress_progress_bars,
 )
 from posttrain.models.templates import read_special_tokens
@@ -119,9 +120,9 @@ def load(
     `lora.continue` nothing is merged: the old adapter is trained further, and a frozen copy is kept as `reference`.
     """
     place = _check_section(section, locate(section.path, base_dir), base_dir)
-    tokenizer = _tokenizer(section, place, base_dir)
     base = _locate_dense_base(place, base_dir)
-    with suppress_progress_bars(), _explain_out_of_memory(section):
+    with suppress_progress_bars(), _explain_out_of_memory(section), parse_gguf_once(base):
+        tokenizer = _tokenizer(section, place, base_dir)
         model = _base_model(section, base, base_dir, seed, on_host=on_host)
         rows = model.get_input_embeddings().weight.shape[0]
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
@@ -245,9 +246,10 @@ def load_companion(
 def load_tokenizer(section: Model, base_dir: Path) -> Any:
     """Load the tokenizer alone, with the recipe's chat template, and the EOS and pad tokens that `load` gives it."""
     place = _check_section(section, locate(section.path, base_dir), base_dir)
-    tokenizer = _tokenizer(section, place, base_dir)
-    if tokenizer.eos_token_id is None and (eos := load_eos_ids(section, base_dir, tokenizer)):
-        tokenizer.eos_token_id = eos[0]
+    with parse_gguf_once(place):
+        tokenizer = _tokenizer(section, place, base_dir)
+        if tokenizer.eos_token_id is None and (eos := load_eos_ids(section, base_dir, tokenizer)):
+            tokenizer.eos_token_id = eos[0]
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer

@@ -105,3 +105,28 @@ def suppress_progress_bars() -> Iterator[None]:
         gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def parse_gguf_once(place: Place) -> Iterator[None]:
+    """Let the calls of `from_pretrained` in this context share one parse of a GGUF file.
+
+    transformers parses the file for the tokenizer, the configuration and the weights, and builds the table of tensor
+    names for every module of the model. Slices of a plain array are created faster than slices of a memmap.
+    """
+    if place.kind != "gguf":
+        yield
+        return
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", mapped.view(np.ndarray)))
+
+    parsers: dict[str, Any] = {"GGUFReader": Reader, "get_tensor_name_map": gguf.get_tensor_name_map}
+    before = {name: getattr(gguf, name) for name in parsers}
+    vars(gguf).update({name: functools.cache(parser) for name, parser in parsers.items()})
+    try:
+        yield
+    finally:
+        vars(gguf).update(before)

@@ -45,6 +45,17 @@ def test_float32_gives_the_same_model(folder_of: FolderOf, tmp_path: Path, kind:
     assert report["weights"] == len(list(before.model.parameters()))
 
 
+def test_loading_parses_the_file_once(folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(folder_of("llama"), "float32", tmp_path / "m.gguf")
+    parsed: list[Path] = []
+    parse = GGUFReader.__init__
+    monkeypatch.setattr(GGUFReader, "__init__", lambda self, path: (parsed.append(Path(path)), parse(self, path))[1])
+    loaded(tmp_path / "m.gguf")
+    assert parsed == [tmp_path / "m.gguf"]
+    loaded(tmp_path / "m.gguf")
+    assert len(parsed) == 2, "a file may be written anew"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
 def test_other_types_round_every_matrix_once(folder_of: FolderOf, tmp_path: Path, dtype: str) -> None:
     folder, file = folder_of("qwen2"), tmp_path / "m.gguf"
