@@ -1,4 +1,4 @@
-"""A model small enough to generate in milliseconds, with a head size that vLLM's kernels know (32)."""
+"""A model that generates in milliseconds and has a head size supported by vLLM's kernels (32)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SUMS = ("458+367=?", "12+5=?", "7+8=?", "999+111=?", "hello world", "40+2=?")
 
 
 def small_model(tokenizer: Any, seed: int = 0) -> Any:
-    """A 2-layer Llama with grouped-query attention and tied embeddings. Its weights are wide enough to be sure of some
-    tokens and unsure of others."""
+    """A 2-layer Llama with grouped-query attention and tied embeddings. Its weights have a scale at which some tokens
+    are near certain and others are not."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -1,8 +1,8 @@
 """One of two training processes that share an engine: `shared_ranks.py FOLDER KINDS SETTINGS`, with torchrun's
 environment.
 
-Writes FOLDER/KIND-N.json for each kind: what was sampled before and after the weights changed, and what the probe said.
-test_shared_vllm.py and ../gpu/test_tensor_parallel_gpu.py bring the model.
+Writes FOLDER/KIND-N.json for each kind: the rollouts sampled before and after the weights changed, and the results of
+the probe. test_shared_vllm.py and ../gpu/test_tensor_parallel_gpu.py provide the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYNCS = 2
 
 
 def load(folder: Path, kind: str) -> LoadedModel:
-    """The model of `folder`, on the GPU where there is one; with an adapter for `lora` and `merged`."""
+    """Load the model of `folder`, on the GPU if there is one; with an adapter for `lora` and `merged`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -53,7 +53,7 @@ def load(folder: Path, kind: str) -> LoadedModel:
 
 
 def disturb(model: Any, scale: float = 0.05) -> None:
-    """Move every trained weight, everywhere the same."""
+    """Change every trained weight, identically on all ranks."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -71,8 +71,8 @@ def section_of(kind: str, **vllm: Any) -> EngineSection:
     return EngineSection.model_validate({"engine": "vllm", "vllm": settings})
 
 
-def follow(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> dict[str, Any]:
-    """Sample, change the weights, sync, sample again; what came, by version, and the gaps of the probe."""
+def sample_across_syncs(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> dict[str, Any]:
+    """Sample, change the weights, sync and sample again; return the rollouts by version and the probe's gaps."""
     prompts, found = prompts_of(loaded), dict[str, Any](gaps=[engine.gap], stale=[], rollouts=[], memory=[], sync_s=[])
     for version in range(SYNCS + 1):
         rollouts = engine.generate(prompts, 3, SAMPLED, seed=version, share=share)
@@ -88,8 +88,8 @@ def follow(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> dict[str, 
     return found
 
 
-def cut_short(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> list[list[int]]:
-    """The versions of the tokens of long completions, between which the weights have changed."""
+def sample_across_a_pause(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> list[list[int]]:
+    """Return the versions of the tokens of long completions during which the weights change."""
     found: list[Rollout] = []
     long = Sampling(temperature=1.0, max_new_tokens=200)
     prompts = prompts_of(loaded)
@@ -102,7 +102,7 @@ def cut_short(engine: Any, loaded: LoadedModel, share: Sequence[int]) -> list[li
 
 
 def kill_worker(engine: Any, loaded: LoadedModel, number: int) -> dict[str, Any]:
-    """Sample on both ranks; the first kills the second worker meanwhile. What error came, and how soon."""
+    """Sample on both ranks while rank 0 kills the second worker; return the error and the seconds until it came."""
     if number == 0:
         worker = engine.clients[0].hub.client.worker_pidfds[1]
         threading.Timer(1.0, signal.pidfd_send_signal, (worker, signal.SIGKILL)).start()
@@ -120,7 +120,7 @@ def free_memory() -> int:
 
 
 def run(folder: Path, kind: str, settings: dict[str, Any], *, last: bool) -> dict[str, Any]:
-    """Start an engine, use it, and close it. The next one's process imports vLLM meanwhile, unless it is the last."""
+    """Start an engine, use it and close it. Unless it is the last, the next engine's process imports vLLM meanwhile."""
     loaded = load(folder / "model", kind)
     number, share = distributed.rank(), range(distributed.rank(), len(TEXTS), 2)
     distributed.barrier()
@@ -138,8 +138,8 @@ def run(folder: Path, kind: str, settings: dict[str, Any], *, last: bool) -> dic
             warm_process.start(1)
         if kind == "killed":
             return kill_worker(engine, loaded, number)
-        found = follow(engine, loaded, share)
-        found["cut"], found["taken"] = cut_short(engine, loaded, share), before - free_memory()
+        found = sample_across_syncs(engine, loaded, share)
+        found["cut"], found["taken"] = sample_across_a_pause(engine, loaded, share), before - free_memory()
         if settings.get("sleep"):
             engine.sleep()
             found["asleep"] = before - free_memory()

@@ -1,4 +1,4 @@
-"""Calls that several processes make together: done once, for all, and nobody waits for one that has left."""
+"""Calls that several processes make together: executed once for all, and no member waits for one that has left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from posttrain.errors import EngineError, PeerLost
 from posttrain.rollout.shared_client import CollectiveCalls
 
 
-def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """What each returns or raises."""
+def run_threads(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Return what each function returns or raises, each run in its own thread."""
 
     async def run() -> list[Any]:
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
@@ -21,7 +21,7 @@ def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_a_call_is_done_once_with_all_arguments_in_order() -> None:
+def test_call_is_executed_once_with_all_arguments_in_order() -> None:
     done: list[Sequence[str]] = []
 
     async def do(arguments: Sequence[str]) -> int:
@@ -32,21 +32,21 @@ def test_a_call_is_done_once_with_all_arguments_in_order() -> None:
         return [await calls.join(member, call, f"{call} {member}", do) for call in ("pause", "resume")]
 
     calls = CollectiveCalls[str](3)
-    assert outcomes(*(twice(calls, member) for member in (2, 0, 1))) == [[1, 2]] * 3
+    assert run_threads(*(twice(calls, member) for member in (2, 0, 1))) == [[1, 2]] * 3
     assert done == [[f"{call} {member}" for member in range(3)] for call in ("pause", "resume")]
 
 
-def test_all_get_the_error() -> None:
+def test_an_error_is_raised_in_all_members() -> None:
     async def fail(_: Sequence[None]) -> None:
         raise EngineError("no memory")
 
     calls = CollectiveCalls[None](2)
-    found = outcomes(*(calls.join(member, "wake", None, fail) for member in range(2)))
+    found = run_threads(*(calls.join(member, "wake", None, fail) for member in range(2)))
     assert [(type(error), str(error)) for error in found] == [(EngineError, "no memory")] * 2
 
 
-def test_nobody_waits_for_a_member_that_has_left() -> None:
-    """Neither who waits already nor who comes later; the first reason stays."""
+def test_members_do_not_wait_for_a_member_that_has_left() -> None:
+    """Both members that already wait and members that call later get the error; the first reason is kept."""
 
     async def never(_: Sequence[None]) -> None:
         raise AssertionError("one is missing")
@@ -59,11 +59,11 @@ def test_nobody_waits_for_a_member_that_has_left() -> None:
         with pytest.raises(EngineError, match="rank 1 failed: no room"):
             await calls.join(1, "sleep", None, never)
 
-    first, second = outcomes(calls.join(0, "pause", None, never), leave())
+    first, second = run_threads(calls.join(0, "pause", None, never), leave())
     assert str(first) == "rank 1 failed: no room" and second is None
 
 
-def test_a_member_that_gives_up_ends_the_meeting() -> None:
+def test_an_interrupted_member_ends_the_call_for_all() -> None:
     async def never(_: Sequence[None]) -> None:
         raise AssertionError("one is missing")
 
@@ -78,11 +78,11 @@ def test_a_member_that_gives_up_ends_the_meeting() -> None:
     assert isinstance(given_up, asyncio.CancelledError) and "cancelled `pause`" in str(other)
 
 
-def test_different_calls_at_the_same_time_are_an_error() -> None:
+def test_different_calls_at_the_same_time_raise() -> None:
     async def never(_: Sequence[None]) -> None:
         raise AssertionError("they differ")
 
     calls = CollectiveCalls[None](2)
-    found = outcomes(calls.join(0, "pause", None, never), calls.join(1, "sleep", None, never))
+    found = run_threads(calls.join(0, "pause", None, never), calls.join(1, "sleep", None, never))
     told = "ranks that share an engine call `pause` and `sleep` at the same time"
     assert [str(error) for error in found] == [told] * 2

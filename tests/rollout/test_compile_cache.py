@@ -1,4 +1,4 @@
-"""vLLM sees equal models under equal paths, and what it sets of torch's compiler ends with its start."""
+"""vLLM's compile cache: equal models get equal paths, and settings of torch's compiler are restored after a start."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_equal_models_of_two_runs_have_one_path(tmp_path: Path) -> None:
         assert path not in found, "each rank compiles for itself"
 
 
-def test_two_that_start_at_the_same_time_have_their_own(tmp_path: Path) -> None:
+def test_concurrent_starts_have_separate_links(tmp_path: Path) -> None:
     first, second = model(tmp_path / "1"), model(tmp_path / "2")
     with stable_path(first, tmp_path / "cache", 0) as one, stable_path(second, tmp_path / "cache", 0) as other:
         assert one != other
         assert one.resolve() == first and other.resolve() == second
 
 
-def test_a_link_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+def test_link_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     with stable_path(model(tmp_path / "1"), tmp_path / "cache", 0) as path:
         pass
     path.symlink_to(tmp_path / "gone")
@@ -52,27 +52,28 @@ def test_a_link_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
         assert again == path and again.resolve() == tmp_path / "2"
 
 
-def test_a_link_that_another_machine_has_replaced_is_told(tmp_path: Path) -> None:
-    """Where locks end at the machine."""
+def test_link_replaced_by_another_machine_raises(tmp_path: Path) -> None:
+    """File locks may not work across machines."""
     with pytest.raises(EngineError, match="another machine"), stable_path(model(tmp_path / "1"), tmp_path, 0) as path:
         path.unlink()
         path.symlink_to(model(tmp_path / "2"))
 
 
-def test_without_links_it_is_the_folder(tmp_path: Path) -> None:
+def test_path_is_the_folder_itself_without_symlinks(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where vLLM's cache should be")
     folder = model(tmp_path / "m")
     with stable_path(folder, tmp_path / "cache", 0) as path:
         assert path == folder
 
 
-def test_an_error_inside_is_not_taken_for_a_missing_link(tmp_path: Path) -> None:
+def test_error_inside_the_context_is_not_mistaken_for_a_missing_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no memory"), stable_path(model(tmp_path / "m"), tmp_path / "cache", 0):
         raise OSError("no memory")
 
 
-def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of vLLM's process alone: torch's compiler may have named a folder in the trainer's environment, which stays."""
+def test_kernel_cache_folder_is_shared_by_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is set in vLLM's process only; a folder that the trainer's environment names for torch's compiler is
+    kept."""
     monkeypatch.setattr(compile_cache, "_USER_TRITON_CACHE", None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torchinductor/triton/0")
     cache = tmp_path / "vllm"
@@ -88,11 +89,11 @@ def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypat
     assert compile_cache.kernel_cache(cache) == {"TRITON_CACHE_DIR": "/of/the/user"}
 
 
-def test_what_vllm_sets_of_the_compiler_ends_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_settings_are_restored_after_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/user")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    with inductor.patch(compile_threads=7):  # afterwards what it was
+    with inductor.patch(compile_threads=7):  # restored
         with compile_cache.keep_compiler_settings():
             for name in compile_cache.COMPILER_VARIABLES:
                 os.environ[name] = "1"

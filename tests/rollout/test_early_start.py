@@ -1,4 +1,5 @@
-"""vLLM beside the trainer begins to start before the trainer's weights are loaded, and loads its model after that."""
+"""Early start of vLLM beside the trainer: the process starts before the trainer's weights are loaded and loads its
+model afterwards."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ SECTION = EngineSection(engine="vllm")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The stand-ins for vLLM that were started, each once its model might be loaded."""
+def engine_starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand-ins for vLLM that were started, each once its model could be loaded."""
     found = list[Any]()
 
     class Client(TransformersClient):
@@ -50,8 +51,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                     time.sleep(0.01)
             finally:
                 core.kill()
-            found.extend(started := super().start(spec, folder, log))
-            return started
+            found.extend(engine_starts := super().start(spec, folder, log))
+            return engine_starts
 
     monkeypatch.setattr(vllm_engine, "ColocatedClient", Client)
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
@@ -67,9 +68,7 @@ def saved(loaded: LoadedModel, folder: Path, **section: Any) -> Model:
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3_text", "tiny"])
 @pytest.mark.parametrize("lora", [None, Lora(rank=3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_skeleton_says_what_the_engine_is_started_with(
-    kind: str, lora: Lora | None, dtype: str, tmp_path: Path
-) -> None:
+def test_engine_settings_come_from_a_model_skeleton(kind: str, lora: Lora | None, dtype: str, tmp_path: Path) -> None:
     path = "tiny" if kind == "tiny" else str(save_family(kind, tmp_path / kind))
     section = Model.model_validate({"path": path, "device": "cpu", "dtype": dtype, "lora": lora})
     state = torch.get_rng_state()
@@ -84,36 +83,38 @@ def test_a_skeleton_says_what_the_engine_is_started_with(
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=3)])
-def test_the_engine_waits_for_the_weights(
-    lora: Lora | None, loaded: LoadedModel, prompts: list[Prompt], started: list[Any], tmp_path: Path
+def test_engine_loads_its_model_after_the_trainers_weights(
+    lora: Lora | None, loaded: LoadedModel, prompts: list[Prompt], engine_starts: list[Any], tmp_path: Path
 ) -> None:
     section, place = saved(loaded, tmp_path / "model", lora=lora), {"scratch": tmp_path / "engine", "max_len": 64}
     with start_early(SECTION, section, tmp_path, training=True, **place) as begun:
         assert begun is not None
         time.sleep(0.1)
-        assert not started and not list(begun.folder.glob("*.safetensors"))
+        assert not engine_starts and not list(begun.folder.glob("*.safetensors"))
         model = load(section, tmp_path, training=True)
         engine = make_engine(SECTION, model, begun=begun, **place)
-        assert [one.spec.lora_rank for one in started] == [lora and lora.rank]
+        assert [one.spec.lora_rank for one in engine_starts] == [lora and lora.rank]
         assert engine.generate(prompts, 1, GREEDY, seed=0) and engine.gap < 1e-5
         assert not list((tmp_path / "engine").rglob("*.safetensors"))
-    assert started[0].ended
+    assert engine_starts[0].ended
 
 
-def test_an_engine_begun_for_another_model_is_replaced(loaded: LoadedModel, started: list[Any], tmp_path: Path) -> None:
-    """Another window than that which the prompts turn out to need."""
+def test_engine_started_for_another_window_is_replaced(
+    loaded: LoadedModel, engine_starts: list[Any], tmp_path: Path
+) -> None:
+    """The prompts turn out to need another window than the engine was started with."""
     section, place = saved(loaded, tmp_path / "model"), {"scratch": tmp_path / "engine", "max_len": 64}
     with start_early(SECTION, section, tmp_path, training=True, **{**place, "max_len": 32}) as begun:
         assert begun is not None
         engine: Any = make_engine(SECTION, loaded, begun=begun, **place)
         assert engine.window == 64
-        assert len(started) == 1, "the one that was begun is ended"
+        assert len(engine_starts) == 1, "the one that was begun is ended"
         ours = engine.clients[0]
         engine.close()
-    assert ours is started[-1] and all(one.ended for one in started)
+    assert ours is engine_starts[-1] and all(one.ended for one in engine_starts)
 
 
-def test_an_error_before_the_engine_is_used_ends_it(loaded: LoadedModel, started: list[Any], tmp_path: Path) -> None:
+def test_error_before_first_use_ends_the_engine(loaded: LoadedModel, engine_starts: list[Any], tmp_path: Path) -> None:
     section = saved(loaded, tmp_path / "model")
     before = threading.active_count()
     begin = start_early(SECTION, section, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64)
@@ -121,34 +122,35 @@ def test_an_error_before_the_engine_is_used_ends_it(loaded: LoadedModel, started
         assert begun is not None
         raise ZeroDivisionError
     assert not (tmp_path / "engine" / "engine-model").exists()
-    assert not started and threading.active_count() <= before
+    assert not engine_starts and threading.active_count() <= before
 
 
 @pytest.mark.parametrize("change", [{"engine": "transformers"}, {"vllm": {"server": {"devices": [1]}}}])
-def test_other_engines_are_not_begun(change: dict[str, Any], loaded: LoadedModel, tmp_path: Path) -> None:
+def test_only_vllm_beside_the_trainer_starts_early(change: dict[str, Any], loaded: LoadedModel, tmp_path: Path) -> None:
     section = EngineSection.model_validate({"engine": "vllm", **change})
     model = saved(loaded, tmp_path / "model")
     with start_early(section, model, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64) as begun:
         assert begun is None and not (tmp_path / "engine").exists()
 
 
-def test_what_loading_refuses_is_left_to_it(started: list[Any], tmp_path: Path) -> None:
+def test_no_early_start_for_a_model_that_cannot_be_loaded(engine_starts: list[Any], tmp_path: Path) -> None:
     for path in ("missing", str(tmp_path)):
         section = Model.model_validate({"path": path, "device": "cpu"})
         with start_early(SECTION, section, tmp_path, training=True, scratch=tmp_path / "e", max_len=64) as begun:
             assert begun is None
-    assert not started
+    assert not engine_starts
 
 
-def test_an_engine_that_measures_no_memory_does_not_wait(
-    loaded: LoadedModel, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_engine_with_known_cache_size_does_not_wait(
+    loaded: LoadedModel, engine_starts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The size of its cache is known, and its weights come with the first sync. For a base under adapters it waits."""
+    """The size of its KV cache is known, and its weights come with the first sync. An engine that loads the base for
+    adapters waits."""
     monkeypatch.setattr(vllm_start, "starts_beside", lambda *_: True)
     begun = begin_colocated(Vllm(), loaded, scratch=tmp_path, max_len=64)
     assert (begun.folder / vllm_start.READY_FILE).exists()
     begun.wait()
-    assert len(started) == 1
+    assert len(engine_starts) == 1
     begun.close()
     model = saved(loaded, tmp_path / "model", lora={"rank": 3})
     lora = begin_colocated(Vllm(), load(model, tmp_path, training=True), scratch=tmp_path, max_len=64)
@@ -156,9 +158,7 @@ def test_an_engine_that_measures_no_memory_does_not_wait(
     lora.close()
 
 
-def test_a_process_waits_for_the_file_that_its_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_waits_for_the_file_named_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(engine_process.READY, raising=False)
     engine_process.wait_until_ready()
     monkeypatch.setenv(engine_process.READY, str(tmp_path / "ready"))
@@ -189,8 +189,8 @@ runpy.run_module("posttrain", run_name="__main__", alter_sys=True)
 """
 
 
-def test_a_process_of_python_m_posttrain_begins_its_log_before_it_imports_anything_else(tmp_path: Path) -> None:
-    """multiprocessing leaves a main module out that is named `__main__` in a package."""
+def test_process_of_python_m_posttrain_opens_its_log_before_other_imports(tmp_path: Path) -> None:
+    """multiprocessing skips a main module named `__main__` in a package."""
     log = tmp_path / "log"
     environment = {**os.environ, engine_process.LOG: str(log), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
@@ -208,7 +208,7 @@ time.sleep(60)
 """
 
 
-def test_a_process_whose_trainer_has_ended_before_it_could_look_ends() -> None:
+def test_process_ends_if_its_trainer_ended_before_it_started_watching() -> None:
     """Its parent is then another process, whose end it must not wait for."""
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()

@@ -1,4 +1,4 @@
-"""Which training processes share an engine, on which GPUs, and what is refused."""
+"""Engine groups: which training processes share an engine, on which GPUs, and which settings are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.rollout.make_engine import check_engine
 from posttrain.run import ranks
 
 
-def test_neighbours_are_a_group() -> None:
+def test_neighboring_ranks_form_a_group() -> None:
     groups = [group_of(rank, 2) for rank in range(6)]
     assert [(group.first, group.place) for group in groups] == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]
     assert [group.is_first for group in groups] == [True, False] * 3
@@ -32,13 +32,13 @@ def test_neighbours_are_a_group() -> None:
         (4, 8, 2, "2 of the 8 training processes are on this one"),
     ],
 )
-def test_groups_that_cannot_be(size: int, world: int, on_machine: int, told: str) -> None:
+def test_invalid_groups_raise(size: int, world: int, on_machine: int, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         check_groups(size, world, on_machine)
 
 
 def test_groups_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 6 of 8 on two machines is its machine's third: its group has the third and fourth GPU of those given."""
+    """Rank 6 of 8 on two machines is its machine's third: its group has the third and fourth of the machine's GPUs."""
     check_groups(2, 8, 4)
     check_groups(1, 3, 1)
     for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -56,14 +56,14 @@ def section(**vllm: Any) -> EngineSection:
     return EngineSection.model_validate({"engine": "vllm", "vllm": vllm})
 
 
-def test_one_engine_of_several_gpus_is_no_several_engines() -> None:
+def test_tensor_parallel_engine_cannot_be_combined_with_several_engines() -> None:
     assert section(tensor_parallel=2).vllm.share == 0.3, "of each GPU"
     with pytest.raises(ValidationError, match=r"one engine of the GPUs of 2 training .*: vllm\.engines must be 1"):
         section(tensor_parallel=2, engines=2)
 
 
-def test_what_cannot_be_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few ranks; heads that two GPUs cannot divide."""
+def test_invalid_engine_groups_raise_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few ranks; heads not divisible by two GPUs."""
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
     config = LlamaConfig(hidden_size=9 * 64, num_attention_heads=9, num_key_value_heads=3)
     with pytest.raises(RecipeError, match="1 training process cannot be divided into engines of 2 GPUs"):

@@ -1,4 +1,4 @@
-"""The transformers engine against `generate`, against a teacher-forced pass, and against itself."""
+"""The transformers engine: compared with `generate`, with a teacher-forced pass, and with itself."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def ids_of(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
     return [r.ids for r in rollouts]
 
 
-def teacher_forced(model: torch.nn.Module, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """log_softmax(logits / temperature) of each completion token, from one pass over the whole sequence."""
+def teacher_forced_logps(model: torch.nn.Module, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """Return log_softmax(logits / temperature) of each completion token from one pass over the whole sequence."""
     ids = torch.tensor([rollout.prompt.ids + rollout.ids])
     with torch.no_grad():
         logp = (model(input_ids=ids).logits[0, :-1].double() / temperature).log_softmax(-1)
@@ -46,7 +46,7 @@ def teacher_forced(model: torch.nn.Module, rollout: Rollout, temperature: float)
     return logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1)
 
 
-def by_generate(loaded: LoadedModel, prompt: Prompt, limit: int) -> tuple[int, ...]:
+def generate_ids(loaded: LoadedModel, prompt: Prompt, limit: int) -> tuple[int, ...]:
     ids = torch.tensor([prompt.ids])
     out = loaded.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit, pad_token_id=loaded.pad_id
@@ -56,7 +56,7 @@ def by_generate(loaded: LoadedModel, prompt: Prompt, limit: int) -> tuple[int, .
 
 def test_greedy_equals_generate_for_prompts_of_different_lengths(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     rollouts = engine_of(loaded).generate(prompts, 2, GREEDY, seed=0)
-    expected = [by_generate(loaded, p, 12) for p in prompts for _ in range(2)]
+    expected = [generate_ids(loaded, p, 12) for p in prompts for _ in range(2)]
     assert ids_of(rollouts) == expected
 
 
@@ -81,15 +81,15 @@ def test_greedy_equals_generate_on_other_architectures(kind: str, loaded: Loaded
     torch.manual_seed(0)
     other = dataclasses.replace(loaded, model=AutoModelForCausalLM.from_config(config).eval())
     rollouts = engine_of(other).generate(prompts, 1, GREEDY, seed=0)
-    assert ids_of(rollouts) == [by_generate(other, p, 12) for p in prompts]
+    assert ids_of(rollouts) == [generate_ids(other, p, 12) for p in prompts]
     assert len(set(ids_of(rollouts))) > 1
 
 
-def test_log_probs_are_those_of_a_teacher_forced_pass(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_log_probs_equal_a_teacher_forced_pass(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     rollouts = engine_of(loaded).generate(prompts, 3, SAMPLED, seed=1)
     assert len(rollouts) == 3 * len(prompts)
     for rollout in rollouts:
-        expected = teacher_forced(loaded.model, rollout, 0.7)
+        expected = teacher_forced_logps(loaded.model, rollout, 0.7)
         assert len(rollout.logps) == len(rollout.ids)
         torch.testing.assert_close(torch.tensor(rollout.logps).double(), expected, atol=2e-5, rtol=0)
 
@@ -99,14 +99,15 @@ def test_log_probs_ignore_top_p_and_top_k(loaded: LoadedModel, prompts: list[Pro
     rollouts = engine_of(loaded).generate(prompts, 2, sampling, seed=1)
     assert len(rollouts) == 2 * len(prompts)
     for rollout in rollouts:
-        expected = teacher_forced(loaded.model, rollout, 1.0)
+        expected = teacher_forced_logps(loaded.model, rollout, 1.0)
         torch.testing.assert_close(torch.tensor(rollout.logps).double(), expected, atol=2e-5, rtol=0)
 
 
-def test_rows_do_not_depend_on_the_batch_they_are_decoded_in(
+def test_rows_do_not_depend_on_their_batch(
     loaded: LoadedModel, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of 1, of 5 (which splits the samples of a prompt) and of all; each sample asked for as a prompt."""
+    """Batches of 1, of 5 (which splits the samples of a prompt) and of all rows; and each sample requested as its own
+    prompt."""
     whole = ids_of(engine_of(loaded).generate(prompts, 4, SAMPLED, seed=3))
     copies, lengths, decode = [p for p in prompts for _ in range(4)], list[int](), hf.decode
     monkeypatch.setattr(hf, "decode", lambda *args, **how: (lengths.append(len(args[1])), decode(*args, **how))[1])
@@ -117,14 +118,14 @@ def test_rows_do_not_depend_on_the_batch_they_are_decoded_in(
     assert len(set(whole)) == len(whole)
 
 
-def test_seeds(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_seed_determines_the_samples(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = engine_of(loaded)
     first = ids_of(engine.generate(prompts, 2, SAMPLED, seed=1))
     assert ids_of(engine.generate(prompts, 2, SAMPLED, seed=1)) == first
     assert ids_of(engine.generate(prompts, 2, SAMPLED, seed=2)) != first
 
 
-def test_global_randomness_and_modes_are_left_as_they_were(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_global_random_state_and_module_modes_are_unchanged(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     model = loaded.model
     model.train()
     model.model.layers[0].eval()
@@ -135,7 +136,7 @@ def test_global_randomness_and_modes_are_left_as_they_were(loaded: LoadedModel, 
     assert not model.model.layers[0].training
 
 
-def test_dropout_and_gradient_checkpointing_do_not_reach_generation(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_generation_ignores_dropout_and_gradient_checkpointing(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     plain = ids_of(engine_of(loaded).generate(prompts, 2, SAMPLED, seed=0))
     loaded.model.config.attention_dropout = 0.5
     for layer in loaded.model.model.layers:
@@ -147,7 +148,7 @@ def test_dropout_and_gradient_checkpointing_do_not_reach_generation(loaded: Load
 
 
 def test_four_bit_weights_are_not_repacked(loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """bitsandbytes would change them on CPUs with AVX512-BF16, as soon as an evaluated layer is used."""
+    """On CPUs with AVX512-BF16, bitsandbytes would repack them as soon as a layer in eval mode is used."""
     bnb = pytest.importorskip("bitsandbytes")
     layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
     layer.weight = bnb.nn.Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
@@ -158,7 +159,7 @@ def test_four_bit_weights_are_not_repacked(loaded: LoadedModel, prompts: list[Pr
     assert torch.equal(layer(x), before)
 
 
-def test_groups_order_and_bookkeeping(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_groups_are_in_prompt_order_with_complete_records(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = engine_of(loaded)
     engine.sync(loaded.model, 7)
     rollouts = engine.generate(prompts, 3, GREEDY, seed=0, first_group=10)
@@ -169,8 +170,8 @@ def test_groups_order_and_bookkeeping(loaded: LoadedModel, prompts: list[Prompt]
         assert r.text == loaded.tokenizer.decode(r.ids, skip_special_tokens=True)
 
 
-def test_every_eos_id_ends_a_completion_and_stays_in_it(loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    ends = tuple(range(20, 27))  # one token in sixteen: most rows end early, some do not
+def test_every_eos_id_ends_a_completion_and_is_included(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    ends = tuple(range(20, 27))  # one token in sixteen: most rows end early, but not all
     rollouts = engine_of(dataclasses.replace(loaded, eos_ids=ends)).generate(prompts, 8, SAMPLED, seed=0)
     finishes = {r.finish for r in rollouts}
     used = {r.ids[-1] for r in rollouts if r.finish == "stop"}
@@ -181,9 +182,7 @@ def test_every_eos_id_ends_a_completion_and_stays_in_it(loaded: LoadedModel, pro
         assert len(r.ids) == 24 or r.finish == "stop"
 
 
-def test_a_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(
-    loaded: LoadedModel, prompts: list[Prompt]
-) -> None:
+def test_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     rows: list[int] = []
     loaded.model.register_forward_pre_hook(
         lambda _module, _args, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
@@ -197,7 +196,7 @@ def test_a_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(
     assert rows[-1] < rows[1] / 2
 
 
-def test_generation_ends_when_all_rows_have(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_generation_ends_when_all_rows_are_finished(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     steps: list[int] = []
     loaded.model.register_forward_pre_hook(lambda *_: steps.append(1))
     everything = tuple(range(len(loaded.tokenizer)))
@@ -209,7 +208,7 @@ def test_generation_ends_when_all_rows_have(loaded: LoadedModel, prompts: list[P
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_stop_strings(length: int, loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_stop_string_ends_a_completion(length: int, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     """The token that completes the string is the last one; a special token counts as its text."""
     free = engine_of(loaded).generate(prompts[:1], 1, GREEDY, seed=0)[0]
     pieces = [loaded.tokenizer.decode([i]) for i in free.ids]
@@ -221,37 +220,37 @@ def test_stop_strings(length: int, loaded: LoadedModel, prompts: list[Prompt]) -
     assert stopped.finish == "stop"
 
 
-def test_without_logprobs(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_logprobs_can_be_left_out(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     rollouts = engine_of(loaded).generate(prompts[:1], 2, GREEDY, seed=0, logprobs=False)
     assert all(r.segments[0].logps is None for r in rollouts)
 
 
-def test_a_prompt_beyond_the_window_is_refused_by_name(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_prompt_longer_than_the_window_raises_with_its_id(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     long = Prompt("row-9", {}, "", tuple([10] * 250))
     with pytest.raises(DataError, match=r"row row-9 .*250 tokens \+ 24 new ones.*window of 256"):
         engine_of(loaded).generate([*prompts, long], 1, SAMPLED, seed=0)
 
 
-def test_a_longest_prompt_that_just_fits(loaded: LoadedModel) -> None:
+def test_longest_prompt_may_fill_the_window(loaded: LoadedModel) -> None:
     prompt = Prompt("edge", {}, "", tuple([10] * 244))
     assert len(engine_of(loaded).generate([prompt], 1, GREEDY, seed=0)[0].ids) <= 12
 
 
-def test_broken_weights_are_told(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_nan_weights_raise(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     with torch.no_grad():
         loaded.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="NaN"):
         engine_of(loaded).generate(prompts, 1, SAMPLED, seed=0)
 
 
-def test_sync_refuses_another_model(loaded: LoadedModel) -> None:
+def test_sync_of_another_model_raises(loaded: LoadedModel) -> None:
     engine = engine_of(loaded)
     with pytest.raises(EngineError, match="another"):
         engine.sync(torch.nn.Linear(1, 1), 1)
     assert engine.version == 0
 
 
-def test_updates_of_the_trainer_are_sampled_from_at_once(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_sampling_uses_trainer_updates_immediately(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = engine_of(loaded)
     before = ids_of(engine.generate(prompts, 1, GREEDY, seed=0))
     with torch.no_grad():
@@ -260,7 +259,7 @@ def test_updates_of_the_trainer_are_sampled_from_at_once(loaded: LoadedModel, pr
     assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != before
 
 
-def test_make_engine_builds_it(loaded: LoadedModel, prompts: list[Prompt], tmp_path) -> None:
+def test_make_engine_returns_the_hf_engine(loaded: LoadedModel, prompts: list[Prompt], tmp_path) -> None:
     engine = make_engine(EngineSection(batch_size=3), loaded, scratch=tmp_path, max_len=64)
     assert isinstance(engine, TransformersEngine) and engine.batch_size == 3
     assert len(engine.generate(prompts, 1, GREEDY, seed=0)) == len(prompts)
@@ -275,10 +274,10 @@ def test_make_engine_builds_it(loaded: LoadedModel, prompts: list[Prompt], tmp_p
     ],
     ids=["a cache of its own", "another kind of cache"],
 )
-def test_an_architecture_that_keeps_its_state_elsewhere_is_refused(
+def test_architecture_with_recurrent_state_is_refused(
     config: PretrainedConfig, why: str, loaded: LoadedModel, prompts: list[Prompt]
 ) -> None:
-    """It would go on from every token as if nothing stood before it."""
+    """Without its state, each token would be decoded as if no token preceded it."""
     model = AutoModelForCausalLM.from_config(config).eval()
     engine = TransformersEngine(dataclasses.replace(loaded, model=model), batch_size=8)
     with pytest.raises(EngineError, match=rf"cannot sample from \w+ForCausalLM\n.*{why}(.|\n)*engine: vllm"):
@@ -286,10 +285,10 @@ def test_an_architecture_that_keeps_its_state_elsewhere_is_refused(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_limits_cut_a_completion_and_change_no_token(
+def test_token_limit_per_prompt_truncates_without_changing_tokens(
     sampling: Sampling, loaded: LoadedModel, prompts: list[Prompt]
 ) -> None:
-    """Each prompt has a limit of its own, in one batch and in several; a window that holds these is enough."""
+    """Each prompt has its own limit, in one batch and in several; the window only needs to hold these limits."""
     limits = [(3, 1, 7, 20, 12)[i % 5] for i in range(len(prompts))]
     limits = [min(limit, sampling.max_new_tokens) for limit in limits]
     whole = engine_of(loaded).generate(prompts, 3, sampling, seed=5)

@@ -1,5 +1,5 @@
-"""Rollouts of several turns on an engine that takes requests as they come: none waits for another, and what each
-becomes depends on its seed alone."""
+"""Multi-turn rollouts on an engine with concurrent requests: no rollout waits for another, and each rollout depends
+only on its seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.eos_token_id
-PATIENCE = 20.0  # seconds after which something that must happen has not
+PATIENCE = 20.0  # seconds after which a test fails
 MARK = TOKENIZER.convert_tokens_to_ids("<|assistant|>")
 
 
@@ -44,14 +44,15 @@ def turn_of(request: Request) -> int:
     return request.ids.count(MARK) - 1
 
 
-def drawn(request: Request, _: int = 0) -> str:
-    """A text that depends on everything that a model's would: the tokens so far and the seed."""
+def write_reply(request: Request, _: int = 0) -> str:
+    """Return a text that depends on the tokens so far and on the seed, as a model's text does."""
     draw = random.Random(f"{request.ids} {request.seed}")
     return "".join(draw.choice("abcdefgh") for _ in range(draw.randint(3, 9)))
 
 
 class World:
-    """Answers are awaited from a function of (rollout, turn); a rollout has as many turns as `turns` says of it."""
+    """Environment whose answers are awaited from a function of (rollout, turn); `turns` gives a rollout's number of
+    turns."""
 
     def __init__(self, turns: Callable[[int], int], answer: Callable[[int, int], Any]) -> None:
         self.turns, self.answer = turns, answer
@@ -90,15 +91,16 @@ class Episode:
         self.world.closed.append(self.number)
 
 
-async def at_once(*_: Any) -> None: ...
+async def answer_immediately(*_: Any) -> None: ...
 
 
 def engine_of(world: Any, engine: Any = None) -> TurnEngine:
-    return TurnEngine(engine or ConcurrentScriptedEngine(drawn, TOKENIZER), world, TOKENIZER, [EOS])
+    return TurnEngine(engine or ConcurrentScriptedEngine(write_reply, TOKENIZER), world, TOKENIZER, [EOS])
 
 
-def test_a_slow_tool_delays_no_other_rollout() -> None:
-    """The first call of rollout 2 is answered once all others are finished: the other one of its group, too."""
+def test_slow_tool_delays_no_other_rollout() -> None:
+    """The first call of rollout 2 is answered once all others, including the other rollout of its group, are
+    finished."""
     finished, others = list[int](), asyncio.Event()
 
     class Counting(World):
@@ -125,9 +127,9 @@ def test_a_slow_tool_delays_no_other_rollout() -> None:
     assert {r.ended for r in found} == {"done"}
 
 
-def test_a_slow_turn_of_the_model_delays_no_other_rollout() -> None:
-    """The same with the engine: the last token of one rollout's first turn comes when all others have ended."""
-    ended, world = asyncio.Event(), World(lambda _: 3, at_once)
+def test_slow_generation_delays_no_other_rollout() -> None:
+    """The last token of one rollout's first turn comes when all others have ended."""
+    ended, world = asyncio.Event(), World(lambda _: 3, answer_immediately)
 
     async def before_token(request: Request, _: int, token: int) -> None:
         if (request.number, turn_of(request), token) == (1, 0, 2):
@@ -135,13 +137,13 @@ def test_a_slow_turn_of_the_model_delays_no_other_rollout() -> None:
                 await asyncio.sleep(0.001)
             ended.set()
 
-    engine = ConcurrentScriptedEngine(drawn, TOKENIZER, before_token=before_token)
+    engine = ConcurrentScriptedEngine(write_reply, TOKENIZER, before_token=before_token)
     found = engine_of(world, engine).generate(prompts_of(2), 2, Sampling(max_new_tokens=400), seed=1)
     assert ended.is_set() and world.closed[-1] == 1 and [len(r.turns) for r in found] == [3] * 4
 
 
-def test_a_finished_group_is_heard_of_while_others_go_on() -> None:
-    """Group 0 ends when the others have been told; each is told once, whole, in the caller's thread."""
+def test_finished_group_is_reported_while_others_continue() -> None:
+    """Group 0 ends after the others were reported; each group is reported once, complete, in the caller's thread."""
     told, others = list[list[Rollout]](), asyncio.Event()
 
     async def answer(number: int, _: int) -> None:
@@ -167,8 +169,8 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def made(delays: int | None, share: list[int] | None = None, **more: Any) -> list[tuple[Any, ...]]:
-    """What rollouts become with latencies of engine and tools drawn by `delays`."""
+def run_with_delays(delays: int | None, share: list[int] | None = None, **more: Any) -> list[tuple[Any, ...]]:
+    """Return the rollouts for random latencies of engine and tools."""
     draw = random.Random(delays)
 
     async def wait(*_: Any) -> None:
@@ -179,23 +181,23 @@ def made(delays: int | None, share: list[int] | None = None, **more: Any) -> lis
         if token == 0:
             await wait(request, sample)
 
-    engine = ConcurrentScriptedEngine(drawn, TOKENIZER, before_token=before_token)
+    engine = ConcurrentScriptedEngine(write_reply, TOKENIZER, before_token=before_token)
     found = engine_of(World(lambda number: 1 + number % 4, wait), engine).generate(
         prompts_of(5), 3, Sampling(max_new_tokens=300), seed=7, share=share, **more
     )
     return [(r.group, r.segments, r.turns, r.ended, r.version) for r in found]
 
 
-def test_what_a_rollout_becomes_does_not_depend_on_timing_or_ranks() -> None:
-    every = made(None)
+def test_rollouts_do_not_depend_on_timing_or_ranks() -> None:
+    every = run_with_delays(None)
     assert len({segments for _, segments, *_ in every}) == 15
-    assert all(made(delays) == every for delays in range(4))
-    assert made(3, share=[1, 4]) == every[3:6] + every[12:15]
-    assert made(3, share=[]) == []
+    assert all(run_with_delays(delays) == every for delays in range(4))
+    assert run_with_delays(3, share=[1, 4]) == every[3:6] + every[12:15]
+    assert run_with_delays(3, share=[]) == []
 
 
-def test_a_batching_engine_gets_one_call_for_all_live_rollouts() -> None:
-    """The rollouts have 1, 2 and 3 turns: three calls, of which each names those that are left."""
+def test_batching_engine_gets_one_call_for_all_live_rollouts() -> None:
+    """The rollouts have 1, 2 and 3 turns: three calls, each with the remaining rollouts."""
     shares: list[Any] = []
 
     class Watched(ScriptedEngine):
@@ -215,11 +217,11 @@ def test_a_batching_engine_gets_one_call_for_all_live_rollouts() -> None:
 
 
 @pytest.mark.parametrize("turn_tokens", [None, 7, 1000])
-def test_a_turn_asks_for_what_is_left(turn_tokens: int | None) -> None:
+def test_turn_requests_the_remaining_tokens(turn_tokens: int | None) -> None:
     engine = ConcurrentScriptedEngine(lambda *_: "abcdefgh", TOKENIZER)
     sampling = Sampling(max_new_tokens=50, max_turns=9, turn_tokens=turn_tokens)
     (start,) = prompts_of(1)
-    found = engine_of(World(lambda _: 9, at_once), engine).generate([start], 2, sampling, seed=0)
+    found = engine_of(World(lambda _: 9, answer_immediately), engine).generate([start], 2, sampling, seed=0)
     assert len(engine.asked) == sum(len(r.turns) for r in found) >= 2
     for request in engine.asked:
         assert request.n == 1
@@ -227,40 +229,43 @@ def test_a_turn_asks_for_what_is_left(turn_tokens: int | None) -> None:
     assert all(len(r.ids) <= 50 and r.ended == "tokens" for r in found)
 
 
-def test_log_probs_are_asked_for_as_of_any_engine() -> None:
-    """Those of the first prompt's rollouts, in each turn; none where vLLM could only report those of a cut draw."""
+def test_log_probs_are_requested_for_the_given_prompts() -> None:
+    """Log-probs are requested for the first prompt's rollouts in each turn, and for none if vLLM could only report
+    those of a truncated distribution."""
     for cut, wanted in (({}, {0, 1}), ({"top_p": 0.5}, set())):
-        engine = ConcurrentScriptedEngine(drawn, TOKENIZER)
+        engine = ConcurrentScriptedEngine(write_reply, TOKENIZER)
         sampling = Sampling(max_new_tokens=200, **cut)
-        engine_of(World(lambda _: 2, at_once), engine).generate(prompts_of(2), 2, sampling, seed=0, logprobs=1)
+        engine_of(World(lambda _: 2, answer_immediately), engine).generate(
+            prompts_of(2), 2, sampling, seed=0, logprobs=1
+        )
         assert {r.number for r in engine.asked if r.logprobs} == wanted
         assert len([r for r in engine.asked if r.logprobs]) == 2 * len(wanted)
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_anything_begins() -> None:
-    world = World(lambda _: 2, at_once)
-    engine = ConcurrentScriptedEngine(drawn, TOKENIZER, window=20)
+def test_too_long_prompt_raises_before_any_rollout_starts() -> None:
+    world = World(lambda _: 2, answer_immediately)
+    engine = ConcurrentScriptedEngine(write_reply, TOKENIZER, window=20)
     with pytest.raises(DataError, match="row p0"):
         engine_of(world, engine).generate(prompts_of(1), 1, Sampling(max_new_tokens=30), seed=0)
     assert world.begun == []
 
 
-def test_tokens_of_a_turn_know_their_version() -> None:
-    """A sync between the two turns, and one within the second."""
+def test_tokens_have_the_weight_version_of_their_sync() -> None:
+    """One sync between the two turns, and one within the second turn."""
 
     async def before_token(request: Request, _: int, token: int) -> None:
         if turn_of(request) == 1 and token in (0, 2):
             engine.sync(None, 4 + token)
 
     engine = ConcurrentScriptedEngine(lambda *_: "abc", TOKENIZER, before_token=before_token)
-    (found,) = engine_of(World(lambda _: 2, at_once), engine).generate(
+    (found,) = engine_of(World(lambda _: 2, answer_immediately), engine).generate(
         prompts_of(1), 1, Sampling(max_new_tokens=90), seed=0
     )
     assert [s.versions for s in found.segments] == [None, None, (4, 4, 6, 6)]
     assert found.version == 0 and set(found.versions) == {0, 4, 6}
 
 
-def test_an_error_cancels_the_others_and_says_whose_it_was() -> None:
+def test_error_of_a_rollout_cancels_the_others_and_names_the_row() -> None:
     """Rollout 3 fails in its second turn while the others wait for an answer that never comes."""
     waiting = []
 
@@ -276,14 +281,14 @@ def test_an_error_cancels_the_others_and_says_whose_it_was() -> None:
             raise EngineError("lost")
 
     world = World(lambda _: 4, answer)
-    engine = ConcurrentScriptedEngine(drawn, TOKENIZER, before_token=before_token)
+    engine = ConcurrentScriptedEngine(write_reply, TOKENIZER, before_token=before_token)
     with pytest.raises(EngineError, match="lost") as told:
         engine_of(world, engine).generate(prompts_of(2), 2, Sampling(max_new_tokens=300), seed=0)
     assert told.value.__notes__ == ["in turn 2 of a rollout of row p1"]
     assert sorted(world.closed) == [0, 1, 2, 3]
 
 
-def test_an_environment_that_breaks_its_contract_is_told_with_its_row() -> None:
+def test_invalid_environment_result_raises_with_its_row() -> None:
     class Endless(Stuck):
         def step(self, _: str) -> Any:
             return "", True, float("inf")
@@ -292,7 +297,7 @@ def test_an_environment_that_breaks_its_contract_is_told_with_its_row() -> None:
         engine_of(Environments(Endless, 1, 60.0)).generate(prompts_of(1), 1, Sampling(max_new_tokens=99), seed=0)
 
 
-def test_an_error_of_the_listener_ends_the_rollouts() -> None:
+def test_error_in_the_group_callback_ends_the_rollouts() -> None:
     async def answer(number: int, _: int) -> None:
         if number:
             await asyncio.Event().wait()
@@ -334,8 +339,8 @@ def test_ctrl_c_closes_every_environment() -> None:
         Stuck.over.set()
 
 
-def test_the_time_of_a_rollout_counts_from_its_own_start() -> None:
-    """Rollout 1 has to wait for longer than it may take before its environment is there."""
+def test_rollout_time_limit_counts_from_its_own_start() -> None:
+    """Rollout 1 waits for its environment longer than its time limit."""
 
     class Late(World):
         def episode(self, number: int) -> Episode:
@@ -347,5 +352,5 @@ def test_the_time_of_a_rollout_counts_from_its_own_start() -> None:
             return LateEpisode(self, number)
 
     sampling = Sampling(max_new_tokens=200, rollout_seconds=2.0)
-    found = engine_of(Late(lambda _: 2, at_once)).generate(prompts_of(2), 1, sampling, seed=0)
+    found = engine_of(Late(lambda _: 2, answer_immediately)).generate(prompts_of(2), 1, sampling, seed=0)
     assert [r.ended for r in found] == ["done", "done"]

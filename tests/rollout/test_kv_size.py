@@ -1,4 +1,4 @@
-"""The size of vLLM's KV cache is found again by an equal engine, and by no other."""
+"""Cached size of vLLM's KV cache: reused by an equal engine only."""
 
 from __future__ import annotations
 
@@ -29,19 +29,17 @@ def model(folder: Path, config: str = '{"hidden_size": 8}') -> Path:
     return folder
 
 
-def given(folder: Path, **changes: Any) -> dict[str, Any]:
+def engine_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"model": str(folder), "gpu_memory_utilization": 0.2, "max_model_len": 64, **changes}
 
 
-def test_a_size_is_found_again_by_an_equal_engine_alone(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_size_is_reused_only_by_an_equal_engine(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def size(folder: Path, **changes: Any) -> int | None:
-        return kv_size.read(kv_size.file_for(given(folder, **changes), folder, tmp_path / "cache"))
+        return kv_size.read(kv_size.file_for(engine_settings(folder, **changes), folder, tmp_path / "cache"))
 
     folder = model(tmp_path / "run-1")
     assert size(folder) is None
-    kv_size.write(kv_size.file_for(given(folder), folder, tmp_path / "cache"), 12345)
+    kv_size.write(kv_size.file_for(engine_settings(folder), folder, tmp_path / "cache"), 12345)
     again = model(tmp_path / "run-2")  # of another run
     assert size(again) == 12345
     for changes in ({"gpu_memory_utilization": 0.3}, {"max_model_len": 65}, {"enable_lora": True}):
@@ -54,7 +52,7 @@ def test_a_size_is_found_again_by_an_equal_engine_alone(
     assert size(again) is None
 
 
-def test_what_cannot_be_read_or_written_is_measured_again(tmp_path: Path) -> None:
+def test_unreadable_or_unwritable_cache_gives_no_size(tmp_path: Path) -> None:
     assert kv_size.read(None) is None
     file = tmp_path / "cache" / "size"
     kv_size.write(file, 7)
@@ -68,10 +66,9 @@ def test_what_cannot_be_read_or_written_is_measured_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("gpu")
-def test_an_engine_starts_beside_the_trainer_where_nothing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the first time, not if it is to have memory that the trainer uses in between, and not without a GPU."""
+def test_engine_starts_beside_the_trainer_if_the_size_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the first start, not if the engine needs memory that the trainer uses in between, and not without a
+    GPU."""
     monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
     folder = model(tmp_path / "run")
     spec, sleeps = (EngineSpec(Vllm(sleep=sleep), torch.bfloat16, 64, None, (1,)) for sleep in (False, True))

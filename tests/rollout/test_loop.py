@@ -1,4 +1,4 @@
-"""Coroutines in the background loop: results in order, and nothing is left running, whatever ends a call."""
+"""Coroutines in the background event loop: results in order, and no coroutine keeps running after a call ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from posttrain.rollout import loop
 
 
-def test_results_are_in_order_and_heard_of_as_they_come() -> None:
+def test_results_are_in_order_and_reported_as_they_complete() -> None:
     heard: list[tuple[int, str, str]] = []
     places = [asyncio.Event() for _ in range(3)]
 
@@ -32,7 +32,7 @@ def test_results_are_in_order_and_heard_of_as_they_come() -> None:
     assert loop.run_all([]) == []
 
 
-def test_it_is_one_loop_for_all_threads() -> None:
+def test_all_threads_share_one_loop() -> None:
     async def here() -> tuple[str, Any]:
         return threading.current_thread().name, asyncio.get_running_loop()
 
@@ -51,8 +51,8 @@ def test_it_is_one_loop_for_all_threads() -> None:
         loop.run(blocks_itself())
 
 
-def test_threads_that_come_at_once_start_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks and semaphores of asyncio belong to one."""
+def test_concurrent_first_calls_start_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks and semaphores of asyncio belong to one loop."""
     make = asyncio.new_event_loop
     monkeypatch.setattr(asyncio, "new_event_loop", lambda: (time.sleep(0.05), make())[1])
     loop._start.cache_clear()
@@ -70,7 +70,7 @@ def test_threads_that_come_at_once_start_one_loop(monkeypatch: pytest.MonkeyPatc
 
 
 class Waiting:
-    """Coroutines that wait until they are cancelled, and take a while to end."""
+    """Coroutines that wait until they are cancelled and take a while to end."""
 
     def __init__(self) -> None:
         self.started, self.ended = 0, 0
@@ -85,7 +85,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_one_that_fails_cancels_the_others(error: type[BaseException]) -> None:
+def test_failing_coroutine_cancels_the_others(error: type[BaseException]) -> None:
     waiting = Waiting()
 
     async def fail() -> None:
@@ -96,10 +96,10 @@ def test_one_that_fails_cancels_the_others(error: type[BaseException]) -> None:
     with pytest.raises(error):
         loop.run_all([waiting.wait(), fail(), waiting.wait()])
     assert waiting.ended == 2
-    assert loop.run(asyncio.sleep(0, 5)) == 5  # the loop goes on
+    assert loop.run(asyncio.sleep(0, 5)) == 5  # the loop still works
 
 
-def test_an_error_of_the_listener_cancels_what_runs() -> None:
+def test_error_in_the_callback_cancels_running_coroutines() -> None:
     waiting = Waiting()
 
     def refuse(*_: Any) -> None:
@@ -110,7 +110,7 @@ def test_an_error_of_the_listener_cancels_what_runs() -> None:
     assert waiting.started == waiting.ended == 1
 
 
-def test_a_signal_that_raises_ends_what_runs() -> None:
+def test_signal_that_raises_cancels_running_coroutines() -> None:
     waiting, main = Waiting(), threading.main_thread()
 
     async def interrupt() -> None:

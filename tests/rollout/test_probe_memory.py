@@ -1,4 +1,4 @@
-"""The probe of a sync runs beside an engine that has most of the GPU: it holds no second copy of the weights."""
+"""The probe of a sync, beside an engine that has most of the GPU, holds no second copy of the weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WeightCopies(TorchDispatchMode):
         return out
 
 
-def test_one_weight_at_a_time_is_cast_for_the_probe() -> None:
+def test_probe_casts_one_weight_at_a_time() -> None:
     tiny = load(Model(path="tiny"), Path.cwd(), training=True)
     loaded = dataclasses.replace(tiny, half=torch.bfloat16)
     ids = probe_ids(loaded.tokenizer, 32)
@@ -45,6 +45,6 @@ def test_one_weight_at_a_time_is_cast_for_the_probe() -> None:
 
     with WeightCopies(loaded.model) as kept, torch.no_grad(), loaded.autocast():
         logits = loaded.model(input_ids=torch.tensor([ids])).logits[0, :-1].float()
-    assert kept.most == kept.made  # what a training pass holds
+    assert kept.most == kept.made  # copies alive in a training pass
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
     assert found == expected.tolist()

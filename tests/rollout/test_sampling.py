@@ -1,4 +1,4 @@
-"""Sampling in numbers that can be worked out by hand."""
+"""Sampling: hand-computed cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBS = [0.5, 0.25, 0.125, 0.125]
 
 
 def test_inverse_cdf_takes_the_first_token_whose_cumulative_weight_exceeds_u() -> None:
-    """Cumulative .5 .75 .875 1: .49 -> 0, .5 -> 1 (the interval of token 1 begins there), .8 -> 2, .99 -> 3."""
+    """Cumulative .5 .75 .875 1: .49 -> 0, .5 -> 1 (token 1's interval begins there), .8 -> 2, .99 -> 3."""
     weights = torch.tensor([PROBS] * 4)
     assert inverse_cdf(weights, torch.tensor([0.49, 0.5, 0.8, 0.99])).tolist() == [0, 1, 2, 3]
 
@@ -26,7 +26,7 @@ def test_inverse_cdf_needs_no_normalised_weights() -> None:
 
 
 def test_inverse_cdf_never_picks_a_token_of_weight_0() -> None:
-    """u rounded up to 1 must not fall off the end, and u = 0 must not pick a leading 0."""
+    """u rounded up to 1 must not pass the end, and u = 0 must not pick a leading 0."""
     weights = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
     assert inverse_cdf(weights, torch.tensor([0.0, 1.0])).tolist() == [1, 1]
 
@@ -43,27 +43,27 @@ def test_frequencies_are_the_probabilities() -> None:
     [
         (0, 1.0, [0, 1, 2, 3]),
         (1, 1.0, [0]),
-        (3, 1.0, [0, 1, 2, 3]),  # tokens 2 and 3 tie for the third place: both stay
-        (0, 0.5, [0]),  # .5 reaches the mass
+        (3, 1.0, [0, 1, 2, 3]),  # tokens 2 and 3 tie for third rank: both are kept
+        (0, 0.5, [0]),  # .5 reaches top_p
         (0, 0.51, [0, 1]),
         (0, 0.76, [0, 1, 2]),
-        (0, 1e-9, [0]),  # one always stays
+        (0, 1e-9, [0]),  # one token is always kept
         (2, 0.6, [0]),  # of top-k's .75, 60% is .45: token 0 alone reaches it
         (2, 0.7, [0, 1]),  # .525: it does not
     ],
 )
-def test_truncate(top_k: int, top_p: float, kept: list[int]) -> None:
+def test_truncate_by_top_k_and_top_p(top_k: int, top_p: float, kept: list[int]) -> None:
     cut = truncate(torch.tensor([PROBS]), top_k=top_k, top_p=top_p)[0]
     assert cut.nonzero().squeeze(-1).tolist() == kept
     assert torch.equal(cut[kept], torch.tensor(PROBS)[kept])
 
 
-def test_truncate_follows_the_order_of_probabilities_not_of_ids() -> None:
+def test_truncate_orders_by_probability_not_by_id() -> None:
     cut = truncate(torch.tensor([[0.125, 0.5, 0.125, 0.25]]), top_p=0.7)[0]
     assert cut.nonzero().squeeze(-1).tolist() == [1, 3]
 
 
-def test_log_probs_include_the_temperature_but_not_the_cut() -> None:
+def test_log_probs_include_temperature_but_not_truncation() -> None:
     """Logits ln(4), 0 at temperature 2: weights 2 and 1, so the first token has log(2/3), with top_k 1 as well."""
     logits = torch.tensor([[math.log(4.0), 0.0]])
     token, logp = sample(logits, torch.tensor([0.9]), Sampling(temperature=2.0, top_k=1))
@@ -78,7 +78,7 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_1() -> None:
     assert logp.item() == pytest.approx(math.log(3 / 4))
 
 
-def test_uniforms_leave_the_global_state_alone_and_a_row_does_not_depend_on_how_many_follow() -> None:
+def test_uniforms_keep_the_global_state_and_do_not_depend_on_later_rows() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     few, many = uniforms(3, 7, seed=5), uniforms(40, 7, seed=5)

@@ -1,4 +1,4 @@
-"""The scripted engine replays what it is given."""
+"""The scripted engine returns the completions given to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 
-def test_replays_by_uid_with_eos_and_cuts_what_is_too_long(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_replays_by_uid_with_eos_and_truncates_long_completions(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = ScriptedEngine({"p0": ["825", "a long one"], "p1": ["17"]}, loaded.tokenizer)
     rollouts = engine.generate(prompts[:2], 2, Sampling(max_new_tokens=5), seed=3, first_group=4)
     eos = loaded.tokenizer.eos_token_id
@@ -33,7 +33,7 @@ def test_replays_by_uid_with_eos_and_cuts_what_is_too_long(loaded: LoadedModel, 
     assert engine.calls == [{"prompts": ["p0", "p1"], "n": 2, "seed": 3, "first_group": 4}]
 
 
-def test_a_function_may_write_the_script(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_script_can_be_a_function(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = ScriptedEngine(lambda prompt, i: f"{prompt.uid}:{i}", loaded.tokenizer)
     engine.sync(None, 3)
     rollouts = engine.generate(prompts[:2], 2, Sampling(max_new_tokens=9), seed=0)
@@ -41,13 +41,13 @@ def test_a_function_may_write_the_script(loaded: LoadedModel, prompts: list[Prom
     assert {r.version for r in rollouts} == {3}
 
 
-def test_a_prompt_without_a_script_is_an_error(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_prompt_without_a_script_raises(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     with pytest.raises(EngineError, match="p0"):
         ScriptedEngine({"other": ["x"]}, loaded.tokenizer).generate(prompts[:1], 1, Sampling(), seed=0)
 
 
-def test_requests_are_completed_side_by_side(loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """The first prompt's samples wait until the second one's are finished; the order of the results stays."""
+def test_requests_are_completed_concurrently(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """The first prompt's samples wait until the second prompt's are finished; the order of the results is unchanged."""
     finished, heard = asyncio.Event(), list[int]()
 
     async def before_token(request: Request, sample: int, token: int) -> None:
@@ -69,7 +69,7 @@ def test_requests_are_completed_side_by_side(loaded: LoadedModel, prompts: list[
     assert [(r.number, r.seed, r.n) for r in engine.asked] == [(0, 3, 2), (1, 5, 2)]
 
 
-def test_a_sync_between_two_tokens_shows_in_their_versions(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_sync_between_two_tokens_changes_their_version(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     async def before_token(_: Request, __: int, token: int) -> None:
         if token == 2:
             engine.sync(None, 7)

@@ -1,4 +1,4 @@
-"""`vllm serve` for real, on the CPU build too (make test-vllm). A start takes long: one server for many checks."""
+"""A real `vllm serve`, also with the CPU build (make test-vllm). A start is slow, so one server serves many checks."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def logps_of(model: Any, r: Rollout, temperature: float) -> list[float]:
     return logp[len(r.prompt.ids) - 1 :].gather(-1, row[0, len(r.prompt.ids) :, None]).squeeze(-1).tolist()
 
 
-def test_a_server(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Everything that needs no second start. The last check kills it."""
+def test_server(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
+    """All checks that need no second start. The last check kills the server."""
     engine = engine_of(loaded, tmp_path, server={"devices": [1]})
     try:
         client: ServerClient = engine.clients[0]
@@ -74,7 +74,8 @@ def test_a_server(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) ->
 
 
 def check_draws(engine: Any, loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Requests with equal seeds draw what an engine beside the trainer draws, and log-probs are the trainer's."""
+    """Check that equal seeds give the samples of an engine beside the trainer and that log-probs match the
+    trainer's."""
     disturb(loaded.model, 1)
     assert engine.probe(loaded.model) > 0.01, "a skipped sync goes unseen"
     engine.sync(loaded.model, 1)
@@ -98,7 +99,7 @@ def check_draws(engine: Any, loaded: LoadedModel, prompts: list[Prompt], tmp_pat
 
 
 def check_access(client: ServerClient) -> None:
-    """Without the key, as a second run, and for what no run needs: nothing."""
+    """Check that requests without the key, from a second run, or to endpoints that no run needs are refused."""
     for key, told in (("guessed", "asks for its key"), (client.key, r"works for another run \(.*process \d+")):
         other = ServerClient("", key, timeout_s=30, eos_ids=(), process=client.process)
         other._http = None
@@ -114,9 +115,20 @@ def check_access(client: ServerClient) -> None:
 
 
 def check_a_sync_in_the_middle(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """Requests that a sync cuts short go on with the new weights; each token has its version and its log-prob."""
+    """Check that requests interrupted by a sync continue with the new weights, and that each token has its version and
+    log-prob."""
     endless = [Request(i, prompt.ids, 4, 7 + i, 200, True, ends=False) for i, prompt in enumerate(prompts)]
-    for wait_s in (0.3, 0.1, 0.05, 0.02, 0.0, 0.2, 0.6, 1.2, 2.4):  # by then requests may not have begun, or be over
+    for wait_s in (
+        0.3,
+        0.1,
+        0.05,
+        0.02,
+        0.0,
+        0.2,
+        0.6,
+        1.2,
+        2.4,
+    ):  # the sync may come before requests start or after they end
         old = engine.version
         running = [loop.submit(engine.complete(request, LONG)) for request in endless]
         time.sleep(wait_s)
@@ -140,10 +152,11 @@ def check_a_sync_in_the_middle(engine: Any, loaded: LoadedModel, prompts: list[P
 
 
 def check_a_kill(engine: Any, client: ServerClient, prompts: list[Prompt]) -> None:
-    """kill -9 of the server in the middle of a request: the run is told at once, and nothing of vLLM is left."""
+    """Kill the server (kill -9) during a request; check that the run gets an error immediately and that no vLLM process
+    remains."""
     assert client.process is not None
     pid = client.process.process.pid
-    group = members(pid)
+    group = processes_in_group(pid)
     assert len(group) >= 2, "vLLM's engine core is no process of its own"
     raised: list[BaseException] = []
 
@@ -163,11 +176,11 @@ def check_a_kill(engine: Any, client: ServerClient, prompts: list[Prompt]) -> No
     with pytest.raises(EngineError, match="SIGKILL"):
         engine.sync(engine.loaded.model, 3)
     engine.close()
-    assert not members(pid)
+    assert not processes_in_group(pid)
 
 
-def members(group: int) -> list[int]:
-    """The living processes of a process group."""
+def processes_in_group(group: int) -> list[int]:
+    """Return the living processes of a process group."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -206,8 +219,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_trainer_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    """One that trains an adapter, whose server has loaded two of them."""
+def test_killed_trainer_leaves_no_process(tmp_path: Path) -> None:
+    """The trainer trains an adapter; its server has loaded two."""
     program = tmp_path / "trainer.py"
     program.write_text(TRAINER.format(folder=str(Path(__file__).parent), scratch=str(tmp_path / "engine")))
     run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=200)
@@ -215,6 +228,6 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     gap, worst, pid = run.stdout.split()
     assert float(gap) < 1e-5 and float(worst) < 1e-4
     deadline = time.monotonic() + 20
-    while members(int(pid)) and time.monotonic() < deadline:
+    while processes_in_group(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not members(int(pid))
+    assert not processes_in_group(int(pid))

@@ -1,4 +1,4 @@
-"""Servers that come and go while an engine uses them. The servers are stand-ins in this process."""
+"""Servers that join and leave while an engine uses them. The servers are stand-ins in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.server_key import TOKEN_VARIABLE
 from posttrain.rollout.vllm_process import ABOUT
 
-sys.path.append(str(Path(__file__).parents[1]))  # where a server finds engine_clients.py
+sys.path.append(str(Path(__file__).parents[1]))  # lets a server import engine_clients.py
 KEY = "the key of this test"
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
 
@@ -35,7 +35,7 @@ GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
 def start(
     serving: ModuleType, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], Any]]:
-    """Starts a server."""
+    """Return a function that starts a server."""
     monkeypatch.setattr(server_client, "CONNECT_RETRY_S", 0.1)
     monkeypatch.setenv(TOKEN_VARIABLE, KEY)
     folder = weights.write_config(loaded, tmp_path / "served")
@@ -67,7 +67,7 @@ def change(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
-def test_servers_that_come_and_go(
+def test_servers_can_join_leave_and_fail_during_a_run(
     serving: ModuleType,
     start: Callable[[], Any],
     loaded: LoadedModel,
@@ -75,8 +75,8 @@ def test_servers_that_come_and_go(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One leaves the file, one comes with the newest weights, one has another model, one dies in its requests; each
-    draws what transformers draws. The last one's error ends it."""
+    """One server leaves the file, one joins with the newest weights, one has another model, one fails during its
+    requests; each samples what transformers samples. The last server's error ends the run."""
     file, first, second = tmp_path / "servers.txt", start(), start()
     name(file, first, second)
     engine = engine_on(file, loaded)
@@ -110,7 +110,7 @@ def test_servers_that_come_and_go(
         "rollout/repeated_requests": 0,
     }
     assert drawn(third) == 3 and drawn(first) == 3
-    fail(serving, second)
+    make_server_fail(serving, second)
     second.answers["/health"] = lambda _: (503, {})
     check(3)
     said = capsys.readouterr().err
@@ -125,19 +125,19 @@ def test_servers_that_come_and_go(
     assert counts["rollout/servers"] == counts["rollout/servers_lost"] == 1
     assert 1 <= counts["rollout/repeated_requests"] <= 3
     assert sessions == [], "those that cannot join are refused before a session begins"
-    file.unlink()  # nobody new can be named; those that are there go on
+    file.unlink()  # no server can be added; the current ones are still used
     check(4)
     assert "the servers stay as they are: rollout.vllm.server.file not found" in capsys.readouterr().err
     third.over.set()
     deadline = time.monotonic() + 20
     with pytest.raises(EngineError, match=f"{third.url}  the server is gone(.|\n)*--resume"):
-        while time.monotonic() < deadline:  # it may still answer for a moment
+        while time.monotonic() < deadline:  # it may still answer briefly
             engine.generate(prompts, 2, GREEDY, seed=9)
     engine.close()
 
 
-def fail(serving: ModuleType, server: Any, length: int | None = None) -> None:
-    """Let the server fail at requests with as many tokens, or at all, but not at the probe."""
+def make_server_fail(serving: ModuleType, server: Any, length: int | None = None) -> None:
+    """Make the server fail at requests with this number of tokens, or at all requests, but not at the probe."""
     answer = server.answers[serving.GENERATE]
 
     def generate(body: Any) -> tuple[int, Any]:
@@ -148,18 +148,19 @@ def fail(serving: ModuleType, server: Any, length: int | None = None) -> None:
     server.answers[serving.GENERATE] = generate
 
 
-def test_a_bad_request_ends_no_server(
+def test_failing_request_does_not_end_a_server(
     serving: ModuleType, start: Callable[[], Any], loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    """What one server fails at is asked of another; what two fail at is the request's error, and both go on."""
+    """A request at which one server fails is sent to another; if two fail, the request raises, and both servers are
+    still used."""
     file, one, other = tmp_path / "servers.txt", start(), start()
     name(file, one, other)
     engine = engine_on(file, loaded)
-    fail(serving, one)
+    make_server_fail(serving, one)
     assert len(engine.generate(prompts, 1, GREEDY, seed=0)) == len(prompts)
     assert engine.take_counts()["rollout/repeated_requests"] == len(prompts) / 2
     longest = max(prompts, key=lambda prompt: len(prompt.ids))
-    fail(serving, other, len(longest.ids))
+    make_server_fail(serving, other, len(longest.ids))
     with pytest.raises(EngineError, match="vLLM refused a request with status 500: out of memory") as error:
         engine.generate(prompts, 1, GREEDY, seed=0)
     assert error.value.problems[0].where in (one.url, other.url)
@@ -168,15 +169,15 @@ def test_a_bad_request_ends_no_server(
     engine.close()
 
 
-def test_who_is_refused_is_left_alone_for_a_while(
+def test_server_that_fails_to_join_is_retried_with_backoff(
     start: Callable[[], Any],
     loaded: LoadedModel,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server starts vLLM anew when a session ends: one that fails to join is tried again after 30 s, then 60 s. One
-    that has not yet ended this run's own session is not another run's, and joins as soon as it has."""
+    """A server restarts vLLM when a session ends, so a server that fails to join is retried after 30 s, then 60 s. A
+    server that has not yet ended this run's earlier session is not another run's and joins as soon as it has."""
     now = [1000.0]
     monkeypatch.setattr(served_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
     file, one, broken = tmp_path / "servers.txt", start(), start()
@@ -210,10 +211,10 @@ def test_who_is_refused_is_left_alone_for_a_while(
     engine.close()
 
 
-def test_who_is_there_in_the_beginning(
+def test_run_starts_with_the_servers_that_answer(
     start: Callable[[], Any], loaded: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run begins with those of its servers that answer in time; a server of another kind is the user's mistake."""
+    """A run starts with those of its servers that answer in time; a server of another kind is a user error."""
     file, one, missing = tmp_path / "servers.txt", start(), start()
     missing.close()
     name(file, missing, one)

@@ -1,4 +1,4 @@
-"""The trainer's half of a vLLM server, against a small HTTP server that answers as vLLM does, or badly."""
+"""The trainer's client of a vLLM server, against a small HTTP server that answers as vLLM does, or wrongly."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ WANTED = {"vllm": "0.32.0", "dtype": "float32", "max_model_len": 64, "model": {"
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "CONNECT_RETRY_S", 0.1)
 
 
 @pytest.fixture
 def fake(serving: ModuleType) -> Iterator[Any]:
-    """See `StandIn` in tests/serving.py."""
+    """A `StandIn` of tests/serving.py."""
     one = serving.StandIn(KEY, socket.create_server(("127.0.0.1", 0)))
     one.answers[vllm_process.ABOUT] = lambda _: (200, ABOUT)
     threading.Thread(target=one.serve, daemon=True).start()
@@ -59,8 +59,8 @@ def client_of(fake: Any, key: str = KEY, **settings: Any) -> ServerClient:
     return ServerClient(fake.url, key, **{"timeout_s": 10, "eos_ids": (2, 1), **settings})
 
 
-def test_token_ids_in_and_out(fake: Any, client: ServerClient) -> None:
-    """Ids and log-probs are those of the answer to the last bit; every setting of the draw travels."""
+def test_token_ids_and_log_probs_are_exact(fake: Any, client: ServerClient) -> None:
+    """Token ids and log-probs equal the answer's to the last bit; every sampling setting is sent."""
     fake.samples(([7, 8, 2], "stop"), ([9], "length"))
     found = loop.run(client.complete(REQUEST, SAMPLED))
     assert found == [
@@ -76,7 +76,7 @@ def test_token_ids_in_and_out(fake: Any, client: ServerClient) -> None:
     }
 
 
-def test_another_process_joins_by_a_session_that_does_not_show_the_key(fake: Any, client: ServerClient) -> None:
+def test_another_process_joins_by_a_session_that_does_not_contain_the_key(fake: Any, client: ServerClient) -> None:
     fake.samples(([7, 2], "stop"))
     session = client.session()
     assert session.key == KEY and KEY not in repr(session) and fake.session in repr(session)
@@ -87,7 +87,7 @@ def test_another_process_joins_by_a_session_that_does_not_show_the_key(fake: Any
     other.close()
 
 
-def test_greedy_is_drawn_once(fake: Any, client: ServerClient) -> None:
+def test_greedy_samples_are_generated_once(fake: Any, client: ServerClient) -> None:
     fake.samples(([7, 2], "stop"))
     found = loop.run(client.complete(REQUEST, SAMPLED.model_copy(update={"temperature": 0.0, "stop": ["x"]})))
     assert len(found) == 2 and found[0] == found[1]
@@ -96,14 +96,14 @@ def test_greedy_is_drawn_once(fake: Any, client: ServerClient) -> None:
     assert body["sampling_params"]["detokenize"] is True, "a stop string is looked for in text"
 
 
-def test_the_probe_reads_the_prompt(fake: Any, client: ServerClient) -> None:
+def test_probe_requests_prompt_log_probs(fake: Any, client: ServerClient) -> None:
     reported = [None, {"6": {"logprob": -0.25}, "9": {"logprob": -0.1}}, {"5": {"logprob": -1 / 3}}]
     fake.answers["/inference/v1/generate"] = lambda _: (200, {"prompt_logprobs": reported})
     assert loop.run(client.score((4, 6, 5))) == [-0.25, -1 / 3]
 
 
-def test_a_pause_waits_for_a_request_that_comes_behind_it(fake: Any, client: ServerClient) -> None:
-    """vLLM queues what arrives while it is paused; only the next pause gives that back."""
+def test_pause_returns_requests_that_arrive_while_paused(fake: Any, client: ServerClient) -> None:
+    """vLLM queues requests that arrive while it is paused; only the next pause returns them."""
     pauses, first = threading.Semaphore(0), threading.Event()
 
     def generate(_: Any) -> tuple[int, Any]:
@@ -136,7 +136,7 @@ def test_adapters_are_named_in_requests(fake: Any, client: ServerClient, tmp_pat
     assert len(fake.bodies("/reset_prefix_cache")) == 2
 
 
-def test_a_folder_that_the_server_does_not_see(fake: Any, client: ServerClient, tmp_path: Path) -> None:
+def test_folder_not_visible_to_the_server_raises(fake: Any, client: ServerClient, tmp_path: Path) -> None:
     fake.answers["/v1/load_lora_adapter"] = lambda _: (404, {"error": {"message": "no adapter found"}})
     with pytest.raises(EngineError, match="status 404: no adapter found"):
         loop.run(client.load_adapters({"default": tmp_path}, 0))
@@ -145,7 +145,7 @@ def test_a_folder_that_the_server_does_not_see(fake: Any, client: ServerClient, 
         loop.run(client.load_adapters({"default": tmp_path}, 0))
 
 
-def test_weights_are_announced_as_vllm_wants(fake: Any, client: ServerClient) -> None:
+def test_weight_updates_are_announced_in_vllms_format(fake: Any, client: ServerClient) -> None:
     for call in (
         client.transfer("init_weight_transfer_engine", {"a": 1}),
         client.transfer("start_weight_update"),
@@ -176,7 +176,7 @@ def test_weights_are_announced_as_vllm_wants(fake: Any, client: ServerClient) ->
         ((200, {"choices": [{"finish_reason": "stop", "token_ids": [1, 2]}]}), "cannot be read"),
     ],
 )
-def test_bad_answers_end_the_run_with_a_sentence(
+def test_invalid_answers_raise_with_one_sentence(
     fake: Any, client: ServerClient, answer: tuple[int, Any], told: str
 ) -> None:
     fake.answers["/inference/v1/generate"] = lambda _: answer
@@ -186,9 +186,9 @@ def test_bad_answers_end_the_run_with_a_sentence(
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-def test_only_a_server_that_is_not_well_is_lost(fake: Any, client: ServerClient, healthy: bool) -> None:
-    """It fails at a request for samples and answers its health check: it goes on. It is lost if it fails that too, or
-    at the probe; each who asks later gets an error of its own, whose traceback does not grow."""
+def test_only_unhealthy_servers_are_lost(fake: Any, client: ServerClient, healthy: bool) -> None:
+    """A server that fails at a request for samples but passes its health check stays. It is lost if it fails that too,
+    or fails at the probe; each later request raises a new error whose traceback does not grow."""
     fake.answers["/inference/v1/generate"] = lambda _: (500, {"error": "too long"})
     fake.answers["/health"] = lambda _: (200 if healthy else 503, {})
     with pytest.raises(RequestFailed if healthy else ServerLost, match="status 500: too long"):
@@ -204,14 +204,14 @@ def test_only_a_server_that_is_not_well_is_lost(fake: Any, client: ServerClient,
     assert raised[0] is not raised[1] and client.lost is not None and client.lost.__traceback__ is None
 
 
-def test_fewer_log_probs_than_tokens(fake: Any, client: ServerClient) -> None:
+def test_fewer_log_probs_than_tokens_raises(fake: Any, client: ServerClient) -> None:
     choice = {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}}
     fake.answers["/inference/v1/generate"] = lambda _: (200, {"choices": [choice]})
     with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
         loop.run(client.complete(REQUEST, SAMPLED))
 
 
-def test_a_wrong_key(fake: Any) -> None:
+def test_wrong_key_raises(fake: Any) -> None:
     one = client_of(fake, "guessed")
     with pytest.raises(EngineError, match=rf"asks for its key(.|\n)*{server_key.TOKEN_VARIABLE}"):
         loop.run(one.open(WANTED))
@@ -220,8 +220,8 @@ def test_a_wrong_key(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("typed", [[], ["rl", "a\nb \u00e9", "x" * 999]])
-def test_any_command_line_can_name_a_run(fake: Any, monkeypatch: pytest.MonkeyPatch, typed: list[str]) -> None:
-    """A header takes no line end, no accent, and no blank at its end."""
+def test_any_command_line_is_a_valid_run_name(fake: Any, monkeypatch: pytest.MonkeyPatch, typed: list[str]) -> None:
+    """An HTTP header allows no line ends, no accents, and no blank at its end."""
     monkeypatch.setattr(server_client.sys, "argv", ["posttrain", *typed])
     one = client_of(fake)
     loop.run(one.open(WANTED))
@@ -230,7 +230,7 @@ def test_any_command_line_can_name_a_run(fake: Any, monkeypatch: pytest.MonkeyPa
     assert fake.who == shown[: vllm_process.MAX_WHO]
 
 
-def test_a_server_of_another_run(fake: Any) -> None:
+def test_server_used_by_another_run_raises(fake: Any) -> None:
     one = client_of(fake)
     fake.answers[vllm_process.SESSION] = lambda _: (409, {"error": "taken", "works_for": "node1, process 77"})
     with pytest.raises(EngineError, match=r"works for another run \(node1, process 77\)"):
@@ -238,7 +238,7 @@ def test_a_server_of_another_run(fake: Any) -> None:
     one.close()
 
 
-def test_nobody_listens() -> None:
+def test_closed_port_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     one = ServerClient(f"http://127.0.0.1:{port}", KEY, timeout_s=5, eos_ids=())
@@ -249,8 +249,8 @@ def test_nobody_listens() -> None:
     one.close()
 
 
-def test_another_program_on_that_port() -> None:
-    """It speaks first, and no HTTP."""
+def test_non_http_program_on_the_port_raises() -> None:
+    """The program sends first, and not HTTP."""
 
     def answer() -> None:
         while True:
@@ -269,7 +269,7 @@ def test_another_program_on_that_port() -> None:
         one.close()
 
 
-def test_another_web_server_on_that_port(fake: Any) -> None:
+def test_other_web_server_on_the_port_raises(fake: Any) -> None:
     fake.answers[vllm_process.ABOUT] = lambda _: (200, {"hello": "world"})
     one = client_of(fake)
     with pytest.raises(EngineError, match="the server at this address is no `posttrain serve`"):
@@ -277,7 +277,7 @@ def test_another_web_server_on_that_port(fake: Any) -> None:
     one.close()
 
 
-def test_more_requests_than_files_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_requests_than_open_files_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [256, 5000]
     monkeypatch.setattr(server_client.resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(server_client.resource, "setrlimit", lambda _, new: limits.__setitem__(0, new[0]))
@@ -288,8 +288,8 @@ def test_more_requests_than_files_are_allowed(monkeypatch: pytest.MonkeyPatch) -
     assert limits[0] == 1 << 20, "a limit that is high enough stays"
 
 
-def test_silence_ends_the_run(fake: Any) -> None:
-    """A server that hangs in one request: timeout_s after it last answered anything, not after the request began."""
+def test_server_without_any_answer_for_timeout_s_ends_the_run(fake: Any) -> None:
+    """The timeout counts from the server's last answer to any request, not from the start of the hanging request."""
     free = threading.Event()
     fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
     one = client_of(fake, timeout_s=2)
@@ -298,7 +298,7 @@ def test_silence_ends_the_run(fake: Any) -> None:
     began = time.monotonic()
     for _ in range(5):
         time.sleep(0.5)
-        loop.run(one.resume())  # it answers others
+        loop.run(one.resume())  # it answers other requests
     assert not future.done()
     with pytest.raises(EngineError, match=r"did not answer anything for 2 s(.|\n)*server.timeout_s"):
         future.result(10)
@@ -307,8 +307,8 @@ def test_silence_ends_the_run(fake: Any) -> None:
     one.close()
 
 
-def test_a_server_that_ends_in_the_middle_of_a_request(fake: Any) -> None:
-    """The session's connection ends: what waits for an answer is told at once, with the process's last words."""
+def test_server_exit_during_a_request_raises_with_its_last_output(fake: Any) -> None:
+    """The session's connection ends: waiting requests raise immediately, with the last lines of the process's log."""
     free = threading.Event()
     fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
     one = client_of(fake)
@@ -331,7 +331,7 @@ def test_a_server_that_ends_in_the_middle_of_a_request(fake: Any) -> None:
         loop.run(one.resume())
 
 
-def test_a_request_that_is_given_up_is_not_awaited(fake: Any, client: ServerClient) -> None:
+def test_cancelled_request_is_not_awaited(fake: Any, client: ServerClient) -> None:
     free = threading.Event()
     fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
     future = loop.submit(client.complete(REQUEST, SAMPLED))
@@ -339,7 +339,7 @@ def test_a_request_that_is_given_up_is_not_awaited(fake: Any, client: ServerClie
         time.sleep(0.01)
     future.cancel()
     began = time.monotonic()
-    loop.run(client.pause())  # would wait for it, and pause once more
+    loop.run(client.pause())  # would wait for the request, and pause once more
     assert time.monotonic() - began < 10 and not free.is_set()
     assert future.cancelled() and not client.is_busy and len(fake.bodies("/pause?mode=abort")) == 1
     free.set()
@@ -354,7 +354,7 @@ def test_a_request_that_is_given_up_is_not_awaited(fake: Any, client: ServerClie
         ({"dtype": "bfloat16"}, "dtype bfloat16, and this run needs float32"),
     ],
 )
-def test_a_server_for_something_else(fake: Any, change: dict[str, Any], told: str) -> None:
+def test_server_with_other_settings_raises(fake: Any, change: dict[str, Any], told: str) -> None:
     fake.answers[vllm_process.ABOUT] = lambda _: (200, {**ABOUT, **change})
     one = client_of(fake)
     with pytest.raises(RecipeError, match=rf"{told}(.|\n)*posttrain serve RECIPE"):
@@ -362,7 +362,7 @@ def test_a_server_for_something_else(fake: Any, change: dict[str, Any], told: st
     one.close()
 
 
-def test_what_does_not_decide_may_differ() -> None:
+def test_irrelevant_settings_may_differ() -> None:
     config = {"transformers_version": "5.1", "use_cache": True, "pad_token_id": 0, "num_attention_heads": 4}
     wanted = {**WANTED, "model": config, "max_model_len": 10}
     check_matches({**ABOUT, "model": {**config, "transformers_version": "5.9", "pad_token_id": 3}}, wanted, "a server")
@@ -371,7 +371,7 @@ def test_what_does_not_decide_may_differ() -> None:
         check_matches({**ABOUT, "model": nested}, {**wanted, "model": {"text_config": {"num_experts": 4}}}, "a server")
 
 
-def test_a_missing_http_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_http_library_raises_with_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(Exception, match="httpx2"):
         server_client.http_library()

@@ -1,4 +1,4 @@
-"""The servers of a run: which GPUs they get, how they are started, and what brings weights to them."""
+"""Servers of a run: their GPUs, how they are started, and how weights are sent to them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def section(size: int, **server: Any) -> EngineSection:
     return EngineSection.model_validate({"engine": "vllm", "vllm": values})
 
 
-def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs 1 to 4 are two engines of two. Training processes of other machines could not reach them."""
+def test_tensor_parallel_engines_get_consecutive_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs 1 to 4 form two engines of two. Training processes on other machines could not reach them."""
     vllm = section(2, devices=[1, 2, 3, 4]).vllm
     assert vllm.places == [(1, 2), (3, 4)] and section(1, devices=[1, 2]).vllm.places == [(1,), (2,)]
     assert section(2, urls=["http://a:1"]).vllm.places == []
@@ -42,8 +42,9 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         servers.check_one_machine()
 
 
-def test_addresses_in_the_recipe_and_in_a_file(tmp_path: Path) -> None:
-    """A list is short for `urls`, one address for a list of it, another text for `file`; a file has one a line."""
+def test_server_addresses_in_the_recipe_or_in_a_file(tmp_path: Path) -> None:
+    """A list is short for `urls`, one address for a list of one, any other text for `file`; a file has one address per
+    line."""
     for short, urls, file in (
         (["http://a:1", "http://b:2"], ["http://a:1", "http://b:2"], None),
         ("http://a:1", ["http://a:1"], None),
@@ -66,7 +67,7 @@ def test_addresses_in_the_recipe_and_in_a_file(tmp_path: Path) -> None:
         servers.read_addresses("none.txt", tmp_path)
 
 
-def test_several_engines_on_one_gpu_divide_it() -> None:
+def test_several_engines_on_one_gpu_divide_its_memory() -> None:
     shared = section(1, devices=[1, 2, 1]).vllm
     assert shared.places == [(1,), (2,), (1,)] and shared.engines_a_gpu == 2 and shared.share == 0.45
     assert section(1, devices=[1, 2]).vllm.share == section(1, urls=["http://a:1"]).vllm.share == 0.9
@@ -83,7 +84,7 @@ def test_several_engines_on_one_gpu_divide_it() -> None:
         (2, {"devices": [1, 2, 3, 3]}, "names a GPU twice for one engine: 3, 3"),
     ],
 )
-def test_what_cannot_be(size: int, server: dict[str, Any], told: str) -> None:
+def test_invalid_server_settings_raise(size: int, server: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         section(size, **server)
 
@@ -92,8 +93,8 @@ def test_what_cannot_be(size: int, server: dict[str, Any], told: str) -> None:
     ("heads", "kv_heads", "fitting"),
     [(9, 3, "1, 3, 9"), (8, 2, "1, 2, 4, 8"), (12, 8, "1, 2, 4"), (6, None, "1, 2, 3, 6")],
 )
-def test_attention_that_cannot_be_divided(heads: int, kv_heads: int | None, fitting: str) -> None:
-    """Of 12 heads with 8 KV heads, 3, 6 and 12 GPUs divide the former alone."""
+def test_head_counts_not_divisible_by_the_gpus_raise(heads: int, kv_heads: int | None, fitting: str) -> None:
+    """Of 12 heads with 8 KV heads, 3, 6 and 12 GPUs divide only the heads."""
     config = LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
     for size in range(1, 13):
         if str(size) in fitting.split(", "):
@@ -103,10 +104,10 @@ def test_attention_that_cannot_be_divided(heads: int, kv_heads: int | None, fitt
                 vllm_start.check_divisible(config, size)
 
 
-def test_a_server_with_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_with_too_few_gpus_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    vllm_start.check_settings(Vllm(tensor_parallel=2))  # beside the trainers, each of which sees its own GPU
+    vllm_start.check_settings(Vllm(tensor_parallel=2))  # beside the trainers, each of which has its own visible GPU
     with pytest.raises(RecipeError, match="tensor_parallel is 2, but the server sees 1 GPU"):
         vllm_start.check_settings(section(2, devices=[1, 2]).vllm)
 
@@ -115,13 +116,13 @@ def spec_of(vllm: Vllm, lora_rank: int | None = None) -> EngineSpec:
     return EngineSpec(vllm, torch.bfloat16, 64, lora_rank, (1,))
 
 
-def listed(spec: EngineSpec) -> ServerList:
+def server_list(spec: EngineSpec) -> ServerList:
     assert spec.section.server is not None
     return ServerList(spec.section.server, spec, {}, torch.device("cpu"), None)
 
 
-def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it listens where only this user comes."""
+def test_server_sees_only_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens on an address that only this user can reach."""
     seen: dict[str, Any] = {}
 
     def popen(command: list[str], env: dict[str, str], **_: Any) -> Any:
@@ -132,7 +133,7 @@ def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(local_server.subprocess, "Popen", popen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     vllm = section(2, devices=[2, 3]).vllm
-    client = servers.start_client(listed(spec_of(vllm)), Path("/m"), (2, 3), tmp_path / "log")
+    client = servers.start_client(server_list(spec_of(vllm)), Path("/m"), (2, 3), tmp_path / "log")
     assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "6,7" and client.name == "vLLM on GPU 6 and 7"
     assert client.key == seen["env"]["VLLM_API_KEY"] and client.key not in " ".join(seen["command"])
     assert client.process is not None and client.process.uds is not None
@@ -141,8 +142,8 @@ def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest
     client.close()
 
 
-def test_how_a_server_is_started() -> None:
-    """As an engine beside the trainer is, with the middleware before its endpoints; nobody else wants its memory."""
+def test_server_command_line() -> None:
+    """As an engine beside the trainer, with the middleware in front of its endpoints; its memory is not shared."""
     one, two = (servers.server_arguments(spec_of(Vllm(tensor_parallel=n)), Path("/m")) for n in (1, 2))
     beside = vllm_start.arguments(spec_of(Vllm()), Path("/m"))
     differ = {key: value for key, value in one.items() if beside.get(key) != value}
@@ -159,7 +160,7 @@ def test_how_a_server_is_started() -> None:
 
 
 class Opening:
-    """A client whose server takes a while to start. `log`: when each began and was ready."""
+    """A client whose server takes a while to start. `log`: when each server started and was ready."""
 
     def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
         self.name, self.log, self.closed = name, log, 0
@@ -176,10 +177,10 @@ class Opening:
         self.closed += 1
 
 
-def test_engines_of_one_gpu_start_one_after_the_other(
+def test_engines_of_one_gpu_start_one_after_another(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of another GPU do not wait for them. When one fails, all that were started end, and no file is left."""
+    """Engines of another GPU do not wait for them. If one fails, all started engines end, and no file remains."""
     log: list[tuple[str, str]] = []
     made: list[Opening] = []
 
@@ -199,8 +200,10 @@ def test_engines_of_one_gpu_start_one_after_the_other(
     assert [one.closed for one in made] == [1, 1, 1] and not (tmp_path / "engine-model").exists()
 
 
-def test_why_vllm_did_not_start(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own error, where it is, and what to change in the recipe."""
+def test_failed_start_names_vllms_error_and_the_recipe_key(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has vLLM's own error, the path of its log, and what to change in the recipe."""
 
     def start_client(listed: Any, folder: Path, devices: Any, file: Path) -> Opening:
         del listed, folder, devices
@@ -222,14 +225,14 @@ def client() -> Any:
     return SimpleNamespace(name="http://node2:1", transfer=transfer)
 
 
-def test_what_brings_weights() -> None:
-    """Adapters need nothing, and files in memory only help on one machine."""
+def test_full_weights_need_a_transfer_and_adapters_do_not() -> None:
+    """Adapters need no transfer, and files in memory work only on the same machine."""
     there = section(1, urls=["http://node2:1"]).vllm
-    adapters, whole = (listed(spec).sender([client()]) for spec in (spec_of(there, 8), spec_of(there)))
+    adapters, whole = (server_list(spec).sender([client()]) for spec in (spec_of(there, 8), spec_of(there)))
     assert adapters is None and isinstance(whole, LocalSender)
 
 
-def test_what_a_run_wants_of_a_server(loaded: LoadedModel) -> None:
+def test_required_server_settings(loaded: LoadedModel) -> None:
     whole = servers.expected_server(spec_of(Vllm()), loaded)
     with pytest.raises(RecipeError, match=r"http://node2:1  without a GPU, weights can only be sent"):
         check_matches({**whole, "boot_id": "another machine"}, whole, "http://node2:1")

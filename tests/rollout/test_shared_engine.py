@@ -1,4 +1,5 @@
-"""One engine for two training processes, without vLLM: a stand-in draws. Processes are threads, each with a model."""
+"""One engine shared by two training processes, without vLLM: a stand-in samples. Processes are threads, each with a
+model."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ WINDOW = 64
 
 
 class Pair:
-    """A stand-in for vLLM, and the SharedEngines of two ranks, each with a model of its own."""
+    """A stand-in for vLLM and the SharedEngines of two ranks, each with its own model."""
 
     def __init__(self, loaded: LoadedModel, scratch: Path, **settings: Any) -> None:
         self.models = [loaded, dataclasses.replace(loaded, model=copy.deepcopy(loaded.model))]
@@ -57,14 +58,14 @@ class Pair:
             own = (self.hub,) if rank == 0 else ()
             client = SharedClient(self.hub.path, rank, rank, 2, *own)
             if rank == 0:
-                self.hub.attach(self.client)  # rank 1 may have asked before
+                self.hub.attach(self.client)  # rank 1 may have sent requests before
             place = {"scratch": scratch / str(rank)}
             return SharedEngine(spec, self.models[rank], client, group_of(rank, 2), **place)
 
         self.engines: list[SharedEngine] = self.together(start)
 
     def together(self, work: Callable[[int], Any]) -> list[Any]:
-        """What `work` returns or raises for each rank, at the same time."""
+        """Return what `work` returns or raises for each rank, run concurrently."""
 
         def attempt(rank: int) -> Any:
             try:
@@ -99,8 +100,8 @@ def pair(loaded: LoadedModel, tmp_path: Path) -> Iterator[Pair]:
     assert made.client.ended and not made.hub.home.path.exists()
 
 
-def test_each_rank_gets_its_own_rollouts(pair: Pair, prompts: list[Prompt]) -> None:
-    """Those that one rank alone would get, whoever asks. Greedy ones are the trainer's."""
+def test_each_rank_gets_the_rollouts_it_would_get_alone(pair: Pair, prompts: list[Prompt]) -> None:
+    """The rollouts do not depend on the rank that requests them. Greedy rollouts equal the trainer's."""
     greedy, local = Sampling(temperature=0.0, max_new_tokens=12), TransformersEngine(pair.models[0], batch_size=8)
     for version in range(3):
         own = pair.together(
@@ -120,7 +121,7 @@ def test_each_rank_gets_its_own_rollouts(pair: Pair, prompts: list[Prompt]) -> N
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_adapters_alone_or_merged(loaded: LoadedModel, tmp_path: Path, merged: bool) -> None:
+def test_adapters_are_synced_alone_or_merged(loaded: LoadedModel, tmp_path: Path, merged: bool) -> None:
     model = adapters.add(loaded.model, Lora(rank=3, alpha=6))
     pair = Pair(dataclasses.replace(loaded, model=model), tmp_path, merge_adapter=merged)
     for version in (1, 2):
@@ -132,8 +133,8 @@ def test_adapters_alone_or_merged(loaded: LoadedModel, tmp_path: Path, merged: b
     pair.close()
 
 
-def test_a_sync_cuts_short_the_requests_of_all(pair: Pair, prompts: list[Prompt]) -> None:
-    """They go on with the new weights; each token says which weights it is from."""
+def test_sync_interrupts_the_requests_of_all_ranks(pair: Pair, prompts: list[Prompt]) -> None:
+    """The requests continue with the new weights; each token has the version of its weights."""
     pair.client.cut = 3
     found: list[list[Any]] = [[], []]
     drawing = [
@@ -158,7 +159,7 @@ def test_a_sync_cuts_short_the_requests_of_all(pair: Pair, prompts: list[Prompt]
     assert all(list(own) == sorted(own) and own[:3] == (0,) * len(own[:3]) for own in versions)
 
 
-def test_all_sleep_and_wake_at_once(loaded: LoadedModel, tmp_path: Path, prompts: list[Prompt]) -> None:
+def test_sleep_and_wake_are_collective(loaded: LoadedModel, tmp_path: Path, prompts: list[Prompt]) -> None:
     pair = Pair(loaded, tmp_path, sleep=True)
     pair.together(lambda rank: pair.engines[rank].sleep())
     pair.disturb()
@@ -168,8 +169,8 @@ def test_all_sleep_and_wake_at_once(loaded: LoadedModel, tmp_path: Path, prompts
     pair.close()
 
 
-def test_a_rank_that_fails_in_a_sync_holds_nobody(pair: Pair) -> None:
-    """Its own error comes where it failed; the other gets it too, in place of waiting."""
+def test_rank_failing_in_a_sync_does_not_block_the_others(pair: Pair) -> None:
+    """The failing rank raises its own error; the other rank raises it too instead of waiting."""
 
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -183,8 +184,9 @@ def test_a_rank_that_fails_in_a_sync_holds_nobody(pair: Pair) -> None:
     assert isinstance(other, PeerLost) and other.problems[0].what == "rank 1 failed: no room for the forward pass"
 
 
-def test_a_failure_of_another_group_names_the_rank_that_failed(pair: Pair) -> None:
-    """With several engines a rank may stop because a rank of another engine has failed: one name, not a chain."""
+def test_failure_in_another_group_names_the_failed_rank(pair: Pair) -> None:
+    """With several engines a rank may stop because a rank of another engine has failed: the error names one rank, not a
+    chain."""
 
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -195,10 +197,10 @@ def test_a_failure_of_another_group_names_the_rank_that_failed(pair: Pair) -> No
         assert isinstance(error, PeerLost) and error.problems[0].what == "rank 3 failed: no room for the forward pass"
 
 
-def test_a_rank_that_fails_to_send_tells_the_others_before_it_reads_the_rest(
+def test_rank_failing_to_send_reports_before_it_gathers_remaining_weights(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of weights that are divided among ranks takes all of them: who waits for this rank cannot read."""
+    """Gathering the remaining sharded weights needs all ranks, and a rank that waits for this one cannot take part."""
     usual, read_rest = weights.weight_stream, threading.Barrier(2)
 
     @contextlib.contextmanager
@@ -219,7 +221,7 @@ def test_a_rank_that_fails_to_send_tells_the_others_before_it_reads_the_rest(
     assert isinstance(other, PeerLost) and other.problems[0].what == "rank 1 failed: no room for a bucket"
 
 
-def test_a_dead_engine_is_an_error_on_all_ranks(pair: Pair, prompts: list[Prompt]) -> None:
+def test_dead_engine_raises_on_all_ranks(pair: Pair, prompts: list[Prompt]) -> None:
     pair.client.ended = True
     for error in pair.together(lambda rank: pair.engines[rank].generate(prompts, 1, SAMPLED, seed=0)):
         assert isinstance(error, EngineError) and "the stand-in has ended" in str(error)
@@ -227,8 +229,8 @@ def test_a_dead_engine_is_an_error_on_all_ranks(pair: Pair, prompts: list[Prompt
         assert isinstance(error, EngineError)
 
 
-def test_a_rank_that_is_gone_holds_nobody(pair: Pair, prompts: list[Prompt]) -> None:
-    """Rank 1's connection ends without a word, as when it is killed; then the first one's process is gone."""
+def test_lost_rank_does_not_block_the_others(pair: Pair, prompts: list[Prompt]) -> None:
+    """Rank 1's connection ends without a message, as when it is killed; then rank 0's process ends."""
     client = pair.engines[1].clients[0]
     loop.run(_abort(client))
     with pytest.raises(PeerLost, match="rank 1 has left the engine"):
@@ -244,7 +246,7 @@ async def _abort(client: SharedClient) -> None:
     client._writer.transport.abort()
 
 
-def test_a_folder_whose_path_is_too_long_for_a_socket_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_too_long_for_a_socket_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -253,8 +255,8 @@ def test_a_folder_whose_path_is_too_long_for_a_socket_file(tmp_path: Path, monke
     assert "TMPDIR" in raised.value.problems[0].hint and list(deep.iterdir()) == []
 
 
-def test_every_rank_has_the_bucket_on_its_own_gpu() -> None:
-    """A worker gets the buffers of all ranks and reads that of its GPU; files come from the first."""
+def test_every_rank_holds_the_bucket_on_its_gpu() -> None:
+    """A worker gets the buffers of all ranks and reads the one on its GPU; files come from rank 0."""
     described = {"names": ["a"], "shapes": [[2]], "dtypes": ["bfloat16"]}
     asked = [{"call": "update_weights", "info": {"gpu": {**described, "buffers": {f"GPU-{n}": [n]}}}} for n in range(2)]
     merged = merge_arguments("transfer", asked)

@@ -1,4 +1,4 @@
-"""One vLLM engine with two workers for two training processes, on the CPU build too (make test-vllm)."""
+"""One vLLM engine with two workers for two training processes, also with the CPU build (make test-vllm)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def start(folder: Path, *kinds: str, **settings: Any) -> list[subprocess.Popen[bytes]]:
-    """Two ranks that run `shared_ranks.py`."""
+    """Start two ranks that run `shared_ranks.py`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = {
@@ -46,7 +46,7 @@ def start(folder: Path, *kinds: str, **settings: Any) -> list[subprocess.Popen[b
 
 @pytest.fixture
 def folder(loaded: LoadedModel, tmp_path: Path) -> Iterator[Path]:
-    """With a model; afterwards nothing of vLLM is left in the machine's shared memory."""
+    """A folder with a model; asserts afterwards that no shared memory of vLLM remains on the machine."""
     loaded.model.save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")
     before = set(Path("/dev/shm").iterdir())
@@ -54,8 +54,8 @@ def folder(loaded: LoadedModel, tmp_path: Path) -> Iterator[Path]:
     assert [path for path in set(Path("/dev/shm").iterdir()) - before if "vllm" in path.name] == []
 
 
-def test_two_ranks_with_one_engine_get_what_one_gets(folder: Path) -> None:
-    """The same tokens for the same seeds, before and after two syncs, for whole weights and for an adapter alone."""
+def test_two_ranks_sharing_an_engine_equal_one_process(folder: Path) -> None:
+    """The same tokens for the same seeds, before and after two syncs, for full weights and for an adapter."""
     ranks = start(folder, "full", "lora")
     assert [process.wait(1500) for process in ranks] == [0, 0]
     for kind in ("full", "lora"):
@@ -72,7 +72,7 @@ def test_two_ranks_with_one_engine_get_what_one_gets(folder: Path) -> None:
 
 
 def alone(folder: Path, kind: str) -> list[Any]:
-    """The same of one process with an engine of its own."""
+    """Run the same with one process and its own engine."""
     loaded = shared_ranks.load(folder / "model", kind)
     engine = make_engine(shared_ranks.section_of(kind), loaded, scratch=folder / "alone", max_len=shared_ranks.WINDOW)
     try:
@@ -82,14 +82,15 @@ def alone(folder: Path, kind: str) -> list[Any]:
 
 
 def check_equal(rollouts: list[Any], expected: list[Any]) -> None:
-    """Tokens are equal, but for one in a hundred rollouts whose draw fell between two roundings; so are log-probs."""
+    """Check that tokens and log-probs are equal, except in one of a hundred rollouts, where a sample may fall between
+    two roundings."""
     same = [(a, b) for a, b in zip(rollouts, expected, strict=True) if a[:3] == b[:3]]
     assert len(same) >= 0.98 * len(expected)
     assert max(abs(x - y) for a, b in same for x, y in zip(a[3], b[3], strict=True)) < 1e-3
 
 
-def test_a_worker_that_is_killed_ends_both_ranks(folder: Path) -> None:
-    """kill -9 of the second worker while both sample: each rank says so, and soon."""
+def test_killed_worker_ends_both_ranks(folder: Path) -> None:
+    """kill -9 of the second worker while both ranks sample: each rank raises soon."""
     ranks = start(folder, "killed")
     try:
         codes = [process.wait(900) for process in ranks]

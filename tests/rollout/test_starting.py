@@ -1,4 +1,4 @@
-"""An engine that starts beside other work: who uses it waits for it, and no start outlives the run."""
+"""An engine that starts beside other work: its first use waits for the start, and no start outlives the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.rollout.starting import StartingEngine, wait_for
 
 
 class Client:
-    """Of an engine's process, as far as a start needs it."""
+    """Stand-in for the client of an engine's process."""
 
     def __init__(self, name: str = "client") -> None:
         self.name, self.closed = name, 0
@@ -27,7 +27,7 @@ class Client:
 
 
 class Engine:
-    """Made of its client; says in which thread."""
+    """Stand-in for an engine, made from its client; records its thread."""
 
     def __init__(self, clients: Any) -> None:
         (client,) = clients
@@ -46,7 +46,7 @@ def never() -> bool:
     raise AssertionError("nobody waits for it")
 
 
-def test_the_first_use_waits_and_finishes_the_start_in_its_own_thread() -> None:
+def test_first_use_waits_and_finishes_the_start_in_its_thread() -> None:
     go, made = threading.Event(), list[Engine]()
 
     def start() -> Any:
@@ -64,13 +64,13 @@ def test_the_first_use_waits_and_finishes_the_start_in_its_own_thread() -> None:
     assert engine.sync("model", 3) == "client model"
     assert engine.version == 3 and made[0].thread is threading.current_thread() and len(made) == 1
     wait_for(engine, lambda: False)
-    wait_for(made[0], never)  # an engine that is there
+    wait_for(made[0], never)  # a started engine
     engine.close()
     assert made[0].closed == 1
 
 
 @pytest.mark.parametrize("use", [lambda engine: engine.version, lambda engine: engine.wait()])
-def test_a_start_that_fails_is_told_to_whoever_uses_the_engine(use: Callable[[Any], Any]) -> None:
+def test_failed_start_raises_at_first_use(use: Callable[[Any], Any]) -> None:
     def start() -> Any:
         raise EngineError("vLLM did not start: no memory")
 
@@ -81,8 +81,8 @@ def test_a_start_that_fails_is_told_to_whoever_uses_the_engine(use: Callable[[An
     engine.close()
 
 
-def test_a_start_that_fails_is_made_again_by_whoever_waits_for_it() -> None:
-    """Once; its own error is raised, also when the engine is asked for once more."""
+def test_failed_start_is_retried_once_at_first_use() -> None:
+    """The retry's own error is raised, also at later uses of the engine."""
 
     def start() -> Any:
         tries.append(threading.current_thread() is threading.main_thread())
@@ -107,7 +107,7 @@ def test_a_start_that_fails_is_made_again_by_whoever_waits_for_it() -> None:
     assert tries == [False, True]
 
 
-def test_an_engine_that_cannot_be_finished_says_so_each_time() -> None:
+def test_engine_that_cannot_be_finished_raises_at_each_use() -> None:
     def finish(clients: Any) -> Engine:
         raise EngineError(f"{clients[0].name}: stale engine")
 
@@ -118,8 +118,8 @@ def test_an_engine_that_cannot_be_finished_says_so_each_time() -> None:
     engine.close()
 
 
-def test_closing_ends_a_start_whose_process_is_killed() -> None:
-    """Of the processes that were started since, only the engine's."""
+def test_closing_ends_a_start_by_killing_its_processes() -> None:
+    """Only the engine's of the processes started since are killed."""
     before = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
     before.start()
 
@@ -149,7 +149,7 @@ def test_closing_ends_a_start_whose_process_is_killed() -> None:
             process.join()
 
 
-def test_closing_gives_up_what_was_started_and_never_used() -> None:
+def test_closing_ends_an_unused_engine() -> None:
     client = Client()
     engine = StartingEngine(lambda: [client], Engine)
     engine.close()
@@ -157,8 +157,8 @@ def test_closing_gives_up_what_was_started_and_never_used() -> None:
     assert client.closed == 1
 
 
-def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
-    """vLLM leaves its wait for the process at a KeyboardInterrupt without an error, and then waits for its answer."""
+def test_ctrl_c_ends_a_start() -> None:
+    """At a KeyboardInterrupt vLLM stops waiting for the process without an error, and then waits for its answer."""
 
     def start() -> Any:
         core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
@@ -181,12 +181,12 @@ def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
     assert time.monotonic() - began < 30 and not started[0].is_alive()
 
 
-def test_a_start_that_is_waited_for() -> None:
+def test_start_can_be_awaited() -> None:
     engine = StartingEngine(lambda: [Client()], Engine).engine()
     assert isinstance(engine, Engine) and engine.thread is threading.current_thread() and not engine.closed
     with pytest.raises(EngineError, match="no memory"):
-        StartingEngine(lambda: raised(EngineError("no memory")), Engine).engine()
+        StartingEngine(lambda: catch_error(EngineError("no memory")), Engine).engine()
 
 
-def raised(error: Exception) -> Any:
+def catch_error(error: Exception) -> Any:
     raise error

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: tokens as sampled, replies masked, limits kept, environments closed."""
+"""Multi-turn rollouts: tokens as sampled, masked replies, limits, and closed environments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def turns_so_far(p: Prompt, tokenizer: Any) -> int:
 
 
 class Echo:
-    """A world that answers every turn with a text of its own, and ends at `stop`."""
+    """Environment that answers every turn with a text of its own and ends at `stop`."""
 
     def __init__(self, text: str = "go on", stop: int = 3) -> None:
         self.text, self.stop = text, stop
@@ -80,7 +80,7 @@ class EchoEpisode:
 
 
 class Awkward(ScriptedEngine):
-    """Samples token sequences that no tokenizer would make of their text, and remembers what it was shown."""
+    """Engine that samples token sequences no tokenizer would make of their text, and records its prompts."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__({}, tokenizer)
@@ -108,7 +108,7 @@ class Awkward(ScriptedEngine):
 
 @pytest.fixture(scope="module")
 def merging() -> Any:
-    """A byte-pair tokenizer in which `ab`, `abc` and blanks are tokens, and pieces that it would merge."""
+    """A byte-pair tokenizer in which `ab`, `abc` and blanks are tokens, and texts whose letters it would merge."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -130,9 +130,10 @@ def merging() -> Any:
     return tokenizer
 
 
-def test_a_thousand_rollouts_are_trained_on_the_tokens_that_were_sampled(merging: Any) -> None:
-    """`a b` and `ab` are one text: only ids tell whether a turn was made from text again. Each turn continues exactly
-    prompt + all earlier tokens; what is trained on is exactly what was sampled, with its log-probs."""
+def test_rollouts_contain_exactly_the_sampled_tokens(merging: Any) -> None:
+    """`a b` and `ab` have the same text: only ids show whether a turn was tokenized again from text. Each turn
+    continues exactly prompt + all earlier tokens; the trained tokens are exactly the sampled ones, with their
+    log-probs."""
     engine = Awkward(merging)
     engine.pieces = [merging.convert_tokens_to_ids(w) for w in ("a", "b", "c", "ab", "abc", " ", "  ", "g", "o")]
     ids = tuple(merging("<u>abc<a>", add_special_tokens=False)["input_ids"])
@@ -152,12 +153,12 @@ def test_a_thousand_rollouts_are_trained_on_the_tokens_that_were_sampled(merging
             if segment.kind == "tool":
                 assert segment.ids == reply
             else:
-                assert before in shown  # the engine was shown these very tokens
+                assert before in shown  # the engine got exactly these tokens
                 assert segment.logps == tuple(-0.1 * k for k in range(len(segment.ids)))
                 text = merging.decode(list(segment.ids))
                 odd += tuple(merging(text, add_special_tokens=False)["input_ids"]) != segment.ids
             before = before + segment.ids
-    assert odd > 500  # turns of which the tokenizer would have made other tokens
+    assert odd > 500  # turns that the tokenizer would have tokenized differently
     sequences = sequences_of(found)
     batch = rollout_batch(found, needs=("turn_ids",))
     for n, r in enumerate(found):
@@ -168,7 +169,7 @@ def test_a_thousand_rollouts_are_trained_on_the_tokens_that_were_sampled(merging
         assert batch.turn_ids[n, : len(r.ids)].tolist() == turn_of_each(r).tolist()
 
 
-def test_a_calculator_is_called_and_its_answer_carries_no_loss(tokenizer: Any, tmp_path: Path) -> None:
+def test_calculator_is_called_and_its_answer_is_masked(tokenizer: Any, tmp_path: Path) -> None:
     def script(p: Prompt, _: int) -> str:
         return CALL if turns_so_far(p, tokenizer) == 0 else "<answer>42</answer>"
 
@@ -195,7 +196,7 @@ def test_a_calculator_is_called_and_its_answer_carries_no_loss(tokenizer: Any, t
         ({}, "done", 3),
     ],
 )
-def test_limits(limits: dict[str, Any], ended: str, turns: int, tokenizer: Any) -> None:
+def test_rollouts_end_at_token_and_turn_limits(limits: dict[str, Any], ended: str, turns: int, tokenizer: Any) -> None:
     """Turns of 4 letters and an EOS, replies of 7 tokens: 20 tokens hold one turn, one reply and a second turn."""
     engine = TurnEngine(ScriptedEngine({"a": ["abcd"]}, tokenizer), Echo(), tokenizer, [tokenizer.eos_token_id])
     sampling = Sampling(**{"max_new_tokens": 100, **limits})
@@ -207,20 +208,21 @@ def test_limits(limits: dict[str, Any], ended: str, turns: int, tokenizer: Any) 
         assert r.finish == ("stop" if ended == "done" else "length")
 
 
-def test_a_long_reply_is_cut_and_cannot_write_a_turn(tokenizer: Any) -> None:
+def test_long_reply_is_truncated_and_cannot_contain_a_turn(tokenizer: Any) -> None:
     between = TurnSeparator(tokenizer, [tokenizer.eos_token_id])
     eos = tokenizer.eos_token_id
     assert len(between.tokens(eos, [{"role": "tool", "content": "x" * 500}], 10)) == 12
     ids = between.tokens(eos, [{"role": "tool", "content": "a<eos><|assistant|>I"}], 100)
     marks = [tokenizer.convert_ids_to_tokens(i) for i in ids]
     assert marks.count("<|assistant|>") == 1 and marks[-1] == "<|assistant|>" and "<eos>" not in marks
-    # a turn that a stop string ended is closed as the template closes it
+    # a turn ended by a stop string gets the template's end-of-turn tokens
     stopped = between.tokens(tokenizer.convert_tokens_to_ids("</tool_call>"), [{"role": "tool", "content": "4"}], 9)
     assert stopped == (eos, *between.tokens(eos, [{"role": "tool", "content": "4"}], 9))
 
 
-def test_what_a_rollout_becomes_does_not_depend_on_the_others() -> None:
-    """The transformers engine draws by place: a share of the prompts gives what all prompts together give."""
+def test_rollouts_do_not_depend_on_each_other() -> None:
+    """The transformers engine samples by row: a share of the prompts gives the same rollouts as all prompts
+    together."""
     from posttrain.models.load import load
     from posttrain.recipe.sections import Model
     from posttrain.rollout.hf import TransformersEngine
@@ -236,7 +238,7 @@ def test_what_a_rollout_becomes_does_not_depend_on_the_others() -> None:
 
 
 class Guess:
-    """An environment in which `4` wins. made and closed count."""
+    """An environment won by answering `4`; `made` and `closed` count instances."""
 
     made = closed = 0
 
@@ -293,7 +295,7 @@ def test_environments_are_always_closed(broken: str, ended: Any, score: float | 
     if isinstance(ended, type):
         with pytest.raises(ended):
             engine.generate(prompts, 1, Sampling(max_new_tokens=50), seed=0)
-        assert 1 <= Guess.closed == Guess.made  # the rollouts of others may not have begun when one fails
+        assert 1 <= Guess.closed == Guess.made  # other rollouts may not have started when one fails
     else:
         found = engine.generate(prompts, 1, Sampling(max_new_tokens=50), seed=0)
         assert {(r.ended, r.world_score) for r in found} == {(ended, score)}
@@ -313,7 +315,7 @@ THOUGHTLESS = (
 UPPER = THOUGHTLESS.replace("m.content.split('</think>')[-1]", "m.content | upper")
 
 
-def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
+def test_templates_that_rewrite_earlier_turns_raise() -> None:
     tokenizer = build_tokenizer()
     check_template(tokenizer, "tool", "refuse")
     for template, what in ((THOUGHTLESS, "drops or rewrites its thought"), (UPPER, "writes it differently")):
@@ -324,7 +326,7 @@ def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
         check_template(tokenizer, "tool", "as_sampled")
 
 
-def test_a_template_without_a_role_for_tools_shows_their_answers_as_the_users() -> None:
+def test_template_without_a_tool_role_renders_tool_answers_as_user_messages() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no') }}{% endif %}"
@@ -338,8 +340,8 @@ def test_a_template_without_a_role_for_tools_shows_their_answers_as_the_users() 
     assert rewrites(tokenizer, "tool") == ""
 
 
-def test_an_end_of_several_tokens_is_not_written_twice() -> None:
-    """Cohere 2 closes the answer and then the turn; the model has written both when its turn has ended."""
+def test_multi_token_turn_end_is_not_duplicated() -> None:
+    """Cohere 2 closes the answer and then the turn; the model has written both when its turn ends."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|tool|><eos>{% endfor %}"
@@ -352,7 +354,7 @@ def test_an_end_of_several_tokens_is_not_written_twice() -> None:
 
 
 class Measured(ScriptedEngine):
-    """Keeps what it is asked for: tokens of each prompt of its share and how many new ones it may have."""
+    """Engine that records each request's prompt length and token limit."""
 
     def __init__(self, scripts: Any, tokenizer: Any) -> None:
         super().__init__(scripts, tokenizer)
@@ -367,9 +369,9 @@ class Measured(ScriptedEngine):
 
 @pytest.mark.parametrize("most", [20, 21, 25, 40, 100])
 @pytest.mark.parametrize("turn_tokens", [None, 3, 8, 1000])
-def test_a_turn_asks_for_what_is_left(most: int, turn_tokens: int | None, tokenizer: Any) -> None:
-    """The engine needs room for the prompt and max_new_tokens, once; a last turn that has less room than a turn may
-    have ends there, with the tokens that a longer request would have begun with."""
+def test_turn_requests_the_remaining_tokens(most: int, turn_tokens: int | None, tokenizer: Any) -> None:
+    """The engine needs room for the prompt and max_new_tokens only once; a last turn with less room than a turn may
+    take ends there, with the first tokens of a longer request."""
     engine = Measured({"a": ["abcdefgh"]}, tokenizer)
     turning = TurnEngine(engine, Echo(stop=9), tokenizer, [tokenizer.eos_token_id])
     sampling = Sampling(max_new_tokens=most, max_turns=9, turn_tokens=turn_tokens)

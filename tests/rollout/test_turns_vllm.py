@@ -1,4 +1,4 @@
-"""Rollouts of several turns on vLLM for real, on the CPU build too (make test-vllm)."""
+"""Multi-turn rollouts on a real vLLM, also with the CPU build (make test-vllm)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SAMPLING = Sampling(temperature=0.7, max_new_tokens=120, turn_tokens=30, max_tur
 
 
 class Delayed:
-    """A world that repeats each turn backwards, after a while; `last` waits until all others have ended; one fails."""
+    """Environment that repeats each turn backwards after a delay; rollout `last` waits until all others have ended; one
+    rollout fails."""
 
     def __init__(self, delays: int | None, last: int | None = None, of: int = 0, fails: int | None = None) -> None:
         self.fails = fails
@@ -69,12 +70,12 @@ class Delayed:
     def close(self) -> None: ...
 
 
-def made(rollouts: list[Rollout]) -> list[Any]:
+def run_with_delay(rollouts: list[Rollout]) -> list[Any]:
     return [(r.group, [s.ids for s in r.segments], r.ended, [t.text for t in r.turns]) for r in rollouts]
 
 
 def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> float:
-    """Largest |engine - trainer| log-prob of a sampled token, in any turn."""
+    """Return the largest |engine - trainer| log-prob difference of a sampled token in any turn."""
     gaps = []
     for r in rollouts:
         ids = torch.tensor([r.prompt.ids + r.ids])
@@ -98,19 +99,19 @@ def test_rollouts_are_independent_and_do_not_depend_on_timing(
             return turning.generate(prompts[:4], 2, SAMPLING, seed=3, **more)
 
         many = [Prompt(str(n), {}, "", tuple((n + i) % 90 + 8 for i in range(120))) for n in range(100)]
-        found = engine.generate(many, 1, Sampling(max_new_tokens=3), seed=0)  # more than vLLM reads in one step
+        found = engine.generate(many, 1, Sampling(max_new_tokens=3), seed=0)  # more than vLLM prefills in one step
         assert len(found) == 100 and largest_gap(loaded.model, found, 1.0) < 1e-3
         every = generate(Delayed(None))
         assert max(len(r.turns) for r in every) == 4 and len({r.ids for r in every}) == 8
         assert largest_gap(loaded.model, every, SAMPLING.temperature) < 1e-3
-        assert made(generate(Delayed(1))) == made(every)
-        assert made(generate(Delayed(2), share=[1, 3])) == made(every[2:4] + every[6:8])
-        with pytest.raises(ValueError, match="of the world"):  # the requests of the others are given up
+        assert run_with_delay(generate(Delayed(1))) == run_with_delay(every)
+        assert run_with_delay(generate(Delayed(2), share=[1, 3])) == run_with_delay(every[2:4] + every[6:8])
+        with pytest.raises(ValueError, match="of the world"):  # the requests of the other rollouts are aborted
             generate(Delayed(None, fails=0))
         longest = max(range(8), key=lambda n: len(every[n].turns))
         told: list[list[Rollout]] = []
         world = Delayed(None, last=longest, of=8)
-        assert made(generate(world, done=told.append)) == made(every)
+        assert run_with_delay(generate(world, done=told.append)) == run_with_delay(every)
         assert world.ended[-1] == longest and told[-1][0].group == longest // 2 and len(told) == 4
     finally:
         engine.close()

@@ -1,4 +1,5 @@
-"""The vLLM engine for real, on the CPU build too (make test-vllm). One engine at a time: starting takes seconds."""
+"""A real vLLM engine, also with the CPU build (make test-vllm). One engine at a time, because starting takes
+seconds."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def ids_of(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
 
 
 def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> float:
-    """Largest |engine - trainer| log-prob of a sampled token."""
+    """Return the largest |engine - trainer| log-prob difference of a sampled token."""
     return max(
         abs(a - b) for r in rollouts for a, b in zip(r.logps, trainer_logps_of(model, r, temperature), strict=True)
     )
@@ -76,7 +77,7 @@ def trainer_logps_of(model: Any, r: Rollout, temperature: float) -> list[float]:
 
 
 def disturb(model: Any, scale: float) -> None:
-    """Move every trained weight."""
+    """Change every trained weight."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -84,8 +85,8 @@ def disturb(model: Any, scale: float) -> None:
                 p.add_(torch.randn(p.shape, generator=generator) * scale)
 
 
-def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Everything that needs no second start: sampling, log-probs, seeds, ends, sync, probe, pauses, a death."""
+def test_engine_with_full_weights(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
+    """All checks that need no second start: sampling, log-probs, seeds, ends, sync, probe, pauses, a killed engine."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with engine_of(loaded, tmp_path) as engine:
         assert torch.equal(torch.get_rng_state(), state), "starting vLLM moved the global random state"
@@ -94,7 +95,7 @@ def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Pat
         assert not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
 
         check_sampling(engine, loaded, prompts)
-        os.kill(engine.clients[0].processes[0].pid, signal.SIGTERM)  # a scheduler's, which is for the trainer
+        os.kill(engine.clients[0].processes[0].pid, signal.SIGTERM)  # a job scheduler's variable, meant for the trainer
         check_requests(engine, prompts)
         check_ends(engine, loaded, prompts)
         check_sync(engine, loaded, prompts)
@@ -122,8 +123,8 @@ def test_two_engines_beside_the_trainer(loaded: LoadedModel, prompts: list[Promp
 
 
 def check_requests(engine: Any, prompts: list[Prompt]) -> None:
-    """They are answered side by side, whatever else is asked; one may have a length of its own, and go on behind its
-    end. One that is given up leaves the others alone."""
+    """Check that requests run concurrently with other requests; one may have its own length limit and continue beyond
+    its end token. Cancelling one does not affect the others."""
     asked = requests_of(GenerationBatch(prompts, 2, SAMPLED, 3, [1, 3], logprobs=1))
     asked.append(replace(asked[0], number=5, n=1, max_new_tokens=7, ends=False))
     alone = [loop.run(engine.complete(request, SAMPLED)) for request in asked]
@@ -141,13 +142,11 @@ def check_requests(engine: Any, prompts: list[Prompt]) -> None:
 
 
 def check_pauses(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """A sync comes while rollouts are drawn: what was sampled is kept, the rest is drawn by the new weights, and every
-    token has the log-prob of the weights that drew it. The next call is not disturbed."""
-    for _ in range(
-        5
-    ):  # on a machine that is busy with other things, vLLM may be done before we hear of its first token
+    """Check a sync during generation: sampled tokens are kept, the remaining tokens are sampled with the new weights,
+    and every token has the log-prob of the weights that sampled it. The next call is unaffected."""
+    for _ in range(5):  # on a busy machine vLLM may finish before its first token is reported
         old, before = copy.deepcopy(loaded.model), engine.version
-        found = drawn_across_a_sync(engine, loaded, prompts)
+        found = sample_across_a_sync(engine, loaded, prompts)
         if any(r.versions for r in found):
             break
     assert {v for r in found for v in r.versions or (r.version,)} == {before, before + 1}
@@ -164,8 +163,8 @@ def check_pauses(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> Non
     assert {r.version for r in again} == {before + 1} and largest_gap(loaded.model, again, 0.7) < 1e-4
 
 
-def drawn_across_a_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> list[Rollout]:
-    """Many rollouts; at their first tokens they are paused, as a sync does it, and a sync follows."""
+def sample_across_a_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> list[Rollout]:
+    """Pause many rollouts at their first tokens, as a sync does, then sync."""
     client, long = engine.clients[0], SAMPLED.model_copy(update={"max_new_tokens": 200})
     many = [replace(p, uid=f"{p.uid}-{i}") for i in range(8) for p in prompts]
     states = client.llm.output_processor.request_states
@@ -194,7 +193,8 @@ def drawn_across_a_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt])
 
 
 def check_death(engine: Any, prompts: list[Prompt]) -> None:
-    """kill -9 while it works: whoever waits gets one sentence that names it, and so does who asks later."""
+    """Kill the engine (kill -9) during requests; check that waiting and later requests raise one sentence that names
+    it."""
     process = engine.clients[0].processes[0]
     failures: list[BaseException] = []
 
@@ -239,7 +239,7 @@ def check_sampling(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> N
 
 
 def check_ends(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """Every id of the EOS set ends a completion and stays in it; so does the token that completes a stop string."""
+    """Check that every EOS id ends a completion and is included, as is the token that completes a stop string."""
     free = engine.generate(prompts[:1], 1, GREEDY, seed=0)[0]
     other = TransformersEngine(loaded, batch_size=8)
     stop = loaded.tokenizer.decode(free.ids[3:5])
@@ -268,7 +268,7 @@ def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     assert ids_of(after) != before and {r.version for r in after} == {1}
     assert largest_gap(loaded.model, after, 1.0) < 1e-4
 
-    sender, engine.sender = engine.sender, types.SimpleNamespace(send=list)  # a sync whose transfer is lost
+    sender, engine.sender = engine.sender, types.SimpleNamespace(send=list)  # a sync whose transfer fails
     disturb(loaded.model, 0.05)
     with pytest.raises(EngineError, match="stale engine: after syncing version 2"):
         engine.sync(loaded.model, 2)
@@ -279,8 +279,8 @@ def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A new folder for temporary files, also of processes that are started. Its path is short, as those of socket
-    files must be. What torch has compiled stays where it is."""
+    """A new folder for temporary files, also of child processes. Its path is short enough for socket files. torch's
+    compile cache stays where it is."""
     compiled = Path(cache_dir_utils.default_cache_dir())
     compiled.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -290,12 +290,14 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_lora(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path, temporary: Path) -> None:
-    """Two engines at once, after each other started in one process: one is sent the adapter only, one the sums of base
-    and adapter. The 4-bit base is held dequantised by both. Closed, they leave no temporary file."""
+def test_two_engines_with_adapters_in_one_process(
+    loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path, temporary: Path
+) -> None:
+    """Two concurrent engines, started one after another in one process: one gets only the adapter, one the merged
+    weights. Both hold the 4-bit base dequantized. Closed engines leave no temporary file."""
     from peft import LoraConfig, get_peft_model
 
-    quantise(loaded.model)
+    quantize(loaded.model)
     adapter = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
     model = get_peft_model(loaded.model, adapter)
     lora = LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, "test")
@@ -348,8 +350,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("when", ["starting", "started"])
-def test_nothing_outlives_a_trainer_that_is_killed(when: str, tmp_path: Path) -> None:
-    """Also before vLLM is imported: its engine core would wait for five minutes for an answer to its greeting."""
+def test_killed_trainer_leaves_no_process(when: str, tmp_path: Path) -> None:
+    """Also before vLLM is imported: its engine core would wait five minutes for an answer to its handshake."""
     script = tmp_path / "start.py"
     script.write_text(START_AND_WAIT)
     root = str(Path(__file__).parents[2])
@@ -370,13 +372,13 @@ def test_nothing_outlives_a_trainer_that_is_killed(when: str, tmp_path: Path) ->
 
 
 def children(parent: int, word: str) -> list[int]:
-    """Processes that it has started and that have `word` in their command."""
+    """Return child processes whose command contains `word`."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return [pid for pid in pids if word in command_of(pid) and parent_of(pid) == parent]
 
 
 def command_of(pid: int) -> str:
-    """ "" for one that has ended."""
+    """Return the command of a process, "" if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text()
     return ""
@@ -388,8 +390,8 @@ def parent_of(pid: int) -> int:
     return 0
 
 
-def quantise(model: Any) -> None:
-    """Replace the decoder's linear layers by 4-bit ones, as loading with nf4 does."""
+def quantize(model: Any) -> None:
+    """Replace the decoder's linear layers by 4-bit layers, as loading with nf4 does."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for module in list(model.model.layers.modules()):
         for name, child in list(module.named_children()):

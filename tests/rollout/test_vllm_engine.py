@@ -1,4 +1,4 @@
-"""The trainer's half of vLLM, without vLLM: syncs, versions, pauses, adapters, sleep. A stand-in draws."""
+"""The trainer's side of vLLM without vLLM: syncs, versions, pauses, adapters, sleep. A stand-in samples."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def disturb(model: Any, scale: float = 0.05) -> None:
                 p.add_(torch.randn(p.shape, generator=generator) * scale)
 
 
-def left_in(scratch: Path) -> tuple[list[str], list[Path]]:
-    """Folders there, and files of weights: the engine keeps its model's configuration."""
+def list_weight_files(scratch: Path) -> tuple[list[str], list[Path]]:
+    """Return the folders and weight files in a folder (the engine keeps its model's configuration)."""
     return [path.name for path in scratch.iterdir()], [*scratch.rglob("*.safetensors")]
 
 
@@ -69,8 +69,8 @@ def logps_of(model: Any, r: Rollout, temperature: float) -> list[float]:
     return chosen[len(r.prompt.ids) - 1 :].tolist()
 
 
-def test_weights_arrive_by_the_transfer(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """Greedy completions are the trainer's, before and after it has learnt; no weights are written to the disk."""
+def test_weights_are_sent_by_the_transfer(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """Greedy completions equal the trainer's before and after an update; no weights are written to disk."""
     engine = start()
     client, other = engine.clients[0], TransformersEngine(loaded, batch_size=8)
     for version in range(2):
@@ -81,12 +81,12 @@ def test_weights_arrive_by_the_transfer(start: Start, loaded: LoadedModel, promp
         assert engine.probe(loaded.model) > 0.05, "a skipped sync goes unseen"
         engine.sync(loaded.model, version + 1)
     assert client.told == ["pause", "update", "resume"] * 3
-    assert left_in(engine.scratch) == (["engine-model"], [])
+    assert list_weight_files(engine.scratch) == (["engine-model"], [])
     engine.close()
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_adapters_alone_or_merged(start: Start, loaded: LoadedModel, merged: bool) -> None:
+def test_adapters_are_synced_alone_or_merged(start: Start, loaded: LoadedModel, merged: bool) -> None:
     model = adapters.add(loaded.model, Lora(rank=3, alpha=6))
     lora = LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, "test")
     engine = start(lora, merge_adapter=merged)
@@ -96,12 +96,13 @@ def test_adapters_alone_or_merged(start: Start, loaded: LoadedModel, merged: boo
         assert engine.probe(model) < 1e-4
     told = ["update"] * 3 if merged else [f"adapter {version}" for version in range(3)]
     assert [word for word in engine.clients[0].told if word not in ("pause", "resume")] == told
-    assert left_in(engine.scratch) == (["engine-model"], []), "an adapter is left"
+    assert list_weight_files(engine.scratch) == (["engine-model"], []), "an adapter is left"
     engine.close()
 
 
 def test_each_of_two_adapters_answers_its_prompts(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """Both engines, asked for prompts of both at once, give what each adapter writes by itself, after every sync."""
+    """Given prompts for both adapters in one call, both engines return what each adapter generates alone, after every
+    sync."""
     model = adapters.add(loaded.model, Lora(rank=3, adapters=["one", "two"]))
     lora = dataclasses.replace(loaded, model=model)
     engine, local = start(lora), TransformersEngine(lora, batch_size=3)
@@ -129,7 +130,7 @@ def test_each_of_two_adapters_answers_its_prompts(start: Start, loaded: LoadedMo
     engine.close()
 
 
-def test_a_sync_that_is_lost_stops_the_run(start: Start, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_sync_stops_the_run(start: Start, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start()
     disturb(loaded.model)
 
@@ -150,9 +151,9 @@ def test_a_sync_that_is_lost_stops_the_run(start: Start, loaded: LoadedModel, mo
     engine.close()
 
 
-def test_in_the_middle_of_a_call(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """The first 4 tokens are those of version 0, with its log-probs; the others are drawn by version 1, which has read
-    all of them. A group is told once, when it is whole. Nothing is asked for while weights are replaced."""
+def test_sync_in_the_middle_of_a_call(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """The first 4 tokens have version 0 and its log-probs; the others are sampled by version 1, which has read all of
+    them. A group is reported once, when complete. No request is sent while weights are replaced."""
     engine = start()
     client = engine.clients[0]
     before = engine.generate(prompts, 3, SAMPLED, seed=5)
@@ -188,8 +189,8 @@ def test_in_the_middle_of_a_call(start: Start, loaded: LoadedModel, prompts: lis
 
 
 class Writing(TransformersClient):
-    """Writes 10, 11, 12, ... behind every prompt, log-prob -(the token), until position 6; in round k it is paused
-    after pauses[k] tokens, in a round behind those never."""
+    """Writes 10, 11, 12, ... after every prompt, with log-prob -(the token), until position 6; in round k it is paused
+    after pauses[k] tokens, in later rounds never."""
 
     pauses: Sequence[int] = ()
 
@@ -207,7 +208,9 @@ class Writing(TransformersClient):
         return [Completion(ids, tuple(-float(i) for i in ids), "paused" if paused else "length")] * request.n
 
 
-def test_tokens_of_three_versions(start: Start, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_have_the_version_of_their_round(
+    start: Start, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Paused after 2, 0 and 1 tokens: versions 0 0 | 2 | 3 3 3, in order, no token twice."""
     monkeypatch.setattr(vllm_engine, "ColocatedClient", Writing)
     engine = start()
@@ -244,7 +247,7 @@ def test_tokens_of_three_versions(start: Start, loaded: LoadedModel, monkeypatch
     assert ages == {"rollout/staleness": 4.0, "rollout/token_age": 34 / 14, "rollout/mixed_versions": 2 / 3}
 
 
-def test_dropped_weights_need_a_sync(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
+def test_generation_after_sleep_needs_a_sync(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = start(sleep=True)
     client = engine.clients[0]
     client.told.clear()
@@ -265,7 +268,7 @@ def test_dropped_weights_need_a_sync(start: Start, loaded: LoadedModel, prompts:
 
 
 def test_requests_are_divided_among_engines(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """What is drawn does not depend on which engine draws it. Every one is probed: the second gets no new weights."""
+    """The samples do not depend on the engine. Every engine is probed: the second gets no new weights."""
     alone = [r.ids for r in start().generate(prompts, 2, SAMPLED, seed=1)]
     both = start(engines=2)
     first, second = both.clients
@@ -279,8 +282,8 @@ def test_requests_are_divided_among_engines(start: Start, loaded: LoadedModel, p
     assert first.ended and second.ended
 
 
-def test_a_failure_of_the_engine_ends_what_waits_for_a_sync(start: Start, loaded: LoadedModel) -> None:
-    """A rollout that waits for new weights gets the engine's error, and does not wait for ever."""
+def test_engine_failure_ends_rollouts_waiting_for_a_sync(start: Start, loaded: LoadedModel) -> None:
+    """A rollout that waits for new weights gets the engine's error instead of waiting forever."""
     engine = start()
 
     async def close_the_gate() -> None:

@@ -1,4 +1,4 @@
-"""A `vllm serve` process of ours without vLLM: who may ask it, what it is started with, and when it ends."""
+"""A `vllm serve` process started by us, without vLLM: access control, arguments, and when it ends."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ KEY = "key-of-the-test"
 
 
 @pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the process was ended: never really."""
+def exit_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records attempts to end the process; the process is never really ended."""
     ends: list[int] = []
     monkeypatch.setattr(vllm_process, "end_group", lambda: ends.append(1))
     monkeypatch.setenv(vllm_process.KEY_VARIABLE, KEY)
     return ends
 
 
-async def vllm(scope: Any, receive: Any, send: Any) -> None:
-    """What stands behind the middleware."""
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """The application that the middleware wraps."""
     del scope, receive
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"vllm"})
 
 
 async def ask(guard: Guard, path: str, key: str | None = KEY, disconnect: Any = None, **headers: str) -> Any:
-    """(status, body) of a request, whose connection ends with the event `disconnect`."""
+    """Return (status, body) of a request whose connection ends with the event `disconnect`."""
     sent: list[Any] = []
     given = {"authorization": f"Bearer {key}"} if key is not None else {}
     named = [(n.replace("_", "-").encode(), v.encode()) for n, v in {**given, **headers}.items()]
@@ -61,21 +61,23 @@ async def ask(guard: Guard, path: str, key: str | None = KEY, disconnect: Any = 
 
 @pytest.mark.parametrize("key", [None, "", "guessed", KEY[:-1], KEY + "x", "\xe9"])
 @pytest.mark.parametrize("path", ["/health", ABOUT, SESSION, "/update_weights", "/collective_rpc", "/v1/models"])
-def test_without_the_key_nothing_is_answered(left: list[int], path: str, key: str | None) -> None:
-    """vLLM itself asks for it on some paths only."""
-    guard = Guard(vllm)
+def test_requests_without_the_key_are_refused(exit_signals: list[int], path: str, key: str | None) -> None:
+    """vLLM itself requires the key on some paths only."""
+    guard = Guard(application)
     assert asyncio.run(ask(guard, path, key))[0] == 401
-    assert not guard.session and not left
+    assert not guard.session and not exit_signals
 
 
-def test_one_run_at_a_time(left: list[int]) -> None:
-    """A run has the server while its session's connection lives; the process ends with it."""
+def test_one_run_at_a_time_uses_the_server(exit_signals: list[int]) -> None:
+    """A run holds the server while its session's connection is open; the process ends with it."""
 
     async def both() -> None:
-        guard, gone = Guard(vllm), asyncio.Event()
+        guard, wait_until_ended = Guard(application), asyncio.Event()
         for path in ALLOWED_PATHS:
             assert (await ask(guard, path))[0] == 410, "before any session"
-        holding = asyncio.create_task(ask(guard, SESSION, disconnect=gone, x_posttrain_who="node1" + "x" * 500))
+        holding = asyncio.create_task(
+            ask(guard, SESSION, disconnect=wait_until_ended, x_posttrain_who="node1" + "x" * 500)
+        )
         while not guard.session:
             await asyncio.sleep(0)
         for path in ALLOWED_PATHS:
@@ -85,28 +87,28 @@ def test_one_run_at_a_time(left: list[int]) -> None:
             assert (await ask(guard, path, **{SESSION_HEADER: guard.session}))[0] == 404, "no run needs it"
         status, body = await ask(guard, SESSION)
         assert status == 409 and json.loads(body)["works_for"] == ("node1" + "x" * 500)[: vllm_process.MAX_WHO]
-        assert not left
-        gone.set()
+        assert not exit_signals
+        wait_until_ended.set()
         status, body = await holding
         assert status == 200 and json.loads(body.splitlines()[0]) == {"session": guard.session}
-        assert left == [1]
+        assert exit_signals == [1]
 
     asyncio.run(both())
 
 
-def test_a_session_shows_that_it_lives(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a line now and then, so that a dead machine's connection breaks."""
+def test_session_sends_heartbeats(exit_signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line now and then, so that the connection of a dead machine breaks."""
     monkeypatch.setattr(vllm_process, "HEARTBEAT_S", 0.01)
 
     async def some() -> Any:
-        gone = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.2, gone.set)
-        return await ask(Guard(vllm), SESSION, disconnect=gone)
+        wait_until_ended = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.2, wait_until_ended.set)
+        return await ask(Guard(application), SESSION, disconnect=wait_until_ended)
 
-    assert len(asyncio.run(some())[1].splitlines()) > 2 and left == [1]
+    assert len(asyncio.run(some())[1].splitlines()) > 2 and exit_signals == [1]
 
 
-def test_arguments_become_options() -> None:
+def test_arguments_become_command_line_options() -> None:
     given = {"max_model_len": 64, "model": "/a b", "enforce_eager": True, "enable_sleep_mode": False, "sizes": [1, 2]}
     assert options({**given, "weight_transfer_config": {"backend": "x"}}) == [
         *("/a b", "--max-model-len", "64", "--enforce-eager", "--no-enable-sleep-mode"),
@@ -116,8 +118,9 @@ def test_arguments_become_options() -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LocalServer]:
-    """A LocalServer whose process runs `program` instead of vLLM. Those that still live at the end are ended."""
+def start_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LocalServer]:
+    """Return a function that starts a LocalServer whose process runs `program` instead of vLLM; running servers are
+    ended after the test."""
     made: list[LocalServer] = []
 
     def start(program: str, devices: tuple[str, ...] = ()) -> LocalServer:
@@ -130,8 +133,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Lo
         server.close()
 
 
-def said(server: LocalServer, lines: int = 1) -> list[str]:
-    """The first lines of its log, once they are there."""
+def read_log(server: LocalServer, lines: int = 1) -> list[str]:
+    """Return the first lines of the server's log, waiting for them."""
     assert server.log is not None
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -142,13 +145,16 @@ def said(server: LocalServer, lines: int = 1) -> list[str]:
     raise AssertionError("it says nothing")
 
 
-def test_what_a_process_is_given(started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key by the environment, never on the command line; its GPUs and no other; nothing of a training rank."""
+def test_process_gets_key_and_gpus_by_the_environment(
+    start_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is passed by the environment, never on the command line; only its GPUs are visible; variables of a
+    training rank are removed."""
     monkeypatch.setenv("RANK", "1")
     names = ("VLLM_API_KEY", "CUDA_VISIBLE_DEVICES", "RANK", "VLLM_SERVER_DEV_MODE", "VLLM_RPC_BASE_PATH")
     program = f"import os, json; print(json.dumps([sys.argv[1:], [os.environ.get(n) for n in {names}]]), flush=True)"
-    server = started(program, ("6", "7"))
-    arguments, environment = json.loads(said(server)[0])
+    server = start_server(program, ("6", "7"))
+    arguments, environment = json.loads(read_log(server)[0])
     assert arguments == ["serve", "m", "--uds", str(server.uds)] and KEY not in " ".join(server.process.args)  # type: ignore[arg-type]
     assert environment == [KEY, "6,7", None, "1", str(server.home.path)] and server.place == "GPU 6 and 7"
     assert server.uds is not None and server.uds.parent.stat().st_mode & 0o777 == 0o700, "no other user's"
@@ -156,18 +162,18 @@ def test_what_a_process_is_given(started: Callable[..., LocalServer], monkeypatc
     assert not server.uds.parent.exists()
 
 
-def test_the_last_words_of_a_process(started: Callable[..., LocalServer]) -> None:
-    server = started("print(*'abcdefg', sep='\\n', flush=True); sys.exit(3)")
+def test_exit_message_has_the_last_log_lines(start_server: Callable[..., LocalServer]) -> None:
+    server = start_server("print(*'abcdefg', sep='\\n', flush=True); sys.exit(3)")
     assert server.describe_exit(30) == (
         f"vLLM on the CPU ended with code 3; its last lines:\n    c\n    d\n    e\n    f\n    g\n"
         f"  its output is in {server.log}"
     )
-    reason = started("print('ValueError: no room for the cache\\nand more', flush=True); sys.exit(1)")
+    reason = start_server("print('ValueError: no room for the cache\\nand more', flush=True); sys.exit(1)")
     assert (
         f"ended with code 1: ValueError: no room for the cache; its output is in {reason.log}"
         in reason.describe_exit(30)
     )
-    killed = started("import time; time.sleep(99)")
+    killed = start_server("import time; time.sleep(99)")
     assert killed.describe_exit() == ""
     killed.process.kill()
     assert "was killed by SIGKILL" in killed.describe_exit(30)
@@ -177,24 +183,24 @@ CHILD = "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99
 
 
 @pytest.mark.parametrize("way", ["closed", "deaf", "killed"])
-def test_what_a_process_started_ends_with_it(
-    started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, way: str
+def test_children_of_a_process_end_with_it(
+    start_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Also one that does not listen to SIGTERM, and one that was killed itself."""
+    """Also a child that ignores SIGTERM, and if the process itself was killed."""
     monkeypatch.setattr(local_server, "GRACE_S", 0.3)
     monkeypatch.setattr(local_server, "GROUP_EXIT_S", 0.3)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if way == "deaf" else ""
-    server = started(f"import subprocess, time; {deaf}{CHILD}time.sleep(99)")
-    child = int(said(server)[0])
+    server = start_server(f"import subprocess, time; {deaf}{CHILD}time.sleep(99)")
+    child = int(read_log(server)[0])
     if way == "killed":
         server.process.kill()
     server.close()
-    assert server.process.returncode is not None and gone(child)
+    assert server.process.returncode is not None and wait_until_ended(child)
     server.close()  # twice is fine
 
 
-def test_named_memory_goes_with_the_process(started: Callable[..., LocalServer]) -> None:
-    """vLLM's, which it leaves behind on a CPU with tensor parallelism; nobody else's."""
+def test_shared_memory_is_removed_with_the_process(start_server: Callable[..., LocalServer]) -> None:
+    """vLLM leaves it behind on a CPU with tensor parallelism; memory of other processes is kept."""
     names = [f"{name}-{os.getpid()}-{time.monotonic_ns()}" for name in ("vllm_dist", "other")]
     program = f"""import mmap, os, time
 for name in {names}:
@@ -204,18 +210,18 @@ for name in {names}:
 print("mapped", flush=True)
 time.sleep(99)
 """
-    server = started(f"exec({program!r})")
+    server = start_server(f"exec({program!r})")
     ours, other = (Path("/dev/shm", name) for name in names)
     try:
-        assert said(server) == ["mapped"] and ours.exists()
+        assert read_log(server) == ["mapped"] and ours.exists()
         server.close()
         assert not ours.exists() and other.exists()
     finally:
         other.unlink()
 
 
-def test_a_process_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
-    """kill -9 of the run: its server ends by itself, with what it started."""
+def test_server_ends_with_a_killed_run(tmp_path: Path) -> None:
+    """After kill -9 of the run, its server ends with its children."""
     entry = (
         "import subprocess, time; from posttrain.rollout import vllm_process as v; v.end_with({parent}, v.end_group); "
     )
@@ -234,11 +240,11 @@ os.kill(os.getpid(), 9)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
     server, child = map(int, run.stdout.split())
-    assert gone(server) and gone(child)
+    assert wait_until_ended(server) and wait_until_ended(child)
 
 
-def gone(pid: int) -> bool:
-    """Whether the process ends soon."""
+def wait_until_ended(pid: int) -> bool:
+    """Return whether the process ends within 20 seconds."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -250,7 +256,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_gpu_that_trains_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_gpu_is_refused_for_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
     assert [local_server.visible_device(n, "--devices") for n in (1, 2)] == ["5", "GPU-7"]
     assert local_server.check_not_training(1) == 1
@@ -260,8 +266,8 @@ def test_a_gpu_that_trains_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         local_server.visible_device(3, "--devices")
 
 
-def test_a_late_end_is_forced(tmp_path: Path) -> None:
-    """`end_group` in a process that ignores SIGTERM: its group ends after the grace."""
+def test_group_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    """`end_group` in a process that ignores SIGTERM: its group ends after the grace period."""
     program = (
         "import os, signal, time; from posttrain.rollout import vllm_process as v; v.GRACE_S = 0.2; "
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); v.end_group(); time.sleep(60)"

@@ -1,4 +1,4 @@
-"""What can be said about the vLLM engine without vLLM."""
+"""Checks of the vLLM engine's settings that need no vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.vllm_engine import adapter_rank, engine_dtype, window_of
 
 
-def test_without_vllm_one_sentence_says_what_to_install(
+def test_missing_vllm_raises_with_an_install_hint(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec
@@ -42,7 +42,7 @@ def test_without_vllm_one_sentence_says_what_to_install(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_window_is_what_the_data_need(loaded: LoadedModel) -> None:
+def test_window_is_the_length_the_data_needs(loaded: LoadedModel) -> None:
     assert window_of(Vllm(), loaded, 96) == 96
     assert window_of(Vllm(max_model_len=128), loaded, 96) == 128
     with pytest.raises(RecipeError, match=r"max_model_len is 64(.|\n)*need 96"):
@@ -51,7 +51,7 @@ def test_the_window_is_what_the_data_need(loaded: LoadedModel) -> None:
         window_of(Vllm(), loaded, 300)
 
 
-def test_needed_length_and_the_refusal_agree(prompts: list[Prompt]) -> None:
+def test_needed_length_is_the_smallest_accepted_window(prompts: list[Prompt]) -> None:
     """The longest prompt has 11 tokens: 11 + 20 = 31 fit a window of 31 and not one of 30."""
     sampling = Sampling(max_new_tokens=20)
     assert needed_length(prompts, sampling) == 31
@@ -60,14 +60,14 @@ def test_needed_length_and_the_refusal_agree(prompts: list[Prompt]) -> None:
         check_fits(prompts, sampling, 30)
 
 
-def test_lora_slots() -> None:
+def test_lora_rank_is_rounded_up_to_vllms_slots() -> None:
     assert [vllm_start.lora_slot(r) for r in (1, 8, 9, 100, 512)] == [8, 8, 16, 128, 512]
     with pytest.raises(RecipeError, match="at most 512"):
         vllm_start.lora_slot(513)
 
 
-def test_socket_files_are_put_where_their_paths_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM calls them by a UUID; Linux takes paths of 107 bytes. The user's own folder stays."""
+def test_socket_files_get_a_folder_with_a_short_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM names them by a UUID; Linux allows paths of 107 bytes. A folder set by the user is kept."""
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
     longest = Path("/" + "f" * (107 - len(f"//{uuid.uuid4()}")))
     assert vllm_start.socket_settings(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
@@ -76,10 +76,10 @@ def test_socket_files_are_put_where_their_paths_fit(monkeypatch: pytest.MonkeyPa
     assert vllm_start.socket_settings(longest) == {}
 
 
-def test_vllm_says_nothing_about_itself(
+def test_vllm_logging_is_silenced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also before it has set its logging up, unless the user asks for it."""
+    """Also before vLLM configures its logging, unless the user asks for it."""
     given = vllm_start.arguments(spec(None), tmp_path)
     assert given["use_tqdm_on_load"] is False
     monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.NOTSET)
@@ -94,7 +94,7 @@ def test_vllm_says_nothing_about_itself(
         assert caplog.messages == told
 
 
-def test_what_is_told_before_an_engine_starts() -> None:
+def test_notes_before_an_engine_starts() -> None:
     assert start_note(EngineSection()) is None
     assert start_note(EngineSection(engine="vllm")) == (
         "starting vLLM: up to two minutes, less with vllm.enforce_eager: true"
@@ -108,7 +108,7 @@ def spec(lora_rank: int | None, **settings: Any) -> vllm_start.EngineSpec:
     return vllm_start.EngineSpec(Vllm(**settings), torch.bfloat16, 64, lora_rank, (1,))
 
 
-def test_arguments_transfer_weights_or_load_adapters(tmp_path: Path) -> None:
+def test_arguments_for_weight_transfer_or_adapters(tmp_path: Path) -> None:
     full = vllm_start.arguments(spec(None), tmp_path)
     assert (full["load_format"], full["dtype"], full["max_model_len"]) == ("dummy", "bfloat16", 64)
     assert full["weight_transfer_config"] == {"backend": "posttrain"}
@@ -118,15 +118,15 @@ def test_arguments_transfer_weights_or_load_adapters(tmp_path: Path) -> None:
     assert not {"load_format", "weight_transfer_config"} & set(lora)
 
 
-def test_graphs_are_captured_for_few_batches_up_to_vllms_own_largest(tmp_path: Path) -> None:
-    """A batch is filled up to less than 1.5 times its size from 8 on, and not at all where it is one of the sizes."""
+def test_cuda_graph_sizes_are_few_and_end_at_vllms_largest(tmp_path: Path) -> None:
+    """From 8 on, a batch is padded to less than 1.5 times its size, and not at all if it is one of the sizes."""
     sizes = vllm_start.arguments(spec(None), tmp_path)["cudagraph_capture_sizes"]
     assert sizes == sorted(set(sizes)) and sizes[-1] == 512 and len(sizes) < 51 / 2
     assert all(b <= 1.5 * a for a, b in pairwise(sizes) if a > 8)
     assert "cudagraph_capture_sizes" not in vllm_start.arguments(spec(None, enforce_eager=True), tmp_path)
 
 
-def test_sleep_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_without_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="sleep needs a GPU"):
         vllm_start.check_settings(Vllm(sleep=True))
@@ -145,10 +145,8 @@ def unread() -> Any:
         ({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 24}, True),
     ],
 )
-def test_heads_that_vllm_has_no_kernel_for(
-    settings: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM itself would say it at the first token, a minute later. 64 / 4 = 16 and 64 / 2 = 32 a head."""
+def test_unsupported_head_size_raises(settings: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself would raise at the first token, a minute later. 64 / 4 = 16 and 64 / 2 = 32 per head."""
     config = LlamaConfig(**settings)
     monkeypatch.setattr(vllm_start, "cpu_head_sizes", lambda: [32, 64])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -161,12 +159,12 @@ def test_heads_that_vllm_has_no_kernel_for(
     else:
         vllm_start.check_heads(lambda: config)
     monkeypatch.setattr(vllm_start, "cpu_head_sizes", list)
-    vllm_start.check_heads(lambda: config)  # this vLLM does not say: it decides by itself
+    vllm_start.check_heads(lambda: config)  # this vLLM has no list: the engine decides
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     vllm_start.check_heads(unread)  # on a GPU too
 
 
-def test_a_vllm_that_does_not_say_its_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_without_a_list_of_head_sizes_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     backends = types.ModuleType("vllm.v1.attention.backends.cpu_attn")
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
@@ -177,12 +175,12 @@ def test_a_vllm_that_does_not_say_its_head_sizes(monkeypatch: pytest.MonkeyPatch
     assert vllm_start.cpu_head_sizes() == [32, 64]
 
 
-def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_cannot_start_raises_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="sleep needs a GPU"):
         check_engine(EngineSection(engine="vllm", vllm=Vllm(sleep=True)), unread)
-    with pytest.raises(LookupError):  # nothing is refused, and the model is looked at
+    with pytest.raises(LookupError):  # accepted after a look at the model
         check_engine(EngineSection(engine="vllm", vllm=Vllm(merge_adapter=True)), unread)
     check_engine(EngineSection(engine="vllm", vllm=Vllm(server=Server(urls=["http://a:1"]))), unread)
     check_engine(EngineSection(), unread)
@@ -200,8 +198,8 @@ def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkey
         ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
     ],
 )
-def test_failures_are_explained(message: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What decides about memory is a key on a GPU and a variable on a CPU."""
+def test_start_failures_get_a_hint(message: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is set by a recipe key on a GPU and by an environment variable on a CPU."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "gpu" in hint)
     error = vllm_start.error_of(ValueError(message), Vllm(), "did not start")
@@ -209,15 +207,15 @@ def test_failures_are_explained(message: str, hint: str, monkeypatch: pytest.Mon
     assert "second line" not in str(error)
 
 
-def test_what_vllm_says_of_its_arguments_is_told() -> None:
-    """pydantic's first line only counts the mistakes."""
+def test_argument_errors_of_vllm_are_reported() -> None:
+    """pydantic's first line only counts the errors."""
     with pytest.raises(ValidationError) as caught:
         Vllm(max_model_len=0)
     error = vllm_start.error_of(caught.value, Vllm(), "did not start")
     assert "ValidationError: Input should be greater than" in str(error)
 
 
-def test_pushed_weights_are_the_model_with_tied_ones_once(loaded: LoadedModel) -> None:
+def test_sent_weights_contain_tied_weights_once(loaded: LoadedModel) -> None:
     pushed = dict(weights.dense_weights(loaded.model))
     assert set(pushed) == {n for n, _ in loaded.model.named_parameters()}
     assert "lm_head.weight" not in pushed  # tied to the embeddings
@@ -226,7 +224,7 @@ def test_pushed_weights_are_the_model_with_tied_ones_once(loaded: LoadedModel) -
     assert pushed[name].data_ptr() == loaded.model.get_parameter(name).data_ptr(), "weights were copied"
 
 
-def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_base_weights_under_an_adapter_keep_their_plain_names(loaded: LoadedModel, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -246,12 +244,12 @@ def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(loaded: Load
         assert torch.equal(saved(ids).logits, lora.model(ids).logits)
 
 
-def test_engine_dtype_is_what_the_trainer_computes_in(loaded: LoadedModel) -> None:
+def test_engine_dtype_is_the_trainers_compute_dtype(loaded: LoadedModel) -> None:
     assert engine_dtype(loaded) == torch.float32
     assert engine_dtype(dataclasses.replace(loaded, half=torch.bfloat16)) == torch.bfloat16
 
 
-def test_probe_of_the_trainer(loaded: LoadedModel) -> None:
+def test_trainer_probe_log_probs(loaded: LoadedModel) -> None:
     ids = probe_ids(loaded.tokenizer, 10)
     assert len(ids) == 10
     loaded.model.train()
@@ -263,7 +261,7 @@ def test_probe_of_the_trainer(loaded: LoadedModel) -> None:
     assert mean_gap([1.0, 2.0], [1.5, 1.0]) == 0.75
 
 
-def test_a_cache_that_cannot_be_written_is_replaced(
+def test_unwritable_cache_folder_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -278,8 +276,8 @@ def test_a_cache_that_cannot_be_written_is_replaced(
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_of_several_engines_one_does_not_start(side_by_side: bool) -> None:
-    """The others are shut down, and its error is the one that is raised."""
+def test_failed_start_of_one_engine_closes_the_others(side_by_side: bool) -> None:
+    """The others are shut down, and the failed engine's error is raised."""
     ended, begun = list[int](), list[int]()
 
     def make(number: int) -> Any:
@@ -334,8 +332,8 @@ def test_engines_of_one_gpu_divide_its_memory() -> None:
         ),
     ],
 )
-def test_what_is_said_of_an_engine_that_has_ended(code: int, log: str, told: str, tmp_path: Path) -> None:
-    """Of several workers it is the one that ended which tells why, not the process that noticed."""
+def test_ended_engine_error_has_the_cause(code: int, log: str, told: str, tmp_path: Path) -> None:
+    """Of several workers, the log of the one that ended has the cause, not the log of the process that noticed."""
     (tmp_path / "engine.log").write_text(log)
     with pytest.raises(EngineError, match=told):
         raise vllm_start.death_error(code, tmp_path / "engine.log", Vllm())

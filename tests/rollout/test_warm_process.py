@@ -1,4 +1,4 @@
-"""A process that waits takes the place of the next engine core that is started, whatever the environment has become."""
+"""A warm process becomes the next engine core that is started, with the environment of that start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTING = "POSTTRAIN_TEST_SETTING"
 
 
 @pytest.fixture(autouse=True)
-def left() -> Iterator[dict[Any, Any]]:
+def close_waiting() -> Iterator[dict[Any, Any]]:
     yield warm_process._waiting
     with warm_process.use():
         pass
@@ -32,7 +32,7 @@ def left() -> Iterator[dict[Any, Any]]:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`warm_process.start`, as if vLLM were installed; where it is not, a process has nothing to import."""
+    """`warm_process.start` as if vLLM were installed; without vLLM a process has nothing to import."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vllm" or found(name))
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", engine_process.LOG):
@@ -41,7 +41,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def write_state(file: Path, more: Any = None) -> None:
-    """What the process sees, as JSON. more: something that only a new process can be given, which is answered."""
+    """Write what the process sees as JSON. more: something only a new process can be given; gets an answer."""
     name = multiprocessing.current_process().name
     state = {"pid": os.getpid(), "name": name, "environment": dict(os.environ)}
     file.write_text(json.dumps(state))
@@ -57,15 +57,16 @@ def state_of(name: str, file: Path, *more: Any) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
 
 
-def test_an_engine_core_is_the_process_that_waits(
-    start: Any, left: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_engine_core_runs_in_the_warm_process(
+    start: Any, close_waiting: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the environment of its start: vLLM is given settings by it that are not known when the process begins."""
+    """With the environment of its start: vLLM gets settings by environment variables that are unknown when the warm
+    process starts."""
     monkeypatch.setenv("POSTTRAIN_TEST_OLD", "1")
     start(2)
-    pids = {warm.pid for warm in left}
+    pids = {warm.pid for warm in close_waiting}
     start(2)
-    assert len(pids) == 2 and {warm.pid for warm in left} == pids, "there are two already"
+    assert len(pids) == 2 and {warm.pid for warm in close_waiting} == pids, "there are two already"
     monkeypatch.delenv("POSTTRAIN_TEST_OLD")
     monkeypatch.setenv(SETTING, "new")
     monkeypatch.setenv(engine_process.PARENT, str(os.getpid()))
@@ -74,24 +75,25 @@ def test_an_engine_core_is_the_process_that_waits(
         core = state_of("EngineCore_DP0", tmp_path / "core")
     assert core["pid"] in pids and core["name"] == "EngineCore_DP0"
     assert core["environment"][SETTING] == "new" and "POSTTRAIN_TEST_OLD" not in core["environment"]
-    assert not left and not any(Path(f"/proc/{pid}").exists() for pid in pids), "the other one has ended"
+    assert not close_waiting and not any(Path(f"/proc/{pid}").exists() for pid in pids), "the other one has ended"
     with warm_process.use():
         assert state_of("EngineCore_DP0", tmp_path / "again")["pid"] not in pids
 
 
-def test_a_process_that_cannot_be_used_is_replaced(
-    start: Any, left: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unusable_warm_process_is_replaced(
+    start: Any, close_waiting: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed, also once it was chosen; or the engine is given open files, which only a new process inherits."""
+    """It was killed, before or after it was chosen; or the engine gets open files, which only a new process
+    inherits."""
     start(1)
-    gone = next(iter(left)).pid
+    gone = next(iter(close_waiting)).pid
     os.kill(gone, 9)
     while Path(f"/proc/{gone}/status").read_text().split("State:")[1].split()[0] != "Z":
         time.sleep(0.01)
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "first")["pid"] != gone
     start(1)
-    dies = next(iter(left)).pid
+    dies = next(iter(close_waiting)).pid
     dump = warm_process._dump
 
     def kill_and_dump(core: Any) -> bytes:
@@ -103,17 +105,17 @@ def test_a_process_that_cannot_be_used_is_replaced(
         patch.setattr(warm_process, "_dump", kill_and_dump)
         assert state_of("EngineCore", tmp_path / "dies")["pid"] != dies
     start(1)
-    waits = next(iter(left)).pid
+    waits = next(iter(close_waiting)).pid
     ours, theirs = SPAWN.Pipe()
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "second", theirs)["pid"] != waits
     assert ours.recv() == "here" and not Path(f"/proc/{waits}").exists()
 
 
-def test_a_killed_one_says_so(start: Any, left: dict[Any, Any]) -> None:
-    """Ctrl-C, which a terminal sends to all, is left to the trainer as long as it waits."""
+def test_killed_warm_process_reports_its_exit(start: Any, close_waiting: dict[Any, Any]) -> None:
+    """A warm process ignores Ctrl-C, which a terminal sends to all processes, as long as it waits."""
     start(1)
-    pid = next(iter(left)).pid
+    pid = next(iter(close_waiting)).pid
     waiting = Path(f"/proc/{pid}/status")
     while not int(waiting.read_text().split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGINT - 1:
         time.sleep(0.01)
@@ -127,10 +129,10 @@ def test_a_killed_one_says_so(start: Any, left: dict[Any, Any]) -> None:
     assert process.exitcode == -9
 
 
-def test_nothing_waits_without_vllm(left: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warm_process_without_vllm(close_waiting: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     warm_process.start(1)
-    assert not left
+    assert not close_waiting
 
 
 @pytest.mark.parametrize(
@@ -142,8 +144,8 @@ def test_nothing_waits_without_vllm(left: dict[Any, Any], monkeypatch: pytest.Mo
         ({}, 0),
     ],
 )
-def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
-    from posttrain.pipeline import count_engine_processes  # here: the processes of this file import it
+def test_number_of_warm_processes_per_stage(section: dict[str, Any], count: int) -> None:
+    from posttrain.pipeline import count_engine_processes  # true here: the processes of this file import it
     from posttrain.recipe.engine_sections import EngineSection
 
     engine = EngineSection.model_validate(section)
@@ -152,7 +154,7 @@ def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
     assert count_engine_processes(SimpleNamespace()) == 0  # type: ignore[arg-type]
 
 
-def test_the_first_of_a_group_starts_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_rank_of_a_group_starts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.pipeline import count_engine_processes
     from posttrain.recipe.engine_sections import EngineSection
 
@@ -174,7 +176,7 @@ time.sleep(60)
 """
 
 
-def test_none_outlives_a_trainer_that_is_killed() -> None:
+def test_warm_processes_end_with_a_killed_trainer() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
@@ -188,15 +190,15 @@ def test_none_outlives_a_trainer_that_is_killed() -> None:
         time.sleep(0.02)
 
 
-def test_one_that_has_ended_is_no_longer_signalled(
-    start: Any, left: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+def test_ended_warm_process_is_not_signaled(
+    start: Any, close_waiting: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its number may be another process's by then."""
+    """Its process id may belong to another process by then."""
     start(1)
-    (warm,) = left
+    (warm,) = close_waiting
     os.kill(warm.pid, signal.SIGKILL)
     os.waitid(os.P_PID, warm.pid, os.WEXITED | os.WNOWAIT)
     assert not warm.is_alive()
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail(f"a signal to {given}"))
     warm_process.close()
-    assert not left
+    assert not close_waiting

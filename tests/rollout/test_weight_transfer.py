@@ -1,4 +1,4 @@
-"""Sending weights to engines: what a bucket holds, and broadcasts of which one may fail. NCCL is a queue here."""
+"""Weight transfer to engines: bucket contents, and broadcasts that may fail. NCCL is replaced by a queue."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ WEIGHTS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [1, 40, 1 << 20])
-def test_weights_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: int) -> None:
-    """Of all sizes and types, each where its type may begin; matrices in the engine's type, others in their own."""
+def test_weights_are_received_unchanged(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: int) -> None:
+    """Weights of all sizes and dtypes, aligned to their dtype; matrices in the engine's dtype, other weights in their
+    own."""
     monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", limit)
     found: dict[str, torch.Tensor] = {}
     for bucket, size in buckets(WEIGHTS, dtype):
@@ -48,7 +49,7 @@ def test_weights_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
 
 class Group:
-    """A group of one trainer and one worker; the trainer's broadcast waits until the worker has taken it."""
+    """A group of one trainer and one worker; the trainer's broadcast waits until the worker has received."""
 
     made: list[Group]
 
@@ -69,7 +70,7 @@ class Group:
 
 
 class Client:
-    """An engine that takes what its group sends. dies_at: the bucket in which it does."""
+    """An engine that receives what its group sends. dies_at: index of the bucket at which it fails."""
 
     name, workers = "GPU 1", 1
 
@@ -123,8 +124,8 @@ def test_every_engine_gets_every_bucket() -> None:
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("dies_at", [0, 1])
-def test_an_engine_that_dies_does_not_hold_the_trainer(dies_at: int) -> None:
-    """The broadcast to it would wait for ever: the groups are left, and the error is told."""
+def test_dying_engine_does_not_block_the_trainer(dies_at: int) -> None:
+    """The broadcast to it would wait forever: the groups are aborted, and the error is raised."""
     clients: list[Any] = [Client(), Client(dies_at)]
     sender = NcclSender(clients, CPU, torch.float32)
     began = time.monotonic()
@@ -142,9 +143,9 @@ def test_an_engine_that_dies_does_not_hold_the_trainer(dies_at: int) -> None:
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_server_that_is_lost_does_not_hold_the_others(place: int) -> None:
-    """Its group ends, whether the broadcast to it comes first or last; the other gets all weights, also of later
-    updates, and so does one that comes. When the last is lost, its error is raised."""
+def test_lost_server_does_not_block_the_others(place: int) -> None:
+    """Its group ends, whether the broadcast to it comes first or last; the other server gets all weights, also of later
+    updates, and so does a server that joins. When the last server is lost, its error is raised."""
     clients: list[Any] = [Client(), Client()]
     lost = clients[place] = Client(1, ServerLost)
     sender = NcclSender(clients, CPU, torch.float32)
@@ -165,7 +166,7 @@ def test_a_server_that_is_lost_does_not_hold_the_others(place: int) -> None:
 
 
 @pytest.mark.usefixtures("nccl")
-def test_an_engine_that_cannot_join() -> None:
+def test_engine_that_cannot_join_raises() -> None:
     class Refusing(Client):
         async def transfer(self, call: str, info: Mapping[str, Any] | None = None) -> None:
             del info
@@ -179,7 +180,8 @@ def test_an_engine_that_cannot_join() -> None:
 
 
 class Waiting(Client):
-    """An engine that answers no request of a transfer but its first ones: it waits for the trainer. deaf_to: which."""
+    """An engine that answers only the first requests of a transfer and waits for the trainer. deaf_to: the requests it
+    does not answer."""
 
     def __init__(self, deaf_to: str) -> None:
         super().__init__()
@@ -193,8 +195,8 @@ class Waiting(Client):
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("call", ["init_weight_transfer_engine", "update_weights"])
-def test_an_error_of_the_trainers_own_nccl_is_told_at_once(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server waits for the trainer then; it is not what is lost. A run with other servers goes on without it."""
+def test_nccl_error_of_the_trainer_is_raised_immediately(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for the trainer and is not the lost side. A run with other servers continues without it."""
 
     def fail(self: Group, *_: Any) -> None:
         del self
@@ -207,10 +209,10 @@ def test_an_error_of_the_trainers_own_nccl_is_told_at_once(call: str, monkeypatc
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_engine_at_which_nccl_fails_first_does_not_end_the_sync_of_the_other(
+def test_nccl_failure_at_one_engine_does_not_end_the_sync_of_the_other(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's NCCL reports the dead engine before its HTTP connection does: that engine alone is lost."""
+    """The trainer's NCCL reports the dead engine before its HTTP connection does: only that engine is lost."""
     usual = Group.broadcast
 
     def broadcast(group: Group, buffer: torch.Tensor) -> None:
@@ -229,7 +231,7 @@ def test_an_engine_at_which_nccl_fails_first_does_not_end_the_sync_of_the_other(
 
 
 @pytest.mark.usefixtures("nccl")
-def test_a_broadcast_that_no_abort_ends_does_not_hold_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_that_survives_an_abort_does_not_block_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dying(Client):
         async def receive(self, info: Mapping[str, Any]) -> None:
             await asyncio.to_thread(Group.made[1].sent.get)  # in the middle of the broadcast
@@ -244,8 +246,8 @@ def test_a_broadcast_that_no_abort_ends_does_not_hold_the_trainer(monkeypatch: p
         group.taken.set()
 
 
-def test_a_group_that_was_left_broadcasts_nothing() -> None:
-    """A server may be lost between the look at it and its broadcast."""
+def test_aborted_group_does_not_broadcast() -> None:
+    """A server may be lost between the check and its broadcast."""
     calls: list[Any] = []
     group = object.__new__(NcclGroup)
     group.communicator = None
@@ -257,9 +259,9 @@ def test_a_group_that_was_left_broadcasts_nothing() -> None:
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_the_user_s_allocator_settings_stay(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch forgets what it is not given again. A pool of its own is needed only where free blocks may be of segments
-    that grow."""
+def test_allocator_settings_of_the_user_are_kept(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch drops settings that are not passed again. A separate pool is needed only if free blocks may belong to
+    expandable segments."""
     given = f"max_split_size_mb:100,expandable_segments:{growing}"
     settings = [given]
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1], raising=False)
@@ -273,7 +275,7 @@ def test_the_user_s_allocator_settings_stay(growing: bool, monkeypatch: pytest.M
     assert settings[-1] == given
 
 
-def test_a_file_in_memory_is_gone_with_its_block_and_what_was_read_stays() -> None:
+def test_memory_file_is_removed_after_its_block_and_read_tensors_stay_valid() -> None:
     weights = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
     with weight_transfer.memory_file(save(weights)) as path:
         read = load_file(path)

@@ -1,4 +1,4 @@
-"""What goes to an engine: the adapter as PEFT would write it, and sums that leave the model as it is."""
+"""Weights sent to an engine: the adapter in PEFT's format, and merged weights computed without changing the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ..train.vision_families import save_seeing
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_the_engine_is_given_the_layout_of_positions(kind: str, tmp_path: Path) -> None:
-    """A configuration that leaves it out means to transformers what checkpoints of Qwen3-VL state."""
+def test_engine_config_contains_the_position_layout(kind: str, tmp_path: Path) -> None:
+    """To transformers, a configuration without it means the layout that checkpoints of Qwen3-VL state."""
     seeing = load(Model(path=str(save_seeing(kind, tmp_path / kind)), vision="all"), tmp_path)
     text = seeing.model.config.get_text_config()
     rope = published_config(seeing).get_text_config().rope_parameters
@@ -37,7 +37,7 @@ def test_the_engine_is_given_the_layout_of_positions(kind: str, tmp_path: Path) 
 
 @pytest.fixture
 def adapted(loaded: LoadedModel) -> Any:
-    """A model whose adapter has been trained a little."""
+    """Return a model with a slightly trained adapter."""
     model = adapters.add(loaded.model, Lora(rank=3, alpha=6))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,9 +46,9 @@ def adapted(loaded: LoadedModel) -> Any:
     return model
 
 
-def test_an_adapter_is_what_peft_writes(adapted: Any, tmp_path: Path) -> None:
+def test_adapter_files_equal_those_of_peft(adapted: Any, tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "peft", selected_adapters=["default"], save_embedding_layers=False)
-    (tmp_path / "ours").mkdir()  # left by a run that broke
+    (tmp_path / "ours").mkdir()  # left by a failed run
     ours = write_adapter(adapted, tmp_path / "ours", torch.float32)
     expected = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     found = load_file(ours / "adapter_model.safetensors")
@@ -60,14 +60,14 @@ def test_an_adapter_is_what_peft_writes(adapted: Any, tmp_path: Path) -> None:
     assert sorted(config["target_modules"]) == sorted(theirs["target_modules"])
 
 
-def test_an_adapter_is_rounded_to_the_engine_s_type(adapted: Any, tmp_path: Path) -> None:
+def test_adapter_is_rounded_to_the_engines_dtype(adapted: Any, tmp_path: Path) -> None:
     folder = write_adapter(adapted, tmp_path / "half", torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(folder / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_merged_weights_are_those_of_the_saved_model(adapted: Any) -> None:
+def test_merged_weights_equal_the_saved_model(adapted: Any) -> None:
     found, expected = dict(dense_weights(adapted, merged=True)), merged_copy(adapted).state_dict()
-    assert found.keys() == expected.keys() - {"lm_head.weight"}  # tied: it comes once
+    assert found.keys() == expected.keys() - {"lm_head.weight"}  # tied: sent once
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     plain = dict(dense_weights(adapted))
     changed = {name for name in found if not torch.equal(found[name], plain[name])}
@@ -75,7 +75,7 @@ def test_merged_weights_are_those_of_the_saved_model(adapted: Any) -> None:
 
 
 def adapted_by(loaded: LoadedModel, **more: Any) -> Any:
-    """The model under a disturbed adapter on q_proj, or what `more` says."""
+    """Return the model with a disturbed adapter on q_proj, or as `more` says."""
     torch.manual_seed(0)
     model = get_peft_model(loaded.model, LoraConfig(**{"r": 3, "target_modules": ["q_proj"], **more}))
     for parameter in model.parameters():
@@ -101,7 +101,9 @@ def test_each_layer_has_its_own_rank_and_scale(loaded: LoadedModel, more: dict[s
 
 
 @pytest.mark.parametrize("more", [{"bias": "all"}, {"target_modules": ["q_proj", "embed_tokens"]}], ids=str)
-def test_what_is_no_product_of_matrices_is_added_by_the_trainer(loaded: LoadedModel, more: dict[str, Any]) -> None:
+def test_adapters_that_are_no_matrix_product_are_merged_by_the_trainer(
+    loaded: LoadedModel, more: dict[str, Any]
+) -> None:
     loaded.model.lm_head.weight = torch.nn.Parameter(loaded.model.lm_head.weight.detach().clone())  # not tied
     model = adapted_by(loaded, **more)
     adapters.check_plain_lora(model.get_base_model())
@@ -120,7 +122,7 @@ def test_what_is_no_product_of_matrices_is_added_by_the_trainer(loaded: LoadedMo
         ({"target_modules": ["q_proj", "embed_tokens"]}, "a part on model.embed_tokens, whose weight is tied"),
     ],
 )
-def test_what_cannot_be_added_is_told_before_vllm_starts(
+def test_adapters_that_cannot_be_merged_raise_before_vllm_starts(
     loaded: LoadedModel, more: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     if "lora_bias" in more:

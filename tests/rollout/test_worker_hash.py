@@ -1,4 +1,4 @@
-"""What vLLM's processes compile is found again by a start that knows the size of the KV cache."""
+"""Hash of vLLM's compiled workers: a start that knows the size of the KV cache reuses what vLLM compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_the_size_of_the_cache_is_no_part_of_the_name_of_what_is_compiled() -> None:
+def test_hash_does_not_depend_on_the_kv_cache_size() -> None:
     from posttrain.rollout.worker import without_kv_size
 
     def whole(config: Any) -> str:
@@ -26,7 +26,7 @@ def test_the_size_of_the_cache_is_no_part_of_the_name_of_what_is_compiled() -> N
     assert large.kv_cache_memory_bytes == 9
 
 
-def test_vllms_own_hash_is_that_one() -> None:
+def test_hash_equals_vllms() -> None:
     from vllm.config import CacheConfig
 
     import posttrain.rollout.worker  # noqa: F401  as vLLM's processes do
