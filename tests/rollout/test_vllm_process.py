@@ -72,12 +72,10 @@ def test_one_run_at_a_time_uses_the_server(exit_signals: list[int]) -> None:
     """A run holds the server while its session's connection is open; the process ends with it."""
 
     async def both() -> None:
-        guard, wait_until_ended = Guard(application), asyncio.Event()
+        guard, disconnected = Guard(application), asyncio.Event()
         for path in ALLOWED_PATHS:
             assert (await ask(guard, path))[0] == 410, "before any session"
-        holding = asyncio.create_task(
-            ask(guard, SESSION, disconnect=wait_until_ended, x_posttrain_who="node1" + "x" * 500)
-        )
+        holding = asyncio.create_task(ask(guard, SESSION, disconnect=disconnected, x_posttrain_who="node1" + "x" * 500))
         while not guard.session:
             await asyncio.sleep(0)
         for path in ALLOWED_PATHS:
@@ -88,7 +86,7 @@ def test_one_run_at_a_time_uses_the_server(exit_signals: list[int]) -> None:
         status, body = await ask(guard, SESSION)
         assert status == 409 and json.loads(body)["works_for"] == ("node1" + "x" * 500)[: vllm_process.MAX_WHO]
         assert not exit_signals
-        wait_until_ended.set()
+        disconnected.set()
         status, body = await holding
         assert status == 200 and json.loads(body.splitlines()[0]) == {"session": guard.session}
         assert exit_signals == [1]
@@ -101,9 +99,9 @@ def test_session_sends_heartbeats(exit_signals: list[int], monkeypatch: pytest.M
     monkeypatch.setattr(vllm_process, "HEARTBEAT_S", 0.01)
 
     async def some() -> Any:
-        wait_until_ended = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.2, wait_until_ended.set)
-        return await ask(Guard(application), SESSION, disconnect=wait_until_ended)
+        disconnected = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.2, disconnected.set)
+        return await ask(Guard(application), SESSION, disconnect=disconnected)
 
     assert len(asyncio.run(some())[1].splitlines()) > 2 and exit_signals == [1]
 

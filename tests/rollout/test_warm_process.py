@@ -24,7 +24,7 @@ SETTING = "POSTTRAIN_TEST_SETTING"
 
 
 @pytest.fixture(autouse=True)
-def close_waiting() -> Iterator[dict[Any, Any]]:
+def warm_processes() -> Iterator[dict[Any, Any]]:
     yield warm_process._waiting
     with warm_process.use():
         pass
@@ -58,15 +58,15 @@ def state_of(name: str, file: Path, *more: Any) -> dict[str, Any]:
 
 
 def test_engine_core_runs_in_the_warm_process(
-    start: Any, close_waiting: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, warm_processes: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the environment of its start: vLLM gets settings by environment variables that are unknown when the warm
     process starts."""
     monkeypatch.setenv("POSTTRAIN_TEST_OLD", "1")
     start(2)
-    pids = {warm.pid for warm in close_waiting}
+    pids = {warm.pid for warm in warm_processes}
     start(2)
-    assert len(pids) == 2 and {warm.pid for warm in close_waiting} == pids, "there are two already"
+    assert len(pids) == 2 and {warm.pid for warm in warm_processes} == pids, "there are two already"
     monkeypatch.delenv("POSTTRAIN_TEST_OLD")
     monkeypatch.setenv(SETTING, "new")
     monkeypatch.setenv(engine_process.PARENT, str(os.getpid()))
@@ -75,25 +75,25 @@ def test_engine_core_runs_in_the_warm_process(
         core = state_of("EngineCore_DP0", tmp_path / "core")
     assert core["pid"] in pids and core["name"] == "EngineCore_DP0"
     assert core["environment"][SETTING] == "new" and "POSTTRAIN_TEST_OLD" not in core["environment"]
-    assert not close_waiting and not any(Path(f"/proc/{pid}").exists() for pid in pids), "the other one has ended"
+    assert not warm_processes and not any(Path(f"/proc/{pid}").exists() for pid in pids), "the other one has ended"
     with warm_process.use():
         assert state_of("EngineCore_DP0", tmp_path / "again")["pid"] not in pids
 
 
 def test_unusable_warm_process_is_replaced(
-    start: Any, close_waiting: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, warm_processes: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was killed, before or after it was chosen; or the engine gets open files, which only a new process
     inherits."""
     start(1)
-    gone = next(iter(close_waiting)).pid
+    gone = next(iter(warm_processes)).pid
     os.kill(gone, 9)
     while Path(f"/proc/{gone}/status").read_text().split("State:")[1].split()[0] != "Z":
         time.sleep(0.01)
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "first")["pid"] != gone
     start(1)
-    dies = next(iter(close_waiting)).pid
+    dies = next(iter(warm_processes)).pid
     dump = warm_process._dump
 
     def kill_and_dump(core: Any) -> bytes:
@@ -105,17 +105,17 @@ def test_unusable_warm_process_is_replaced(
         patch.setattr(warm_process, "_dump", kill_and_dump)
         assert state_of("EngineCore", tmp_path / "dies")["pid"] != dies
     start(1)
-    waits = next(iter(close_waiting)).pid
+    waits = next(iter(warm_processes)).pid
     ours, theirs = SPAWN.Pipe()
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "second", theirs)["pid"] != waits
     assert ours.recv() == "here" and not Path(f"/proc/{waits}").exists()
 
 
-def test_killed_warm_process_reports_its_exit(start: Any, close_waiting: dict[Any, Any]) -> None:
+def test_killed_warm_process_reports_its_exit(start: Any, warm_processes: dict[Any, Any]) -> None:
     """A warm process ignores Ctrl-C, which a terminal sends to all processes, as long as it waits."""
     start(1)
-    pid = next(iter(close_waiting)).pid
+    pid = next(iter(warm_processes)).pid
     waiting = Path(f"/proc/{pid}/status")
     while not int(waiting.read_text().split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGINT - 1:
         time.sleep(0.01)
@@ -129,10 +129,10 @@ def test_killed_warm_process_reports_its_exit(start: Any, close_waiting: dict[An
     assert process.exitcode == -9
 
 
-def test_no_warm_process_without_vllm(close_waiting: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warm_process_without_vllm(warm_processes: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     warm_process.start(1)
-    assert not close_waiting
+    assert not warm_processes
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_warm_processes_end_with_a_killed_trainer() -> None:
 
 
 def test_ended_warm_process_is_not_signaled(
-    start: Any, close_waiting: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+    start: Any, warm_processes: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process id may belong to another process by then."""
     start(1)
-    (warm,) = close_waiting
+    (warm,) = warm_processes
     os.kill(warm.pid, signal.SIGKILL)
     os.waitid(os.P_PID, warm.pid, os.WEXITED | os.WNOWAIT)
     assert not warm.is_alive()
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail(f"a signal to {given}"))
     warm_process.close()
-    assert not close_waiting
+    assert not warm_processes
