@@ -1,4 +1,4 @@
-"""Shipped reward functions by name."""
+"""Fixture for shipped reward functions."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from posttrain.verify.load import shipped_function
 
 @pytest.fixture
 def reward() -> Callable[[str], Callable[..., Any]]:
-    """`reward("length.cosine")` -> the function."""
+    """`reward("length.cosine")` returns the reward function of that name."""
     return shipped_function

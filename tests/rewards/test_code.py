@@ -1,4 +1,5 @@
-"""Programs that misbehave, scored as training scores them: each costs its own row, and nothing is left running."""
+"""Code rewards for misbehaving programs, scored as in training: a bad program affects only its row, and no process
+remains."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def completion(program: str) -> str:
     return f"```python\n# {MARK}\n{program}\n```"
 
 
-def marked() -> list[str]:
-    """Command lines of running processes that hold the mark."""
+def processes_with_mark() -> list[str]:
+    """Return the command lines of running processes that contain the mark."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -44,7 +45,7 @@ def marked() -> list[str]:
     return found
 
 
-def test_every_kind_of_program_costs_its_own_row(tmp_path: Path) -> None:
+def test_misbehaving_program_fails_only_its_row(tmp_path: Path) -> None:
     outside = tmp_path / "kept"
     outside.write_text("kept")
     programs = [GOOD, *(text.replace("{outside}", str(outside)) for text in BAD.values()), GOOD]
@@ -57,8 +58,8 @@ def test_every_kind_of_program_costs_its_own_row(tmp_path: Path) -> None:
     assert outside.read_text() == "kept"
 
 
-def test_a_program_ends_with_the_worker_that_waits_for_it() -> None:
-    """The call's limit is below the test's: the worker is killed while the program runs."""
+def test_program_ends_with_its_worker() -> None:
+    """The call's time limit is below the test's: the worker is killed while the program runs."""
     sleeper = (
         f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(99)  # {MARK}'])"
     )
@@ -69,6 +70,6 @@ def test_a_program_ends_with_the_worker_that_waits_for_it() -> None:
     assert scores.rewards == [None, 1.0]
     assert scores.timeouts == {"code_exec": 1}
     give_up = time.monotonic() + 5
-    while marked() and time.monotonic() < give_up:
+    while processes_with_mark() and time.monotonic() < give_up:
         time.sleep(0.02)
-    assert marked() == []
+    assert processes_with_mark() == []

@@ -1,4 +1,4 @@
-"""`format.structure` in all its modes."""
+"""`format.structure` in each of its modes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Reward = Callable[[str], Callable[..., Any]]
         ("<think>a b</think>\n<answer>7</answer>", 1.0),
         ("<think>a</think><answer>7</answer>", 1.0),
         ("\n <think>a</think> \n\t <answer>7</answer>  \n", 1.0),
-        ("<think>\n\n</think><answer>7</answer>", 1.0),  # a blank thought may be
-        ("<think>a</think><answer>\n</answer>", 0.0),  # a blank answer may not
+        ("<think>\n\n</think><answer>7</answer>", 1.0),  # a blank thought is allowed
+        ("<think>a</think><answer>\n</answer>", 0.0),  # a blank answer is not
         ("<think>a</think>so<answer>7</answer>", 0.0),
         ("Well. <think>a</think><answer>7</answer>", 0.0),
         ("<think>a</think><answer>7</answer>.", 0.0),
@@ -35,16 +35,16 @@ def test_r1(text: str, expected: float, reward: Reward) -> None:
     assert reward("format.structure")(text) == expected
 
 
-def test_r1_with_a_thought_that_must_say_something(reward: Reward) -> None:
+def test_r1_rejects_blank_thoughts_unless_allowed(reward: Reward) -> None:
     structure = reward("format.structure")
     assert structure("<think> </think><answer>7</answer>", allow_empty_think=False) == 0.0
     assert structure("<think>a</think><answer>7</answer>", allow_empty_think=False) == 1.0
 
 
-def test_r1_after_a_prompt_that_opened_the_thought(reward: Reward) -> None:
+def test_r1_after_a_prompt_that_opens_the_thought(reward: Reward) -> None:
     structure = reward("format.structure")
     assert structure("a</think><answer>7</answer>", prefilled_think=True) == 1.0
-    assert structure("<think>a</think><answer>7</answer>", prefilled_think=True) == 0.0  # the tag stands twice
+    assert structure("<think>a</think><answer>7</answer>", prefilled_think=True) == 0.0  # the tag occurs twice
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,10 @@ def test_r1_after_a_prompt_that_opened_the_thought(reward: Reward) -> None:
     [
         ("<think>\na\n</think>\n<answer>\n7\n</answer>", 1.0),
         ("<think>\na\nb\n</think>\n<answer>\n7\n8\n</answer>", 1.0),
-        ("<think>\na\n</think>\n<answer>\n7\n</answer>\nmore lines", 1.0),  # MULTILINE: the known looseness
+        (
+            "<think>\na\n</think>\n<answer>\n7\n</answer>\nmore lines",
+            1.0,
+        ),  # with re.MULTILINE more lines may follow, as in the source
         ("<think>\na\n</think>\n<answer>\n7\n</answer> more", 0.0),
         ("<think>a</think>\n<answer>7</answer>", 0.0),
         ("\n<think>\na\n</think>\n<answer>\n7\n</answer>", 0.0),
@@ -111,20 +114,20 @@ def test_boxed(text: str, expected: float, reward: Reward) -> None:
     assert reward("format.structure")(text, mode="boxed") == expected
 
 
-def test_a_prefilled_thought_counts_in_every_mode(reward: Reward) -> None:
+def test_prefilled_thought_counts_in_every_mode(reward: Reward) -> None:
     structure = reward("format.structure")
     assert structure("\na\n</think>\n<answer>\n7\n</answer>", prefilled_think=True, mode="open_r1") == 1.0
     assert structure("a</think> 7", prefilled_think=True, mode="think") == 1.0
     assert structure("\na\n</think>\n", prefilled_think=True, mode="tag_count") == 0.5
 
 
-def test_an_unknown_mode_is_refused(reward: Reward) -> None:
+def test_unknown_mode_raises(reward: Reward) -> None:
     with pytest.raises(ValueError, match="unknown mode 'r2'"):
         reward("format.structure")("", mode="r2")
 
 
 @pytest.mark.parametrize("tail", ["x", "</answer>", "<answer>8</answer>", "<think>"])
-def test_r1_implies_think_and_fails_with_anything_behind_it(tail: str, reward: Reward) -> None:
+def test_r1_implies_think_and_fails_with_text_after_the_answer(tail: str, reward: Reward) -> None:
     structure = reward("format.structure")
     text = "<think>a\n\nb</think>\n<answer>7</answer>"
     assert structure(text) == structure(text, mode="think") == 1.0

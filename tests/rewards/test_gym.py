@@ -1,4 +1,4 @@
-"""reasoning-gym's own scoring, on its own rows."""
+"""reasoning-gym's own scoring on its own rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reward = Callable[[str], Callable[..., Any]]
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "basic_arithmetic", "leg_counting", "countdown", "spell_backward"])
-def test_gold_scores_full_marks_and_nothing_scores_nothing(task: str, reward: Reward) -> None:
+def test_gold_answer_scores_1_and_empty_answer_scores_0(task: str, reward: Reward) -> None:
     score = reward("gym.score")
     for entry in reasoning_gym.create_dataset(task, size=5, seed=3):
         columns = {"gym_task": task, "gym_entry": typed_json.dumps(entry)}
@@ -25,17 +25,17 @@ def test_gold_scores_full_marks_and_nothing_scores_nothing(task: str, reward: Re
         assert score("", **columns) == 0.0
 
 
-def test_rows_from_elsewhere_abstain(reward: Reward) -> None:
+def test_rows_of_other_sources_get_none(reward: Reward) -> None:
     assert reward("gym.score")("<answer>5</answer>", None, None) is None
 
 
-def test_an_unknown_task_is_an_error_not_a_zero(reward: Reward) -> None:
+def test_unknown_task_raises(reward: Reward) -> None:
     with pytest.raises(ValueError, match="no_such_task"):
         reward("gym.score")("<answer>5</answer>", "no_such_task", "{}")
 
 
 @pytest.mark.parametrize("task", ["arc_agi", "rearc", "graph_color", "codeio", "futoshiki"])
-def test_rows_keep_what_an_entry_holds(task: str, reward: Reward) -> None:
+def test_rows_keep_the_types_of_an_entry(task: str, reward: Reward) -> None:
     """Boards of the arc tasks are tuples, and a list is not equal to one."""
     for row in data.rows(task, 3, 0, {}):
         entry = typed_json.loads(row["gym_entry"])
@@ -46,7 +46,7 @@ def test_rows_keep_what_an_entry_holds(task: str, reward: Reward) -> None:
         assert reward("gym.score")(f"<answer>{gold}</answer>", **columns) == 1.0
 
 
-def test_the_rows_params_are_part_of_the_task(reward: Reward) -> None:
+def test_row_params_configure_the_task(reward: Reward) -> None:
     params = {"min_num_decimal_places": 8, "max_num_decimal_places": 10}
     (row,) = data.rows("decimal_arithmetic", 1, 0, params)
     said = f"<answer>{float(row['answer']) + 5e-4}</answer>"

@@ -1,4 +1,4 @@
-"""The referee's reward is the tau of the URPO formula, and its rows come from pairs."""
+"""The referee's reward equals tau of the URPO formula, and its rows are built from pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.verify.load import shipped_function
 from posttrain.verify.self_play import self_judged_rewards
 
 
-def test_it_is_the_tau_of_the_formula():
+def test_referee_reward_equals_tau():
     order, draw = shipped_function("referee.order"), random.Random(0)
     for _ in range(50):
         truth = [draw.randrange(3) / 2 for _ in range(4)]
@@ -24,7 +24,7 @@ def test_it_is_the_tau_of_the_formula():
         assert found is None if len(set(truth)) == 1 else found == pytest.approx(expected)
 
 
-def test_pairs_become_judgements(tmp_path):
+def test_pairs_are_converted_to_judgement_rows(tmp_path):
     rows = [{"prompt": f"q{n}", "chosen": f"good{n}", "rejected": f"bad{n}"} for n in range(20)]
     rows.append({"prompt": "r", "ranked": ["first", "second", "third"]})
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,8 +37,9 @@ def test_pairs_become_judgements(tmp_path):
     assert sorted(found[20]["truth"]) == [0, 0.5, 1]
 
 
-def test_a_judge_earns_by_its_order_and_a_player_by_its_score():
-    """Gold 3 > 2 > 1: right order 1, one inversion 1/3, a tie 0 for its pair, unreadable 0; gold all tied 0."""
+def test_judge_rows_are_scored_by_order_and_player_rows_by_their_score():
+    """Gold 3 > 2 > 1: right order 1, one inversion 1/3, a tie 0 for its pair, unreadable 0; if all gold scores tie,
+    0."""
     said = [[9, 8, 7], [8, 9, 7], [9, 9, 7], [9, None, 7]]
     found = self_judged_rewards(said, [3, 2, 1], [4, 12, -1, None])
     assert found.judge_rewards == pytest.approx([1, 1 / 3, 2 / 3, 0])

@@ -1,4 +1,4 @@
-"""Every shipped script: its examples hold, and it is an ordinary script."""
+"""Every shipped reward script: its examples hold, and it is an ordinary script."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SCRIPTS = sorted(shipped_folder("rewards").glob("*.py"))
 BORROWED = {"reasoning_gym"}  # declared dependencies that a script may import
 
 
-def test_there_are_scripts() -> None:
+def test_reward_scripts_are_found() -> None:
     assert {"math", "format", "length", "tools", "gym"} <= {path.stem for path in SCRIPTS}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
-def test_examples_hold(path: Path) -> None:
+def test_examples_give_their_expected_rewards(path: Path) -> None:
     outcomes = run_examples(path)
     assert len(outcomes) >= 4
     assert [f"{o.function}({o.example.completion!r}) gave {o.got}" for o in outcomes if not o.ok] == []
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
-def test_examples_cover_right_wrong_and_empty(path: Path) -> None:
+def test_examples_cover_right_wrong_and_empty_completions(path: Path) -> None:
     for name, examples in read_examples(path).items():
         values = {_total(e.expected) for e in examples}
         assert len(values - {None}) >= 2, f"{name}: all examples score the same"

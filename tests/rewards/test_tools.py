@@ -1,4 +1,4 @@
-"""ToolRL on calls that can be counted by hand. Correctness is -3 + 6 * earned / possible."""
+"""ToolRL rewards for calls counted by hand. Correctness is -3 + 6 * earned / possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ B = {"name": "b", "parameters": {}}
 
 
 def text(*calls: Any, reply: str | None = None) -> str:
-    """A well-formed completion with these calls; text stands as it is."""
+    """Return a well-formed completion with these calls; a string is returned unchanged."""
     blocks = ["<think>t</think>"]
     if calls:
         blocks += ["<tool_call>", *(c if isinstance(c, str) else json.dumps(c) for c in calls), "</tool_call>"]
@@ -51,7 +51,7 @@ def gold(*calls: Any, response: bool = False) -> dict[str, Any]:
         (["[" * 100_000], -3.0, "too deep to read"),
     ],
 )
-def test_one_gold_call(predicted: list[Any], expected: float, why: str, reward: Reward) -> None:
+def test_correctness_with_one_gold_call(predicted: list[Any], expected: float, why: str, reward: Reward) -> None:
     found = reward("tools.toolrl")(text(*predicted), gold(A))
     assert found["correctness"] == pytest.approx(expected), why
     assert found["format"] == 1.0
@@ -59,9 +59,9 @@ def test_one_gold_call(predicted: list[Any], expected: float, why: str, reward: 
 
 
 def test_two_gold_calls_of_one_tool_are_matched_greedily_in_gold_order(reward: Reward) -> None:
-    """Gold f(x=1), f(x=2); predicted f(x=2), f(x=3). The first gold call has no equal value anywhere and takes the
-    first prediction (keys 1); the second takes f(x=3) (keys 1). Names 1: 3 of 1 + 2 + 2. The best would earn 4.
-    """
+    """Gold f(x=1), f(x=2); predicted f(x=2), f(x=3). No prediction has the value of the first gold call, which takes
+    the first prediction (keys 1); the second takes f(x=3) (keys 1). Names 1: 3 of 1 + 2 + 2. The best matching would
+    earn 4."""
     f = [{"name": "f", "parameters": {"x": x}} for x in (1, 2, 3)]
     found = reward("tools.toolrl")(text(f[1], f[2]), gold(f[0], f[1]))
     assert found["correctness"] == pytest.approx(-3 + 6 * 3 / 5)
@@ -72,7 +72,7 @@ def test_the_order_of_distinct_tools_does_not_matter(reward: Reward) -> None:
     assert toolrl(text(B, A), gold(A, B))["correctness"] == toolrl(text(A, B), gold(A, B))["correctness"] == 3.0
 
 
-def test_a_wrong_extra_call_never_helps(reward: Reward) -> None:
+def test_wrong_extra_call_never_raises_the_reward(reward: Reward) -> None:
     toolrl = reward("tools.toolrl")
     near = {"name": "a", "parameters": {"x": 2, "y": "u"}}
     for extra in (B, {"name": "a", "parameters": {"q": 1}}):
@@ -92,7 +92,7 @@ def test_a_wrong_extra_call_never_helps(reward: Reward) -> None:
         ("fine", "exact", [{"name": "a", "parameters": {"x": 1}}], -3 + 6 * 2 / 4),  # names 1, keys 0, one value
     ],
 )
-def test_granularity_and_match(
+def test_granularity_and_match_options(
     granularity: str, match: str, predicted: list[Any], expected: float, reward: Reward
 ) -> None:
     found = reward("tools.toolrl")(text(*predicted), gold(A), granularity=granularity, match=match)
@@ -116,11 +116,11 @@ def test_granularity_and_match(
         ("", gold(), 0.0),
     ],
 )
-def test_form(completion: str, answer: dict[str, Any], expected: float, reward: Reward) -> None:
+def test_format_reward(completion: str, answer: dict[str, Any], expected: float, reward: Reward) -> None:
     assert reward("tools.toolrl")(completion, answer)["format"] == expected
 
 
-def test_without_gold_calls_correctness_is_zero_not_full(reward: Reward) -> None:
+def test_correctness_without_gold_calls_is_zero(reward: Reward) -> None:
     assert reward("tools.toolrl")(text(A), gold(response=True))["correctness"] == 0.0
     assert reward("tools.toolrl")("<think>t</think>", gold()) == {
         "reward": 1.0,
@@ -130,20 +130,20 @@ def test_without_gold_calls_correctness_is_zero_not_full(reward: Reward) -> None
     }
 
 
-def test_only_the_first_block_of_calls_is_read(reward: Reward) -> None:
+def test_only_the_first_tool_call_block_is_read(reward: Reward) -> None:
     completion = text(B) + "\n" + text(A)
     assert reward("tools.toolrl")(completion, gold(A))["correctness"] == -3.0
 
 
 @pytest.mark.parametrize("cut", ["<tool_call>", "</tool_call>"])
-def test_both_tags_are_needed(cut: str, reward: Reward) -> None:
+def test_opening_and_closing_tag_are_needed(cut: str, reward: Reward) -> None:
     assert reward("tools.toolrl")(text(A).replace(cut, ""), gold(A))["correctness"] == -3.0
 
 
 @pytest.mark.parametrize(
     ("thought", "expected"), [("w " * 256, 0.5), ("w " * 512, 1.0), ("w " * 900, 1.0), ("w " * 10, 0.02), ("", 0.0)]
 )
-def test_length_of_the_thought(thought: str, expected: float, reward: Reward) -> None:
+def test_thought_length_reward(thought: str, expected: float, reward: Reward) -> None:
     """10 / 512 = 0.0195, rounded to two places: 0.02."""
     found = reward("tools.toolrl")(f"<think>{thought}</think>", gold(), length_target=512)
     assert found["length"] == expected
@@ -163,7 +163,9 @@ def test_length_of_the_thought(thought: str, expected: float, reward: Reward) ->
         ("smooth", 900, (1.0, -1.0, 3.0, -3.0)),
     ],
 )
-def test_schedules(schedule: str, step: int, limits: tuple[float, ...], reward: Reward) -> None:
+def test_schedules_scale_format_and_correctness(
+    schedule: str, step: int, limits: tuple[float, ...], reward: Reward
+) -> None:
     toolrl = reward("tools.toolrl")
     scale = sys.modules[toolrl.__module__].toolrl_scale
     found = scale(step, schedule=schedule)
@@ -172,7 +174,7 @@ def test_schedules(schedule: str, step: int, limits: tuple[float, ...], reward: 
     assert (good["format"], bad["format"], good["correctness"], bad["correctness"]) == pytest.approx(limits)
 
 
-def test_gold_may_be_json_text_and_must_be_readable(reward: Reward) -> None:
+def test_gold_can_be_json_text_and_must_parse(reward: Reward) -> None:
     toolrl = reward("tools.toolrl")
     assert toolrl(text(A), json.dumps(gold(A)))["correctness"] == 3.0
     assert toolrl(text(A), None) is None

@@ -1,3 +1,5 @@
+"""Checkpoint folders: sealing, damage, pruning, full disks and links."""
+
 import json
 import shutil
 from collections import namedtuple
@@ -16,14 +18,14 @@ def save(root, step, text="weights"):
     return checkpoints.folder_for(root, step)
 
 
-def test_names_carry_the_step(tmp_path):
+def test_folder_name_contains_the_step(tmp_path):
     assert checkpoints.folder_for(tmp_path, 10).name == "step-00000010"
     assert checkpoints.step_of(tmp_path / "step-00000010") == 10
     with pytest.raises(ValueError, match="not a checkpoint name: final"):
         checkpoints.step_of(tmp_path / "final")
 
 
-def test_a_saved_checkpoint_is_sealed(tmp_path):
+def test_saved_checkpoint_is_sealed(tmp_path):
     folder = save(tmp_path, 3)
     manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
     assert set(manifest) == {"inner/model.bin", "state.json"}
@@ -33,7 +35,7 @@ def test_a_saved_checkpoint_is_sealed(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "cut", "no manifest", "broken manifest"])
-def test_a_damaged_checkpoint_is_skipped(tmp_path, damage, capsys):
+def test_damaged_checkpoint_is_skipped(tmp_path, damage, capsys):
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     target = bad / "inner" / "model.bin"
     if damage == "changed":
@@ -51,7 +53,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, damage, capsys):
     assert ("step-00000002 is damaged" in capsys.readouterr().err) == (damage != "no manifest")
 
 
-def test_sizes_alone_do_not_see_a_changed_byte(tmp_path):
+def test_size_check_does_not_detect_a_changed_byte(tmp_path):
     bad = save(tmp_path, 2)
     (bad / "inner" / "model.bin").write_text("weightz")
     assert checkpoints.verify(bad, hashes=False)
@@ -59,7 +61,7 @@ def test_sizes_alone_do_not_see_a_changed_byte(tmp_path):
     assert checkpoints.latest(tmp_path, hashes=True) is None
 
 
-def test_a_save_that_fails_leaves_the_others_alone(tmp_path):
+def test_failed_save_keeps_other_checkpoints(tmp_path):
     good = save(tmp_path, 1)
     with pytest.raises(ZeroDivisionError), checkpoints.save_checkpoint(tmp_path, 2) as folder:
         (folder / "half").write_text("x")
@@ -70,7 +72,7 @@ def test_a_save_that_fails_leaves_the_others_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_saving_replaces_a_damaged_one_and_keeps_a_complete_one(tmp_path):
+def test_saving_replaces_a_damaged_checkpoint_and_keeps_a_complete_one(tmp_path):
     save(tmp_path, 1, "old")
     assert (save(tmp_path, 1, "new") / "inner" / "model.bin").read_text() == "old"
     (checkpoints.folder_for(tmp_path, 1) / "inner" / "model.bin").write_text("OLD")
@@ -97,7 +99,7 @@ def test_prune_never_removes_the_last_complete_one(tmp_path):
     assert checkpoints.prune(tmp_path, keep=1) == []
 
 
-def test_a_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+def test_interrupted_removal_leaves_no_complete_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, 1)
     save(tmp_path, 2)
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda _: 1 / 0)
@@ -115,7 +117,7 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkey
         (RunError("does not read back as written"), 0, False),
     ],
 )
-def test_a_full_disk_is_told_whatever_a_library_calls_it(tmp_path, monkeypatch, error, free, full):
+def test_full_disk_is_reported_for_each_librarys_error(tmp_path, monkeypatch, error, free, full):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10, 10, free))
     with (
@@ -126,7 +128,7 @@ def test_a_full_disk_is_told_whatever_a_library_calls_it(tmp_path, monkeypatch, 
     assert ("no space left on the disk" in str(told.value)) == full
 
 
-def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
+def test_too_little_space_raises_before_writing(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10, 10, 1_500_000))
     checkpoints.require_space(tmp_path / "not" / "there", 1_500_000)
@@ -134,13 +136,13 @@ def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
         checkpoints.require_space(tmp_path, 2_500_000_000)
 
 
-def test_a_long_run_that_saves_its_end_alone_says_so() -> None:
+def test_long_run_that_saves_only_at_its_end_gets_a_note() -> None:
     assert "starts over" in checkpoints.no_checkpoint_note(None, 100)
     assert checkpoints.no_checkpoint_note(None, 99) == checkpoints.no_checkpoint_note(50, 1000) == ""
 
 
-def test_a_checkpoints_folder_that_is_a_link_is_refused(tmp_path):
-    """What it leads to is another run's: nothing is written or removed there."""
+def test_symlinked_checkpoints_folder_raises(tmp_path):
+    """Its target belongs to another run: nothing is written or removed there."""
     save(tmp_path / "theirs", 1)
     (tmp_path / "ours").symlink_to(tmp_path / "theirs")
     with pytest.raises(RunError, match="is a link to"), checkpoints.save_checkpoint(tmp_path / "ours", 2):
@@ -150,7 +152,7 @@ def test_a_checkpoints_folder_that_is_a_link_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["step-00000002", "step-00000002.partial"])
 @pytest.mark.parametrize("kind", ["link", "file", "dead link"])
-def test_what_has_the_name_of_a_checkpoint_gives_way_and_what_a_link_leads_to_stays(tmp_path, name, kind):
+def test_file_or_link_named_like_a_checkpoint_is_replaced_and_link_targets_are_kept(tmp_path, name, kind):
     theirs = save(tmp_path / "theirs", 2)
     root = tmp_path / "ours"
     root.mkdir()
@@ -165,7 +167,7 @@ def test_what_has_the_name_of_a_checkpoint_gives_way_and_what_a_link_leads_to_st
     assert [p.name for p in root.iterdir()] == ["step-00000002"]
 
 
-def test_older_ones_can_be_asked_for(tmp_path):
+def test_older_checkpoints_can_be_requested(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     found = [checkpoints.latest(tmp_path, before=before) for before in (None, 3, 2, 1)]

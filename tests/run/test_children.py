@@ -1,3 +1,5 @@
+"""Child processes of a run: environment, logs, failures, signals, and the end of the parent."""
+
 import os
 import signal
 import subprocess
@@ -16,7 +18,7 @@ def child(tmp_path, name, code):
     return Child(name, [sys.executable, "-u", "-c", textwrap.dedent(code)], tmp_path / f"{name}.log", {"WHO": name})
 
 
-def test_all_run_with_their_environment_and_are_logged(tmp_path, capsys):
+def test_children_get_their_environment_and_are_logged(tmp_path, capsys):
     code = "import os; print('hello', os.environ['WHO']); print('✓ done', os.environ['WHO'])"
     run_children([child(tmp_path, name, code) for name in ("a", "b", "c")], parallel=2)
     assert (tmp_path / "b.log").read_text() == "hello b\n✓ done b\n"
@@ -24,7 +26,7 @@ def test_all_run_with_their_environment_and_are_logged(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UserError), (1, RunError)])
-def test_a_failure_stops_the_others_and_tells_its_error(tmp_path, code, kind):
+def test_failed_child_stops_the_others_and_its_error_is_raised(tmp_path, code, kind):
     bad = f"import sys; print('working'); print('error: no such thing\\n  hint: look'); sys.exit({code})"
     slow = "import time; time.sleep(60)"
     started = time.monotonic()
@@ -35,7 +37,7 @@ def test_a_failure_stops_the_others_and_tells_its_error(tmp_path, code, kind):
     assert not (tmp_path / "never.log").exists()
 
 
-def test_a_stop_is_passed_on_once(tmp_path):
+def test_stop_signal_is_forwarded_once(tmp_path):
     waits = """
         import signal, sys, time
         def stop(number, frame):
@@ -57,7 +59,7 @@ def test_a_stop_is_passed_on_once(tmp_path):
     assert not (tmp_path / "b.log").exists()
 
 
-def test_a_child_ends_with_its_parent(tmp_path):
+def test_child_ends_with_its_parent(tmp_path):
     inner = "import posttrain.run.interrupt as i, time; i.stop_with_parent(); print('up'); time.sleep(60)"
     outer = f"""
         import sys

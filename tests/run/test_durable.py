@@ -1,4 +1,4 @@
-"""Folders that are replaced: at every moment the old one or the new one is there."""
+"""Atomic replacement of folders: at every moment the old or the new folder exists."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def folder(path: Path, text: str) -> Path:
 
 
 class Killed(BaseException):
-    """Stands for a process that ends at once."""
+    """Stands for the sudden end of a process."""
 
 
-def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_folder_replaces_another(tmp_path: Path) -> None:
     folder(tmp_path / "final", "old")
     put_in_place(folder(tmp_path / "final.tmp", "new"), tmp_path / "final")
     assert (tmp_path / "final" / "weights").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
 
 
-def test_a_folder_is_put_where_there_is_none(tmp_path: Path) -> None:
+def test_folder_is_moved_to_a_free_path(tmp_path: Path) -> None:
     put_in_place(folder(tmp_path / "final.tmp", "new"), tmp_path / "final")
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
 
 
 @pytest.mark.parametrize("moment", range(8))
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
+def test_kill_at_any_moment_leaves_the_old_or_the_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """The process ends before the call of that number that touches the disk."""
+    """The process ends before its n-th file-system call."""
     folder(tmp_path / "final", "old")
     new = folder(tmp_path / "final.tmp", "new")
     left = [moment]
@@ -64,10 +64,10 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
     assert (tmp_path / "final" / "weights").read_text() in ("old", "new")
 
 
-def test_without_exchange_the_old_folder_comes_back_at_the_next_call(
+def test_without_renameat2_the_old_folder_is_restored_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the two renames, then the next one is killed before its first."""
+    """The first process is killed between the two renames, the next one before its first."""
     monkeypatch.setattr(atomic_io, "_exchange_names", lambda *_: False)
     folder(tmp_path / "final", "old")
     rename = Path.rename

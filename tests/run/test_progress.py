@@ -1,3 +1,5 @@
+"""Progress display: lines without a terminal, the live display, notes, and number formats."""
+
 import io
 
 import pytest
@@ -11,7 +13,7 @@ def console(**kwargs):
     return Console(file=io.StringIO(), width=100, **kwargs)
 
 
-def test_without_a_terminal_lines_are_rare_but_the_last_always_comes(monkeypatch):
+def test_without_a_terminal_lines_are_rare_but_the_last_is_printed(monkeypatch):
     clock = iter([0.0, 0.0, 1.0, 2.0, 6.0, 7.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     out = console()
@@ -20,10 +22,10 @@ def test_without_a_terminal_lines_are_rare_but_the_last_always_comes(monkeypatch
             progress.update(step, {"reward": step / 10, "signal/share": 0.5, "time/tokens_per_s": 12345.6})
     lines = out.file.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/5", "4/5", "5/5"]
-    assert lines[1] == "rl 4/5  reward 0.4  signal 50%  tokens/s 12.3k  left 0:02"  # 3 steps took 6 s, one is left
+    assert lines[1] == "rl 4/5  reward 0.4  signal 50%  tokens/s 12.3k  left 0:02"  # 3 steps took 6 s, one remains
 
 
-def test_the_time_left_of_a_resumed_run_counts_what_was_spent_before(monkeypatch):
+def test_remaining_time_of_a_resumed_run_counts_earlier_attempts(monkeypatch):
     """50 of 60 minutes were spent before the resume; a step takes 6 s, so the limit comes first."""
     clock = iter([0.0, 0.0, 6.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
@@ -34,7 +36,7 @@ def test_the_time_left_of_a_resumed_run_counts_what_was_spent_before(monkeypatch
     assert out.file.getvalue().splitlines()[-1].endswith("left 9:54")
 
 
-def test_a_note_that_comes_again_and_again_is_shown_ever_more_rarely():
+def test_repeated_note_is_shown_less_and_less_often():
     out = console()
     with Progress("rl", 20, [], console=out) as progress:
         for _ in range(9):
@@ -44,7 +46,7 @@ def test_a_note_that_comes_again_and_again_is_shown_ever_more_rarely():
     assert out.file.getvalue().splitlines() == shown
 
 
-def test_a_terminal_gets_a_live_display_with_a_curve():
+def test_terminal_gets_a_live_display_with_a_curve():
     out = console(force_terminal=True)
     with Progress("rl", 3, ["reward"], console=out) as progress:
         progress.update(1, {"reward": 0.1})
@@ -54,7 +56,7 @@ def test_a_terminal_gets_a_live_display_with_a_curve():
     assert "kept above" in text and "3/3" in text and "▁█" in text
 
 
-def test_unknown_total_and_missing_values():
+def test_display_with_unknown_total_and_missing_values():
     out = console()
     with Progress("sft", None, ["loss", "kl"], console=out) as progress:
         progress.update(1, {"loss": None})
@@ -72,11 +74,11 @@ def test_unknown_total_and_missing_values():
         ("n", 7, "7"),
     ],
 )
-def test_numbers_are_short(name, value, text):
+def test_numbers_are_formatted_short(name, value, text):
     assert format_value(name, value) == text
 
 
-def test_duration_and_sparkline():
+def test_format_of_durations_and_sparklines():
     assert [duration(s) for s in (None, 5.4, 65, 3725)] == ["-", "0:05", "1:05", "1:02:05"]
     assert sparkline([0, 1], width=10) == "▁█"
     assert sparkline([0, 0, 7, 7], width=2) == "▁█"

@@ -1,4 +1,4 @@
-"""Starting several processes, with small scripts in place of a run: ends, errors and signals."""
+"""Launcher of several processes, with small scripts in place of a run: exits, errors and signals."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from posttrain.run.directory import RunDirectory
 
 
 def script(tmp_path: Path, body: str) -> list[str]:
-    """A command that runs `body`, with `rank` and `world` given."""
+    """Return a command that runs `body` with `rank` and `world` set."""
     head = 'import os, signal, sys, time\nrank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])\n'
     path = tmp_path / "script.py"
     path.write_text(head + textwrap.dedent(body))
     return [sys.executable, str(path)]
 
 
-def test_every_process_knows_its_place(tmp_path: Path) -> None:
+def test_processes_get_their_rank_and_world_size(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     command = script(tmp_path, f'open(f"{tmp_path}/{{rank}}", "w").write(" ".join(os.environ[n] for n in {names}))')
     assert ranks.launch(command, 3) == 0
@@ -34,7 +34,7 @@ def test_every_process_knows_its_place(tmp_path: Path) -> None:
     assert len({f[4] for f in found}) == 1
 
 
-def test_the_port_of_rank_0_s_store_is_kept_for_it(tmp_path: Path) -> None:
+def test_port_of_the_tcpstore_is_reserved(tmp_path: Path) -> None:
     """No other process can take it before rank 0 listens, and rank 0 listens as torch's TCPStore does."""
     body = f"""
         import socket
@@ -59,13 +59,13 @@ def test_the_port_of_rank_0_s_store_is_kept_for_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those who would wait for ever."""
+    """Shortens the grace period for ranks that would wait forever."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
 
 
 @pytest.mark.usefixtures("little_grace")
-def test_the_first_failure_ends_all_and_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 would wait for ever; rank 1 tells an error and ends with 2."""
+def test_first_failure_ends_all_and_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 would wait forever; rank 1 prints an error and exits with 2."""
     began = time.monotonic()
     body = 'time.sleep(60 * (rank != 1)); print("no such column", file=sys.stderr); sys.exit(2)'
     assert ranks.launch(script(tmp_path, body), 3) == 2
@@ -73,29 +73,29 @@ def test_the_first_failure_ends_all_and_is_told_once(tmp_path: Path, capfd: pyte
     assert capfd.readouterr().err == "rank 1: no such column\n"
 
 
-def test_what_rank_0_told_is_not_told_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_printed_by_rank_0_is_not_repeated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = 'time.sleep(0.3 * (rank == 0)); print("no such column", file=sys.stderr); sys.exit(2)'
     assert ranks.launch(script(tmp_path, body), 2) == 2
     assert capfd.readouterr().err == "no such column\n"
 
 
 @pytest.mark.usefixtures("little_grace")
-def test_a_killed_process_is_named(tmp_path: Path) -> None:
+def test_killed_rank_is_named(tmp_path: Path) -> None:
     body = 'print("step 3", flush=True); rank or time.sleep(60); os.kill(os.getpid(), signal.SIGKILL)'
     with pytest.raises(RunError, match=r"(?s)rank 1 was killed by signal 9 \(SIGKILL\).*step 3.*memory runs out"):
         ranks.launch(script(tmp_path, body), 2)
 
 
 @pytest.mark.usefixtures("little_grace")
-def test_memory_is_not_blamed_for_another_signal(tmp_path: Path) -> None:
+def test_memory_hint_is_only_for_sigkill(tmp_path: Path) -> None:
     body = "rank or time.sleep(60); os.kill(os.getpid(), signal.SIGTERM)"
     with pytest.raises(RunError, match=r"rank 1 was killed by signal 15 \(SIGTERM\)") as told:
         ranks.launch(script(tmp_path, body), 2)
     assert "memory" not in str(told.value)
 
 
-def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
-    """Rank 0 notes the signal and tells the other through a file, as it does in a run by the next collective."""
+def test_ctrl_c_is_sent_to_rank_0_only_and_all_ranks_may_finish(tmp_path: Path) -> None:
+    """Rank 0 notes the signal and informs the other rank through a file; in a run it uses the next collective."""
     body = f"""
         stop, ready = "{tmp_path}/stop", f"{tmp_path}/ready-{{rank}}"
         got = []
@@ -121,10 +121,10 @@ def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0-1", "saved-1-0"}
 
 
-def test_rank_0_may_finish_a_checkpoint_when_another_has_failed(
+def test_rank_0_can_finish_a_checkpoint_after_another_rank_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says when it writes: so long it is not killed, and no longer."""
+    """It reports when it writes; it is not killed during the write, and is killed afterwards."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     body = f"""
         from posttrain.run import ranks
@@ -146,10 +146,10 @@ def test_rank_0_may_finish_a_checkpoint_when_another_has_failed(
         (signal.SIGTERM, 1, "", "stopped by SIGTERM before the first step"),
     ],
 )
-def test_a_signal_that_rank_0_does_not_hear_of_ends_the_run(
+def test_signal_that_rank_0_cannot_handle_ends_the_run(
     tmp_path: Path, number: int, times: int, body: str, told: str
 ) -> None:
-    """It may wait for others inside a library. Before there is anything to save, SIGTERM just ends it."""
+    """Rank 0 may wait for other ranks inside a library. Before there is anything to save, SIGTERM just ends the run."""
     command = script(tmp_path, f'{body}\nopen(f"{tmp_path}/ready-{{rank}}", "w").close()\ntime.sleep(60)')
     code = f"from posttrain.run import ranks; ranks.GRACE_S = 0.5; ranks.launch({command!r}, 2)"
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -163,8 +163,8 @@ def test_a_signal_that_rank_0_does_not_hear_of_ends_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_processes_start_leaves_none_behind(tmp_path: Path, number: int) -> None:
-    """On a busy machine the first of them runs long before the last has started."""
+def test_signal_during_start_leaves_no_process(tmp_path: Path, number: int) -> None:
+    """On a busy machine the first process runs long before the last one has started."""
     command = script(tmp_path, f'open(f"{tmp_path}/{{os.getpid()}}", "w").close()\ntime.sleep(60)')
     code = f"""
 import os, time
@@ -185,8 +185,8 @@ ranks.launch({command!r}, 2)
     assert started and not [pid for pid in started if os.path.exists(f"/proc/{pid}")]
 
 
-def test_ctrl_c_before_anything_was_saved_ends_all_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 heeds it while it loads; the others wait for it in a library, for hours."""
+def test_ctrl_c_before_the_first_save_ends_all_ranks_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 handles it while it loads; the others may wait for it inside a library for hours."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     began = time.monotonic()
     assert ranks.launch(script(tmp_path, "time.sleep(60 * (rank != 0)); sys.exit(130)"), 2) == 130
@@ -198,7 +198,7 @@ def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str
     for name in (
         "CUDA_VISIBLE_DEVICES",
         ranks.VISIBLE_DEVICES,
-    ):  # so that what the call sets is undone, also where it was unset
+    ):  # restores the variable that the call sets, also if it was unset
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": visible}.items():
@@ -209,14 +209,14 @@ def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str
     assert os.environ["LOCAL_RANK"] == "0"
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="lists 2"):
         ranks.claim_gpu()
 
 
-def test_a_follower_writes_nothing(tmp_path: Path) -> None:
+def test_ranks_above_0_write_nothing(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", name="r", text="", resolved={}) as directory:
         before = sorted(p for p in directory.path.rglob("*"))
         follower = RunDirectory.follow(directory.path, directory.attempt)
@@ -228,8 +228,8 @@ def test_a_follower_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_grace")
-def test_a_failure_starts_all_anew_as_often_as_is_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Once killed, once with an error of rank 0; the third start ends well."""
+def test_failed_processes_are_restarted_up_to_max_restarts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once killed, once failed with an error of rank 0; the third start succeeds."""
     body = f"""
         start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         open(f"{tmp_path}/{{start}}-{{rank}}", "w").close()
@@ -265,10 +265,10 @@ def test_a_failure_starts_all_anew_as_often_as_is_asked(tmp_path: Path, capfd: p
     ],
 )
 @pytest.mark.usefixtures("little_grace")
-def test_what_another_start_meets_again_is_not_started_anew(
+def test_deterministic_failures_are_not_restarted(
     tmp_path: Path, body: str, code: int, starts: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Wrong input, on some ranks only as well, a stop, and an error of one rank that no restart mends."""
+    """Wrong input, also on some ranks only; a stop; and an error of one rank that no restart fixes."""
     mark = f'open("{tmp_path}/" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()'
     assert ranks.launch(script(tmp_path, f"{mark}\n{body}"), 2, max_restarts=1) == code
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == starts

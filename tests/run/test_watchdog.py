@@ -1,3 +1,5 @@
+"""Watchdog of training phases: names a hang, and ends the process."""
+
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ def watch(folder, minutes=MINUTES, **changes):
     return Watchdog(folder, minutes, poll_s=0.01, stop=ended.set, **changes), ended
 
 
-def test_a_hang_is_named_with_its_stack(tmp_path, capsys, monkeypatch):
+def test_hang_is_reported_with_its_stack(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     watchdog, ended = watch(tmp_path)
     with watchdog:
@@ -37,7 +39,7 @@ def test_a_hang_is_named_with_its_stack(tmp_path, capsys, monkeypatch):
     assert "`sync`" in told and "hang-rank3.txt" in told and "run.hang_minutes" in told
 
 
-def test_a_phase_may_take_ten_times_its_median(tmp_path):
+def test_phase_may_take_ten_times_its_median(tmp_path):
     watchdog, _ = watch(tmp_path, minutes=1.0)
     assert watchdog.limit("sync") == 360.0  # no median yet: six times the floor
     watchdog._past["sync"] = [1.0, 2.0, 50.0]
@@ -46,17 +48,17 @@ def test_a_phase_may_take_ten_times_its_median(tmp_path):
     assert watchdog.limit("sync") == 300.0
 
 
-def test_slow_phases_within_their_limit_go_on(tmp_path):
+def test_slow_phases_within_their_limit_are_not_interrupted(tmp_path):
     watchdog, ended = watch(tmp_path)
     with watchdog:
-        for _ in range(8):  # together longer than the limit of one
+        for _ in range(8):  # together longer than the limit of one phase
             with watchdog.phase("rollout"):
                 time.sleep(0.03)
-        time.sleep(0.4)  # between phases nothing is watched
+        time.sleep(0.4)  # no phase is active
     assert not ended.is_set() and not list(tmp_path.iterdir())
 
 
-def test_a_failed_phase_is_not_watched_on(tmp_path):
+def test_failed_phase_is_no_longer_watched(tmp_path):
     watchdog, ended = watch(tmp_path)
     with watchdog:
         with pytest.raises(ValueError), watchdog.phase("score"):
@@ -65,7 +67,7 @@ def test_a_failed_phase_is_not_watched_on(tmp_path):
     assert not ended.is_set() and watchdog.times() == {}
 
 
-def test_seconds_are_those_of_the_step(tmp_path):
+def test_recorded_seconds_belong_to_the_step(tmp_path):
     watchdog, _ = watch(tmp_path, minutes=None)
     with watchdog:
         with watchdog.phase("engine start"):
@@ -77,8 +79,8 @@ def test_seconds_are_those_of_the_step(tmp_path):
     assert list(watchdog.times()) == ["time/rollout"] and watchdog.times()["time/rollout"] >= 0.02
 
 
-def test_the_process_ends_with_code_1(tmp_path):
-    """Also where the main thread cannot be interrupted and an `except` would catch everything."""
+def test_hanging_process_exits_with_code_1(tmp_path):
+    """Also if the main thread cannot be interrupted and an `except` would catch everything."""
     code = f"""
 import threading
 from pathlib import Path
@@ -95,8 +97,8 @@ with Watchdog(Path({str(tmp_path)!r}), {MINUTES}, poll_s=0.01) as watchdog, watc
     assert (tmp_path / "hang-rank0.txt").is_file()
 
 
-def test_a_process_that_was_started_ends_too_even_if_it_hangs(tmp_path):
-    """A stopped process sees nothing of its parent's end."""
+def test_stopped_child_of_a_hanging_process_ends_too(tmp_path):
+    """A stopped process does not notice its parent's end."""
     code = f"""
 import multiprocessing, os, signal, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever the system refuses when a run writes is told with its place and a hint, and costs nothing that is there."""
+"""Write errors of a run: each names its path with a hint, and no existing file is damaged."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ REFUSALS += ["ELOOP", "ENOTDIR", "EISDIR", "EEXIST", "ENOENT", "EBUSY", "ENXIO"]
 
 
 class SafetensorError(Exception):
-    """Named as the library's own."""
+    """Has the name of the library's own error."""
 
 
 def open_run(path, **more):
@@ -38,7 +38,7 @@ def open_run(path, **more):
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_each_refusal_names_the_place_and_what_to_do(name, tmp_path):
+def test_each_write_error_names_the_path_and_a_hint(name, tmp_path):
     number = getattr(errno, name)
     with pytest.raises(RunError) as told, explain_write_errors(tmp_path / "file"):
         raise OSError(number, os.strerror(number), str(tmp_path / "other"))
@@ -51,7 +51,7 @@ def test_each_refusal_names_the_place_and_what_to_do(name, tmp_path):
     assert problem.hint
 
 
-def test_libraries_have_errors_of_their_own(tmp_path):
+def test_errors_raised_by_libraries_are_recognized(tmp_path):
     refused = SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)")
     with pytest.raises(RunError, match="Permission denied"), explain_write_errors(tmp_path):
         raise refused
@@ -66,8 +66,8 @@ def test_libraries_have_errors_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("number", "told"), [(errno.EACCES, ""), (errno.EROFS, ""), (errno.ENAMETOOLONG, "/report.html")]
 )
-def test_a_file_that_cannot_be_written_beside_is_not_named_by_its_temporary_name(number, told, tmp_path, monkeypatch):
-    """Where the folder refuses it, the folder is named."""
+def test_write_error_names_the_file_not_its_temporary_name(number, told, tmp_path, monkeypatch):
+    """If the folder refuses the file, the folder is named."""
 
     def refuse(self, *_, **__):
         raise OSError(number, os.strerror(number), str(self))
@@ -78,37 +78,45 @@ def test_a_file_that_cannot_be_written_beside_is_not_named_by_its_temporary_name
     assert error.value.problems[0].where == f"{tmp_path}{told}"
 
 
-def a_file(tmp_path):
+def create_file(tmp_path):
     (tmp_path / "out").write_text("mine")
 
 
-def under_a_file(tmp_path):
+def create_link_below_a_file(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "out").symlink_to(tmp_path / "file" / "out")
 
 
-def a_dead_link(tmp_path):
+def create_dead_link(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
 
 
-def a_link_to_itself(tmp_path):
+def create_link_to_itself(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "out")
 
 
-def logs_is_a_file(tmp_path):
+def create_file_named_logs(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "logs").write_text("mine")
 
 
-def the_lock_is_a_folder(tmp_path):
+def create_folder_named_lock(tmp_path):
     (tmp_path / "out" / ".lock").mkdir(parents=True)
 
 
 @pytest.mark.parametrize(
-    "place", [a_file, under_a_file, a_dead_link, a_link_to_itself, logs_is_a_file, the_lock_is_a_folder]
+    "place",
+    [
+        create_file,
+        create_link_below_a_file,
+        create_dead_link,
+        create_link_to_itself,
+        create_file_named_logs,
+        create_folder_named_lock,
+    ],
 )
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_place_where_no_run_can_be(place, resume, tmp_path):
+def test_unusable_run_path_raises_and_changes_nothing(place, resume, tmp_path):
     place(tmp_path)
     before = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*"))
     with pytest.raises((UserError, RunError)) as told:
@@ -119,15 +127,15 @@ def test_a_place_where_no_run_can_be(place, resume, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000])
-def test_a_name_that_is_too_long(name, tmp_path):
+def test_too_long_path_raises(name, tmp_path):
     with pytest.raises(UserError, match="File name too long"):
         open_run(tmp_path / name)
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("call", ["mkdir", "open", "iterdir"])
-def test_a_place_that_cannot_be_written_is_the_users_mistake(number, call, tmp_path, monkeypatch):
-    """A test that is run by root meets no refusal of its own."""
+def test_unwritable_path_is_a_user_error(number, call, tmp_path, monkeypatch):
+    """The error is injected, because root is never refused."""
     (tmp_path / "out").mkdir()
 
     def refuse(self, *_, **__):
@@ -139,7 +147,7 @@ def test_a_place_that_cannot_be_written_is_the_users_mistake(number, call, tmp_p
     assert "name another --output" in str(told.value)
 
 
-def test_a_folder_of_another_name_among_the_attempts(tmp_path):
+def test_foreign_folder_among_the_attempts_is_ignored(tmp_path):
     open_run(tmp_path / "out").close()
     (tmp_path / "out" / "logs" / "attempt_1_old").mkdir()
     with open_run(tmp_path / "out", resume=True) as directory:
@@ -147,15 +155,15 @@ def test_a_folder_of_another_name_among_the_attempts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_log_whose_name_is_taken(name, tmp_path):
+def test_folder_in_place_of_a_log_raises(name, tmp_path):
     with open_run(tmp_path / "out") as directory:
         (directory.path / name).mkdir()
         with pytest.raises(RunError, match="Is a directory"):
             (directory.metrics if name == "metrics.jsonl" else directory.samples)(resume_after=None)
 
 
-def test_a_limit_on_the_size_of_files(tmp_path):
-    """Checked in a child: the limit is the process's."""
+def test_file_size_limit_raises_with_a_hint(tmp_path):
+    """Checked in a child process, because the limit is per process."""
     if (child := os.fork()) == 0:
         import signal
 
@@ -171,7 +179,7 @@ def test_a_limit_on_the_size_of_files(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_run_folder_that_is_removed_while_it_runs(tmp_path):
+def test_run_folder_removed_during_the_run_raises(tmp_path):
     import shutil
 
     with open_run(tmp_path / "out") as directory:
@@ -183,14 +191,14 @@ def test_a_run_folder_that_is_removed_while_it_runs(tmp_path):
         metrics.close()
 
 
-def test_a_checkpoint_under_a_file(tmp_path):
+def test_checkpoint_below_a_file_raises(tmp_path):
     (tmp_path / "checkpoints").write_text("mine")
     with pytest.raises(RunError, match=r"checkpoints"), checkpoints.save_checkpoint(tmp_path / "checkpoints", 1):
         pass
     assert (tmp_path / "checkpoints").read_text() == "mine"
 
 
-def test_a_log_that_cannot_be_flushed(tmp_path, monkeypatch):
+def test_failed_flush_of_a_log_raises(tmp_path, monkeypatch):
     log = MetricsLog(tmp_path / "metrics.jsonl", None, tmp_path)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(RunError, match=r"metrics\.jsonl  Input/output error"):
