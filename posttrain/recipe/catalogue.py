@@ -16,10 +16,10 @@ from typing import Any
 from posttrain import registry
 from posttrain.path_resolution import known_files
 from posttrain.recipe import keys, presets, references
-from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.foreign.words import read_table
 from posttrain.recipe.functions import keyword_annotations
 from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by, givers_of
+from posttrain.recipe.objective_checks import named_rewards
 from posttrain.recipe.requirements import Scope
 from posttrain.recipe.section import ComponentSection
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.errors import Problem, did_you_mean
-from posttrain.recipe import argument_checks, merging, objective_checks, references, requirements, reward_checks
+from posttrain.recipe import merging, objective_checks, references, requirements, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.requirements import Found
 from posttrain.recipe.tree import Node, follow, format_path
@@ -51,21 +51,11 @@ def _split_key(key: str) -> list[str | int]:
 
 
 def _check_rewards(recipe: Any) -> Found:
-    """Check every list of rewards, and that an `rl` recipe has something to learn from."""
+    """Check every list of rewards."""
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
         for place, what, right in reward_checks.compare_rewards(getattr(section, "rewards", None) or ()):
             yield format_path((*path, "rewards", place)), what, right
-    if isinstance(recipe, st.RlRecipe) and not any(r.weight for r in recipe.rewards) and not recipe.kl.reference:
-        # Distillation from a teacher needs no reward.
-        yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
-
-
-def _check_kl_coef(recipe: st.RlRecipe) -> Found:
-    """Refuse a `kl` section without a coefficient. Single keys that have no effect are marked in the schema."""
-    chosen = recipe.kl.model_fields_set
-    if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
-        yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
 
 
 def _check_seeds(recipe: st.PipelineRecipe) -> Found:
@@ -100,7 +90,7 @@ def _check_references(recipe: Any) -> Found:
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
     st.Stage: (requirements.find_refused, requirements.find_contradictions, _check_rewards),
     st.EvalRecipe: (_check_eval_settings,),
-    st.RlRecipe: (_check_kl_coef, argument_checks.check_arguments, *objective_checks.CHECKS),
+    st.RlRecipe: (objective_checks.check_arguments, objective_checks.check_variants, *objective_checks.CHECKS),
     st.MergeRecipe: (merging.problems,),
     st.PipelineRecipe: (_check_seeds,),
 }

@@ -16,6 +16,7 @@ from posttrain.recipe.section import (
     DataName,
     EvalName,
     Idle,
+    NoImages,
     NonNegative,
     Positive,
     Refused,
@@ -77,7 +78,9 @@ class EvalSettings(Section):
         default_factory=lambda: [0.25, 0.5, 0.75],
         description="boundaries of the difficulty buckets by baseline accuracy",
     )
-    contamination: Contamination | None = Field(None, description="test whether the problems were seen in training")
+    contamination: Annotated[Contamination | None, NoImages("contamination", "asks with parts of texts")] = Field(
+        None, description="test whether the problems were seen in training"
+    )
     best_of: Annotated[str | None, ONE_SAMPLE] = Field(
         None,
         description="name of a reward, or `reward` for their weighted sum: accuracy of the best-scored of n samples",

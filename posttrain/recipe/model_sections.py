@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from posttrain.path_resolution import PATHS
 from posttrain.recipe.engine_sections import LORA_RANKS
 from posttrain.recipe.rollout_sections import ONE_ADAPTER, ONE_SET_OF_WEIGHTS
-from posttrain.recipe.section import Idle, ModelName, Positive, Refused, Section, TemplateName, Width
+from posttrain.recipe.section import Idle, ModelName, NoImages, Positive, Refused, Section, TemplateName, Width
 
 Texts = Annotated[list[str], Field(min_length=1)]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
@@ -108,6 +108,7 @@ class Parallel(Section):
             "context parallelism divides packed rows",
             "add `batch.packing: true`",
         ),
+        NoImages("context > 1", "splits packed rows anywhere, also inside an image", in_replies=True),
     ] = Field(
         1,
         description="GPUs that each run a part of the same rows (context parallelism), for long rows; they "
@@ -119,6 +120,9 @@ class Parallel(Section):
             "tensor > 1 and divergence in kl.needs",
             "`{kl.use}` compares whole vocabularies, which the GPUs divide",
             "write `shard` in its place",
+        ),
+        NoImages(
+            "tensor > 1", "divides language models only: transformers has no plan for vision towers", in_replies=True
         ),
     ] = Field(
         1,
@@ -137,6 +141,7 @@ class Parallel(Section):
             "both are tested with `shard` and `replicate` only, not together",
             "write one of them",
         ),
+        NoImages("expert > 1", "is untested with a vision tower", in_replies=True),
     ] = Field(
         1,
         description="mixtures of experts: GPUs that each hold some of the experts and exchange tokens of "

@@ -1,5 +1,4 @@
-"""Vocabulary of components' `needs` (needs.yaml): which parts of a recipe provide what a component reads, and
-conflicts."""
+"""Vocabulary of components' `needs` (needs.yaml), and which of them a recipe provides."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.recipe.foreign.words import read_table
+from posttrain.recipe.requirements import Scope
+from posttrain.recipe.rl_stage import RlRecipe
 
 _TABLE: Mapping[str, Any] = read_table(Path(__file__).with_name("needs.yaml"))
 GIVERS: Mapping[str, tuple[str, Sequence[str]]] = _TABLE["given_by"]
@@ -31,6 +32,21 @@ def given_by(*givers: str) -> set[str]:
 def givers_of(needs: Iterable[str]) -> set[str]:
     """Return the names in needs.yaml of the providers of any of these needs."""
     return {name for name, (_, fields) in GIVERS.items() if not set(fields).isdisjoint(needs)}
+
+
+def provided_fields(recipe: RlRecipe) -> set[str]:
+    """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
+    everything that its kind can."""
+    scope, advantage = Scope.of(recipe), recipe.advantage
+    found = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
+    found |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
+    return found | fields_from_sampler(recipe)
+
+
+def fields_from_sampler(recipe: RlRecipe) -> set[str]:
+    """Return the fields that the recipe's sampler provides to components. A user's sampler may provide any of them."""
+    every = set().union(*SAMPLERS.values())
+    return every if recipe.sampler.is_function else SAMPLERS.get(recipe.sampler.use, set())
 
 
 MARKS = given_by("marks")  # needs that are not fields of a batch

@@ -1,27 +1,31 @@
 """Checks on the components of an `rl` recipe: choices that cannot be combined or would silently have no effect.
 
 Components declare what they need and which actions are exclusive (`registry.register`), so few checks name a method.
-What a single key needs is marked at its field; the checks here look at all components. `checks.py` runs them.
+What a single key needs is marked at its field or listed in arguments.yaml; the checks here look at all components.
+`checks.py` runs them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import registry
-from posttrain.errors import UserError
+from posttrain.errors import UserError, count_noun, did_you_mean
+from posttrain.options import NameOf, marked_values
 from posttrain.recipe import needs
 from posttrain.recipe.requirements import Found, Scope, refuse
-from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.reward_checks import reward_name
+from posttrain.recipe.section import ComponentSection, params_model
 from posttrain.recipe.stages import RlRecipe
-from posttrain.recipe.workflow_checks import check_roles
+from posttrain.recipe.tree import format_path
 
 
 def check_components(recipe: RlRecipe) -> Found:
     """Check that each component gets what it needs, that nothing in the recipe contradicts it, and that no two
     components perform the same exclusive action."""
-    given, owners = provided_fields(recipe), dict[str, ComponentSection]()
-    alone = recipe.rollout.group_size == 1 and not rollouts_are_groups(recipe) and not recipe.rollout.workflow
+    given, owners = needs.provided_fields(recipe), dict[str, ComponentSection]()
+    alone = recipe.rollout.group_size == 1 and not recipe.rollouts_are_groups and not recipe.rollout.workflow
     for_all_right = {f"`{section.use}`" for _, section in recipe.active_components() if "all_correct" in section.needs}
     facts: dict[str, Any] = {"alone": alone, "for_all_right": for_all_right}
     for key, section in recipe.active_components():
@@ -42,26 +46,6 @@ def check_components(recipe: RlRecipe) -> Found:
             yield from refuse(scope, rows, place if place != "use" else f"{key}.use")
 
 
-def provided_fields(recipe: RlRecipe) -> set[str]:
-    """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
-    everything that its kind can."""
-    scope, advantage = Scope.of(recipe), recipe.advantage
-    found = {field for when, fields in needs.GIVERS.values() if scope.holds(when) for field in fields}
-    found |= {field for field, makers in needs.MAKERS.items() if advantage.is_function or advantage.use in makers}
-    return found | fields_from_sampler(recipe)
-
-
-def fields_from_sampler(recipe: RlRecipe) -> set[str]:
-    """Return the fields that the recipe's sampler provides to components. A user's sampler may provide any of them."""
-    every = set().union(*needs.SAMPLERS.values())
-    return every if recipe.sampler.is_function else needs.SAMPLERS.get(recipe.sampler.use, set())
-
-
-def rollouts_are_groups(recipe: RlRecipe) -> bool:
-    """Return whether the rows of each rollout form a group of their own."""
-    return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
-
-
 def check_channels(recipe: RlRecipe) -> Found:
     """Check that every channel of an advantage is used by exactly one loss."""
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
@@ -75,12 +59,19 @@ def check_channels(recipe: RlRecipe) -> Found:
             yield "advantage.separate", what, right
     for n, channel in clips.items() if advantage.use in ("channels", "copo") else ():
         if channel not in separate_channels:
-            right = (
-                f"one of {', '.join(map(str, separate_channels))}"
-                if separate_channels
-                else "remove it: its channels are in the loss already"
-            )
+            listed = ", ".join(map(str, separate_channels))
+            right = f"one of {listed}" if listed else "remove it: its channels are in the loss already"
             yield f"regularisers.{n}.channel", f"`advantage: {advantage.use}` has no separate channel {channel}", right
+
+
+def check_controllers(recipe: RlRecipe) -> Found:
+    """Check that each controller drives a number that the recipe has and that can change between steps."""
+    known = recipe.controllable_numbers()
+    for key, section in recipe.controllers.items():
+        largest = max(section.params.get("values", ()), default=0)
+        facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
+        scope = Scope.of(recipe, section, facts | {"of_rollout": key.startswith("rollout.")})
+        yield from refuse(scope, needs.REFUSED_CONTROLLERS, f"controllers.{key}")
 
 
 def check_classes(recipe: RlRecipe) -> Found:
@@ -95,14 +86,103 @@ def check_classes(recipe: RlRecipe) -> Found:
             yield kind, problem.what, problem.allowed or problem.hint or "see `posttrain methods show`"
 
 
-def check_controllers(recipe: RlRecipe) -> Found:
-    """Check that each controller drives a number that the recipe has and that can change between steps."""
-    known = controllable_numbers(recipe)
-    for key, section in recipe.controllers.items():
-        largest = max(section.params.get("values", ()), default=0)
-        facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
-        scope = Scope.of(recipe, section, facts | {"of_rollout": key.startswith("rollout.")})
-        yield from refuse(scope, needs.REFUSED_CONTROLLERS, f"controllers.{key}")
+def check_roles(recipe: RlRecipe) -> Found:
+    """Check that the roles that `rollout.workflow` names exist, and that trained roles have a reward and an adapter."""
+    workflow, several = recipe.rollout.workflow, (recipe.model.lora and recipe.model.lora.adapters) or []
+    if workflow is None:
+        return
+    key, trained = "rollout.workflow", workflow.train or workflow.roles
+    named = [(f"{key}.train", role) for role in workflow.train or ()]
+    named += [(f"{key}.adapters.{role}", role) for role in workflow.adapters]
+    for number, reward in enumerate(recipe.rewards):
+        named += [(f"rewards.{number}.roles", role) for role in reward.roles or ()]
+        named += [(f"rewards.{number}.reads", reward.reads)] if reward.reads else []
+        if trained and reward.roles is not None and not set(reward.roles) & set(trained):
+            what = f"does nothing: no call of {', '.join(reward.roles)} is trained on"
+            yield f"rewards.{number}.roles", what, f"one of: {', '.join(trained)}"
+    if recipe.advantage.use == "from_role":
+        named.append(("advantage.role", recipe.advantage.params["role"]))
+    for place, role in named if workflow.roles else ():  # the roles of a user's function are unknown
+        if role not in workflow.roles:
+            yield place, f"workflow `{workflow.use}` calls no `{role}`", _one_of(role, workflow.roles)
+    paid = [reward for reward in recipe.rewards if reward.weight]
+    for role in trained:
+        if role not in workflow.late and not any(reward.roles is None or role in reward.roles for reward in paid):
+            what = f"the calls of `{role}` are trained on, and no reward is for them"
+            right = f"add a reward with `roles: [{role}]`, or leave the role out of `train`"
+            yield f"{key}.train" if workflow.train else key, what, right
+    for role, name in workflow.adapters.items() if recipe.model.lora else ():
+        place = f"{key}.adapters.{role}"
+        if name == "base" and (role in trained or not trained):  # without names, all roles are trained
+            what = "the base is frozen, and calls of this role are trained on"
+            yield place, what, "name an adapter, or write `train`"
+        elif name not in (*several, "base"):
+            yield place, f"the model has no adapter `{name}`", _one_of(name, several, "base")
+    of_roles = {workflow.adapter_of(role, several) for role in trained}
+    for name in several if trained else ():
+        if name not in of_roles:
+            what = f"the adapter `{name}` would not be trained: no trained role has it"
+            yield "model.lora.adapters", what, f"name it in `rollout.workflow.adapters`: {{{trained[0]}: {name}}}"
+
+
+def _one_of(name: str, known: Sequence[str], *others: str) -> str:
+    hint = did_you_mean(name, known)
+    return f"one of: {', '.join((*known, *others))}" + (f"; {hint}" if hint else "")
+
+
+def check_arguments(recipe: RlRecipe) -> Found:
+    """Check that the rewards exist that components read, and that the lengths of their lists match."""
+    known = [reward_name(reward) for reward in recipe.rewards]
+    for key, section in recipe.every_component():
+        given = section.params if section.described else {}
+        for place, name, others in named_rewards(section.kinds, section.use, given):
+            if name.partition("/")[0] not in (*known, *others):
+                right = did_you_mean(name, [*known, *others]) or f"rewards here: {', '.join(known)}"
+                yield f"{key}.{place}", f"`{section.use}` reads `{name}`, and no reward is called so", right
+        if section.use == "stages":
+            values, until = given["values"], list(given["until"])
+            if len(values) != len(until) + 1 or sorted(set(until)) != until:
+                what = f"{count_noun(len(values), 'value')} and until {until}"
+                yield key, what, "write one more value than `until` has steps, and `until` in rising order"
+        if section.use == "truncation_tiers" and len(given["target_lengths"]) != len(given["thresholds"]) + 1:
+            levels, targets = len(given["thresholds"]) + 1, count_noun(len(given["target_lengths"]), "target")
+            what = f"{count_noun(levels - 1, 'threshold')} make {levels} levels; there are {targets}"
+            yield f"{key}.target_lengths", what, f"write {levels} numbers"
+
+
+def check_variants(recipe: RlRecipe) -> Found:
+    """Check the arguments of `prompt_variants`: fractions of a solution, and templates around a prompt."""
+    section = recipe.prompt_variants
+    given = section.params if section and section.described else {}
+    for name in given.keys() & {"ratios", "fractions"}:
+        shares = list(given[name])
+        if not shares or not all(0 < share <= 1 for share in shares):
+            yield f"prompt_variants.{name}", f"{shares}", "write one share or more, each above 0 and at most 1"
+        elif shares != sorted(set(shares)):
+            what = f"{shares} are not in rising order: each must show more of the solution"
+            yield f"prompt_variants.{name}", what, "sort them"
+    if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):
+        right = "write [with prefix, plain], from 0 on, not both 0"
+        yield "prompt_variants.mixture", f"{list(given['mixture'])}", right
+    texts = {"user": given.get("user", "{prompt}")}
+    for place, text in (texts | {f"own.{name}": text for name, text in (given.get("own") or {}).items()}).items():
+        if "{prompt}" not in text:
+            what = "has no {prompt}: the model would not see the problem"
+            yield f"prompt_variants.{place}", what, "add {prompt}"
+
+
+def named_rewards(
+    kinds: Sequence[str], use: str, params: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yield (path, name, allowed names besides rewards) for each argument of a registered component that names a
+    reward."""
+    others = {"ScoreName": ("correct", "reward"), "RewardName": ()}
+    kind = next((one for one in kinds if use in registry.load_index().get(one, {})), None)
+    fields = params_model(kind, use).model_fields if kind else {}
+    for argument, field in fields.items():
+        for place, mark, name in marked_values(field, params.get(argument), NameOf, (argument,)):
+            if mark.name in others:
+                yield format_path(place), name, others[mark.name]
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
@@ -124,30 +204,6 @@ def band_notes(recipe: RlRecipe) -> list[str]:
                 which = ", ".join(inside) or "none"
                 notes.append(f"keep: of the pass rates of {size} rollouts, {which} lie between {low:g} and {high:g}")
     return notes
-
-
-# Losses without a ratio to the old policy.
-WITHOUT_RATIO = {"reinforce", "nash_mp", "oreo", "oreo_step", "direct_advantage", "critic"}
-
-
-def compares_with_sampler(recipe: RlRecipe) -> bool:
-    """Return whether the loss itself reads the log-probs of the sampling policy in addition to those at the start of
-    the step."""
-    reads_sampler = not recipe.loss.is_group_loss and "rollout_logp" in recipe.loss.needs
-    return reads_sampler or recipe.loss.use in WITHOUT_RATIO
-
-
-ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")
-
-
-def controllable_numbers(recipe: RlRecipe) -> dict[str, float]:
-    """Return key -> value of each number that a controller may drive: numbers of components, and ROLLOUT_NUMBERS."""
-    found = {key: getattr(recipe.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
-    for key, section in recipe.components():
-        if not key.startswith("controllers."):
-            own = {"coef": section.coef} if hasattr(section, "coef") else {}
-            found |= {f"{key}.{name}": value for name, value in {**section.params, **own}.items()}
-    return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 CHECKS = (check_components, check_channels, check_controllers, check_classes, check_roles)

@@ -21,14 +21,14 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from posttrain import registry
 from posttrain.errors import Problem, count_noun
 from posttrain.recipe.limits import argument_marks
-from posttrain.recipe.section import ComponentSection, Idle, Refused
+from posttrain.recipe.section import ComponentSection, Idle, NoImages, Refused
 from posttrain.recipe.tree import Node, Path_, follow, format_path
 
 Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
@@ -38,7 +38,7 @@ _CLAUSE = re.compile(
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "%": operator.mod}
 _IN_TEXT = re.compile(r"\{([.#]?)([\w.]+)(?: (\w+))?\}")
 _NOTHING = object()
-Marks = Sequence[Any]  # metadata of a field
+Mark = TypeVar("Mark", Refused, Idle, NoImages)
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,19 @@ def parse(condition: str) -> tuple[tuple[Clause, ...], ...]:
     return tuple(tuple(map(read, filter(None, part.split(" and ")))) for part in condition.split(" or "))
 
 
-def find_refused(recipe: BaseModel) -> Found:
-    """Yield (key, what is wrong, what would be right) for every key whose `Refused` mark holds."""
+def find_marks(recipe: BaseModel, kind: type[Mark]) -> Iterator[tuple[Scope, Path_, Mark]]:
+    """Yield (scope, path of the key, mark) for each mark of a kind: at fields, and of the arguments of components."""
     for scope in scopes(recipe):
         path, section = scope.sections[-1]
-        for name, field in type(section).model_fields.items():
-            marks = [mark for mark in field.metadata if isinstance(mark, Refused)]
-            yield from refuse(scope, marks, format_path((*path, field.alias or name)))
-        if isinstance(section, ComponentSection) and section.described:
-            kind = registry.find_kind(section.kinds, section.use)
-            for name in section.params:
-                yield from refuse(scope, argument_marks(kind, section.use, name), format_path((*path, name)))
+        for key, mark in _marks_of(section, scope.above):
+            if isinstance(mark, kind):
+                yield scope, (*path, key), mark
+
+
+def find_refused(recipe: BaseModel) -> Found:
+    """Yield (key, what is wrong, what would be right) for every key whose `Refused` mark holds."""
+    for scope, path, mark in find_marks(recipe, Refused):
+        yield from refuse(scope, [mark], format_path(path))
 
 
 def refuse(scope: Scope, rows: Iterable[Sequence[str]], key: str) -> Found:
@@ -145,14 +147,12 @@ def refuse(scope: Scope, rows: Iterable[Sequence[str]], key: str) -> Found:
 def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
     """Yield (path, mark, reason) for every value that was written, differs from its default, and has no effect. The
     first mark that holds decides."""
-    for scope in scopes(recipe):
-        path, section = scope.sections[-1]
-        for shown, marks in _written_keys(section):
-            for mark in (*marks, *scope.above):
-                if isinstance(mark, Idle) and not (mark.below and mark in marks) and scope.holds(mark.when):
-                    why = scope.fill(mark.why)
-                    yield (*path, shown), mark, why if why.startswith(":") else f" {why}"
-                    break
+    found = set[Path_]()
+    for scope, path, mark in find_marks(recipe, Idle):
+        if path not in found and _is_changed(scope.sections[-1][1], str(path[-1])) and scope.holds(mark.when):
+            found.add(path)
+            why = scope.fill(mark.why)
+            yield path, mark, why if why.startswith(":") else f" {why}"
 
 
 def find_contradictions(recipe: BaseModel) -> Found:
@@ -175,21 +175,32 @@ def notes(recipe: BaseModel, tree: Node, prefix: Sequence[str | int] = ()) -> li
     return found
 
 
-def _written_keys(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (key, marks) for the keys of a section that were written with another value than the default."""
+def _marks_of(section: BaseModel, above: Sequence[Idle]) -> Iterator[tuple[str, Any]]:
+    """Yield (key, mark) for a section's fields and the arguments of its component. above: marks of every key."""
     for name, field in type(section).model_fields.items():
-        if name in section.model_fields_set and getattr(section, name) != field.get_default(call_default_factory=True):
-            yield field.alias or name, field.metadata
-    if isinstance(section, ComponentSection):
-        described = section.described.get("params", {})
-        for key, mark in section.idle_arguments.get(section.use, {}).items():
-            value = section.params[key]
-            if (list(value) if isinstance(value, tuple) else value) != described[key][1]:
-                yield key, [mark]
+        own = (mark for mark in field.metadata if not (isinstance(mark, Idle) and mark.below))
+        yield from ((field.alias or name, mark) for mark in (*own, *above))
+    if isinstance(section, ComponentSection) and section.described:
+        kind = registry.find_kind(section.kinds, section.use)
+        for name in section.params:
+            yield from ((name, Refused(*row)) for row in argument_marks(kind, section.use, name))
+        yield from section.idle_arguments.get(section.use, {}).items()
+
+
+def _is_changed(section: BaseModel, key: str) -> bool:
+    """Return whether a key of a section was written, and differs from its default; for an argument of a component,
+    whether it differs."""
+    if isinstance(section, ComponentSection) and key in section.params:
+        value, (_, *default) = section.params[key], section.described["params"][key]
+        return [list(value) if isinstance(value, tuple) else value] != default
+    name, field = next((n, f) for n, f in type(section).model_fields.items() if key == (f.alias or n))
+    return name in section.model_fields_set and bool(
+        getattr(section, name) != field.get_default(call_default_factory=True)
+    )
 
 
 def scopes(
-    section: BaseModel, around: tuple[tuple[Path_, Any], ...] = (), path: Path_ = (), above: Marks = ()
+    section: BaseModel, around: tuple[tuple[Path_, Any], ...] = (), path: Path_ = (), above: Sequence[Any] = ()
 ) -> Iterator[Scope]:
     """Yield the scope of every section of a recipe. above: the marks of the key that holds `section`."""
     chain = (*around, (path, section))

@@ -316,6 +316,11 @@ class Kl(ComponentSection):
         Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
     ] = Field(None, description="step, from 1, at whose start the reference is replaced by the current policy")
 
+    @property
+    def lacks_coef(self) -> bool:
+        """Whether keys are written, but no coefficient."""
+        return bool(self.model_fields_set) and "coef" not in self.model_fields_set
+
 
 class Regulariser(ComponentSection):
     """A term added to the loss."""

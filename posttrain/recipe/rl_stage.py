@@ -35,6 +35,7 @@ from posttrain.recipe.rollout_sections import Rollout
 from posttrain.recipe.section import (
     ComponentSection,
     Idle,
+    NoImages,
     Refused,
 )
 from posttrain.recipe.sections import Data, Model
@@ -54,6 +55,9 @@ OBJECTIVE = (*BEFORE_THE_LOSS, "corrections", "loss", "kl", "regularisers", "con
 # Log-probs computed on rows with other tokens than the rollouts.
 WITH_ALL_TOKENS = {"answer_logp", "expert_logp", "masked_logp", "perturbed_logp"}
 BY_REFERENCE = ("ref_logp", "ref_hidden", "tempered_ref_logp")  # what components read from the reference model
+ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")
+# Losses without a ratio to the old policy.
+WITHOUT_RATIO = {"reinforce", "nash_mp", "oreo", "oreo_step", "direct_advantage", "critic"}
 TAGS = ("one of keep", "list of keep")  # pydantic adds these tags to the locations of errors
 OneOrMany = Annotated[
     Annotated[Keep, Tag(TAGS[0])] | Annotated[list[Keep], Tag(TAGS[1])],
@@ -85,7 +89,10 @@ class RlRecipe(ToolUseStage, Tracked):
     algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model
     data: Data
-    sampler: PromptSamplerSection = Field(
+    sampler: Annotated[
+        PromptSamplerSection,
+        NoImages("values in sampler.needs", "reads the policy's states of prompts without their images"),
+    ] = Field(
         default_factory=lambda: PromptSamplerSection.model_validate({}),
         description="which prompts a step uses, and how many rollouts each gets",
     )
@@ -95,7 +102,14 @@ class RlRecipe(ToolUseStage, Tracked):
         Refused("prompt_variants and rollout.engine = stored", "rollout.engine stored samples nothing"),
         Refused("prompt_variants and opponent", "the opponent answers the data's own prompts"),
     ] = Field(None, description="modified prompts to sample from, and which part of them the loss sees")
-    rewards: list[Reward] = Field(min_length=1)
+    rewards: Annotated[
+        list[Reward],
+        Refused(  # distillation from a teacher needs no reward
+            "not rewards.weight and not kl.reference",
+            "every weight is 0: there is nothing to learn from",
+            "give one a weight",
+        ),
+    ] = Field(min_length=1)
     scoring: Scoring = Field(default_factory=Scoring)
     replay: Annotated[
         ReplaySection | None,
@@ -154,7 +168,10 @@ class RlRecipe(ToolUseStage, Tracked):
         ),
     ] = Field(default_factory=list, description="weights and masks on the policy-gradient term")
     loss: Loss = Field(default_factory=lambda: Loss.model_validate({}))
-    kl: Kl = Field(default_factory=lambda: Kl.model_validate({}))
+    kl: Annotated[
+        Kl,
+        Refused("kl.lacks_coef and not controllers.kl.coef", "does nothing while its coef is 0", "write `kl.coef`"),
+    ] = Field(default_factory=lambda: Kl.model_validate({}))
     regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
     controllers: dict[str, Controller] = Field(
         default_factory=dict,
@@ -235,6 +252,28 @@ class RlRecipe(ToolUseStage, Tracked):
         """Whether anything may read the reference model: a component, a frozen critic, or a user's function."""
         read = self.kl.reference or self.critic.path or self.has_function
         return bool(read) or bool(self.reads & {*BY_REFERENCE})
+
+    @property
+    def rollouts_are_groups(self) -> bool:
+        """Whether the rows of each rollout form a group of their own."""
+        return self.rollout.shape is not None and self.rollout.shape.may("own_group")
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether the loss itself reads the log-probs of the sampling policy in addition to those at the start of the
+        step."""
+        reads_sampler = not self.loss.is_group_loss and "rollout_logp" in self.loss.needs
+        return reads_sampler or self.loss.use in WITHOUT_RATIO
+
+    def controllable_numbers(self) -> dict[str, float]:
+        """Return key -> value of each number that a controller may drive: numbers of components, and
+        ROLLOUT_NUMBERS."""
+        found = {key: getattr(self.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
+        for key, section in self.components():
+            if not key.startswith("controllers."):
+                own = {"coef": section.coef} if hasattr(section, "coef") else {}
+                found |= {f"{key}.{name}": value for name, value in {**section.params, **own}.items()}
+        return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
     def active_components(self) -> list[tuple[str, ComponentSection]]:
         """Return the components that have an effect: all except a KL whose coefficient stays 0."""

@@ -6,6 +6,7 @@ import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
+from posttrain.errors import RecipeError, did_you_mean
 from posttrain.options import Channel, Column, Gate, PartialColumn, RewardName, ScoreName, TextColumn
 from posttrain.path_resolution import split_function
 from posttrain.recipe.limits import MAX_COUNT, argument_limits
@@ -82,6 +84,17 @@ class Refused(NamedTuple):
     when: str
     what: str
     right: str = "remove one of them"
+
+
+class NoImages(NamedTuple):
+    """Marks a key that cannot be used with images when a condition holds: "KEY: the rows have images, and it WHY".
+
+    in_replies: nor with images that tools or an environment show during a rollout.
+    """
+
+    when: str
+    why: str
+    in_replies: bool = False
 
 
 ModelName = Annotated[str, Names("model", "model")]
@@ -188,6 +201,23 @@ class ComponentSection(Section):
     def needs(self) -> set[str]:
         """What the component in use declares that it needs."""
         return set(self.described.get("needs", []))
+
+    def load(self, base_dir: Path | None) -> registry.Component:
+        """Load the component in use. Raises UserError for an unknown name, and for keys that are not arguments of a
+        user's function, whose signature is first known here."""
+        component = registry.resolve(self.kinds, self.use, base_dir)
+        head, takes = f"{component.kind} `{self.use}`", f"it takes: {', '.join(component.params) or 'none'}"
+        if unknown := next((key for key in self.params if key not in component.params), None):
+            hint = did_you_mean(unknown, component.params)
+            raise RecipeError(f"{head} has no argument {unknown}", allowed=takes, hint=hint)
+        for key, (_, default) in component.params.items():
+            if default is ... and key not in self.params:
+                raise RecipeError(f"{head} needs the argument {key}", allowed=takes)
+        hints = registry.resolve_annotations(component.function)
+        for key, value in self.params.items():
+            if why := registry.explain_type_mismatch(hints.get(key), value):
+                raise RecipeError(f"{head}: argument {key}: {why}, got {registry.format_value(value)}")
+        return component
 
     @classmethod
     def default_use(cls) -> str | None:

@@ -24,6 +24,7 @@ from posttrain.recipe.section import (
     Count,
     Idle,
     ModelName,
+    NoImages,
     NonNegative,
     PairsName,
     Positive,
@@ -262,6 +263,7 @@ class GenerateRecipe(ToolUseStage):
             "greedy steps are all the same",
             "write a sampling.temperature above 0",
         ),
+        NoImages("search", "samples answers from text only"),
     ] = Field(None, description="one completion per prompt, found by a search over its steps")
     tree: Annotated[
         GrowTree | None,
@@ -290,6 +292,7 @@ class GenerateRecipe(ToolUseStage):
             "greedy branches are all the same",
             "write a sampling.temperature above 0",
         ),
+        NoImages("tree", "samples turns from text only"),
     ] = Field(
         None,
         description="`samples` trees per prompt, written to completions.jsonl with their best paths, as training data",

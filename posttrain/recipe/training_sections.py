@@ -11,6 +11,7 @@ from posttrain.recipe.section import (
     Count,
     Idle,
     ModelName,
+    NoImages,
     Positive,
     Rate,
     Refused,
@@ -38,7 +39,9 @@ class SftObjective(ComponentSection):
         "number of trained tokens",
     )
     behavior_model: Annotated[
-        ModelName | None, Idle("not behavior_logp in needs and not is_function", "with {use}")
+        ModelName | None,
+        Idle("not behavior_logp in needs and not is_function", "with {use}"),
+        NoImages("behavior_model", "reads text only"),
     ] = Field(
         None, description="pear: the model that wrote the data; its log-probs are computed once and stored in the run"
     )

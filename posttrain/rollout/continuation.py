@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain import registry, source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment
 from posttrain.errors import PosttrainError, RecipeError
-from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.rollout_sections import PlayWorkflow, RolloutShape
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
@@ -118,7 +117,7 @@ def bind_coroutine(
     key: the section's place in the recipe. Raises UserError for an unknown name or parameter, and RecipeError for a
     class without `learn` and for anything that is no coroutine function.
     """
-    component = load_component(section, base_dir)
+    component = section.load(base_dir)
     kind, learner = section.kinds[0], None
     takes, learns = _SIGNATURES[kind]
     function: Any = component.function

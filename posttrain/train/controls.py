@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import RecipeError, UserError
-from posttrain.recipe.argument_checks import load_component
-from posttrain.recipe.objective_checks import controllable_numbers
 from posttrain.recipe.stages import RlRecipe
 
 
@@ -29,14 +27,14 @@ class Controls:
         found: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
             length = {"total_steps": steps} if section.params.get("total_steps", 0) is None else {}
-            component = load_component(section, recipe.base_dir)
+            component = section.load(recipe.base_dir)
             found[key] = component.function(**{**section.params, **length})
             for method in ("start", "value", "update"):
                 if not callable(getattr(found[key], method, None)):
                     raise RecipeError(
                         f"controller `{section.use}` has no method `{method}`", where=f"controllers.{key}"
                     )
-        known = controllable_numbers(recipe)
+        known = recipe.controllable_numbers()
         controls = cls(found, {key: known[key] for key in found})
         for step, given in enumerate(controls.foreseen(steps)):
             check_limits(given, recipe, step)

@@ -38,7 +38,6 @@ from posttrain.batch import ChannelAdvantages, Credit, GroupLoss, Remembered, Ro
 from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
 from posttrain.loss.groups import group_key, group_total
-from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.needs import BY_ROW
 from posttrain.recipe.rl_stage import BEFORE_THE_LOSS, OBJECTIVE
 from posttrain.recipe.section import ComponentSection
@@ -95,7 +94,7 @@ def _round_if_int(number: float, before: Any) -> float:
 
 def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundComponent:
     """Bind the component of a recipe section. Raises UserError for an unknown name or argument."""
-    component = load_component(section, base_dir)
+    component = section.load(base_dir)
     return BoundComponent(
         kind=component.kind,  # type: ignore[arg-type]
         name=component.name,

@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.batch import CallRecord, Node, Prompt, Rollout, RolloutBatch, Segment, Turn, WorkflowCall
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
-from posttrain.recipe.objective_checks import fields_from_sampler, provided_fields, rollouts_are_groups
+from posttrain.recipe.needs import fields_from_sampler, provided_fields
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import RlRecipe
 from posttrain.registry import find_script_line
@@ -113,7 +113,7 @@ def _sizes(recipe: RlRecipe) -> list[int]:
     """Return the number of rollouts of each prompt: unequal ones if the sampler may divide them so."""
     prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
     unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
-    if rollouts_are_groups(recipe):
+    if recipe.rollouts_are_groups:
         return [2] * (prompts * size)
     if recipe.rollout.workflow is not None:  # its calls form separate groups, also with a single rollout
         return [max(2, size)] * prompts

@@ -16,7 +16,6 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import RecipeError, RunError
-from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
@@ -49,7 +48,7 @@ class StepSampler:
         Raises UserError for an unknown name or argument, for a class that is not a sampler, and for what its `start`
         refuses.
         """
-        component = load_component(recipe.sampler, recipe.base_dir)
+        component = recipe.sampler.load(recipe.base_dir)
         missing = sorted(getattr(component.function, "__abstractmethods__", ()))  # these prevent instantiation
         sampler: Any = None if missing else component.function(**recipe.sampler.params)
         missing = missing or [name for name in METHODS if not callable(getattr(sampler, name, None))]

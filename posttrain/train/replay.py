@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Rollout, RolloutBatch, Stored
-from posttrain.recipe.objective_checks import compares_with_sampler
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import Sequences, join_batches, rollout_batch, sequences_of
 from posttrain.train.collect import batch_of
@@ -32,7 +31,7 @@ def with_stored_logps(
     A loss that reads the sampler's log-probs (`rollout_logp`) besides `old_logp` distinguishes the two itself: then
     `old_logp` is the policy at the start of the step for all rows.
     """
-    if scored.replayed is None or compares_with_sampler(ctx.recipe):
+    if scored.replayed is None or ctx.recipe.compares_with_sampler:
         return scored
     scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), {"old_logp"})
     assert scored.old_logp is not None
@@ -78,7 +77,7 @@ def join_stored(
         advantages = advantages[:, None].expand(batch.mask.shape)  # [N] in a step whose rows were all dropped
         batch = batch.replace(advantages=advantages)
     needs = ctx.objective.needs_before_the_loss
-    if not compares_with_sampler(ctx.recipe):
+    if not ctx.recipe.compares_with_sampler:
         needs = needs | {"old_logp"}
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), {"old_logp"})
         batch = batch.replace(old_logp=scored.old_logp)

@@ -13,7 +13,6 @@ from typing import Any
 
 from posttrain.batch import Prompt, Rollout, Stored
 from posttrain.errors import RecipeError, RunError
-from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.stages import RlRecipe
 from posttrain.replay.protocol import Replay, Request, Row
 from posttrain.seeds import derive
@@ -47,7 +46,7 @@ class ReplayStore:
         section = recipe.replay
         if section is None:
             return None
-        kind = load_component(section, recipe.base_dir).function(**section.params)
+        kind = section.load(recipe.base_dir).function(**section.params)
         for method in ("replace", "add", "store"):
             if not callable(getattr(kind, method, None)):
                 raise RecipeError(

@@ -17,7 +17,6 @@ from posttrain import registry, source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Variant
 from posttrain.data import images, render
 from posttrain.errors import RecipeError, UserError
-from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
@@ -57,7 +56,7 @@ class PromptVariants:
         section = recipe.prompt_variants
         if section is None:
             return None
-        component = load_component(section, recipe.base_dir)
+        component = section.load(recipe.base_dir)
         is_class = inspect.isclass(component.function)
         planner = component.function(**section.params) if is_class else Stateless(component.function, section.params)
         solutions = solution_tokens(prompts, section.solution, tokenizer) if section.may("solution") else {}

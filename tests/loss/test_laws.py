@@ -9,7 +9,7 @@ import torch
 
 from posttrain import registry
 from posttrain.batch import RolloutBatch
-from posttrain.recipe.objective_checks import WITHOUT_RATIO
+from posttrain.recipe.rl_stage import WITHOUT_RATIO
 
 NAMES = [
     (kind, name)

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.objective_checks import controllable_numbers, stale_notes
+from posttrain.recipe.objective_checks import stale_notes
 
 BASE: dict[str, Any] = {
     "stage": "rl",
@@ -173,7 +173,7 @@ def test_overrides_reach_into_lists_and_short_forms(tmp_path: Path) -> None:
 def test_the_numbers_of_a_recipe(tmp_path: Path) -> None:
     values = {**BASE, "regularisers": [{"use": "kl_old", "coef": 0.5}], "batch": TWO}
     recipe = load_dict(values, base_dir=tmp_path, where="r").recipe
-    found = controllable_numbers(recipe)
+    found = recipe.controllable_numbers()
     assert found["regularisers.0.coef"] == 0.5 and found["loss.clip_low"] == 0.2 and found["rollout.group_size"] == 8
     assert "loss.clip_high" not in found, "null is no number"
 
