@@ -38,7 +38,7 @@ _CLAUSE = re.compile(
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "%": operator.mod}
 _IN_TEXT = re.compile(r"\{([.#]?)([\w.]+)(?: (\w+))?\}")
 _NOTHING = object()
-Mark = TypeVar("Mark", Refused, Idle, NoImages)
+Mark = TypeVar("Mark", bound=Refused | Idle | NoImages)
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def parse(condition: str) -> tuple[tuple[Clause, ...], ...]:
 def find_marks(recipe: BaseModel, kind: type[Mark]) -> Iterator[tuple[Scope, Path_, Mark]]:
     """Yield (scope, path of the key, mark) for each mark of a kind: at fields, and of the arguments of components."""
     for scope in scopes(recipe):
-        path, section = scope.sections[-1]
-        for key, mark in _marks_of(section, scope.above):
-            if isinstance(mark, kind):
-                yield scope, (*path, key), mark
+        at, section = scope.sections[-1]
+        yield from (
+            (scope, (*at, key), mark) for key, mark in _marks_of(section, scope.above) if isinstance(mark, kind)
+        )
 
 
 def find_refused(recipe: BaseModel) -> Found:
