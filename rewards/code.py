@@ -1,9 +1,14 @@
 r"""Does the program pass its tests? Run in a sandbox: no network, no files but a scratch directory, limits.
 
 rewards:
-  - use: code.code_exec           # `tests`: [{"input": "2 3\n", "output": "5"}, ...], or its JSON text
+  - use: code.code_exec           # reads the column `tests`, or its JSON text
     timeout_s: 30                 # of the whole call; keep it above budget_s
     params: {mode: partial, budget_s: 20}
+
+Tests are inputs with outputs, `[{"input": "2 3\n", "output": "5"}]`, or calls of a function or of a method of
+`Solution`, `[{"fn_name": "add", "input": [2, 3], "output": 5}]`; also in the forms of APPS, TACO and PRIME (`{"inputs":
+[...], "outputs": [...], "fn_name": ...}`) and LiveCodeBench (`testtype: functional`, JSON lines). Asserts are no tests,
+since a program can make its own asserts pass: write them as calls.
 
 Partial credit gives signal where no program passes everything; binary leaves less to game. What the sandbox protects
 from: docs/sandbox.md.
@@ -15,12 +20,11 @@ from typing import Any
 from posttrain.verify import sandbox
 from posttrain.verify.code import Mode, code_reward
 from posttrain.verify.milestones import milestone_reward
-from posttrain.verify.structured import from_json
 
 
 def code_exec(
     completion: str,
-    tests: Sequence[Mapping[str, Any]] | str | None,
+    tests: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None,
     *,
     mode: Mode = "partial",
     timeout_s: float = 5.0,
@@ -31,16 +35,18 @@ def code_exec(
     memory_mb: int = 512,
     allow_unsandboxed: bool = False,
 ) -> dict[str, float | None] | None:
-    """The share of tests that the last Python block after the thought passes; None without tests.
+    """The share of tests that the last Python block after the thought passes (without one, the last block without a
+    language); None without tests.
 
     mode: partial, binary (all or nothing), pass_fail (the same, stops at the first failure), weighted_sum (1 if all
     pass + pass_weight * share; no_code, compile_fail). timeout_s: of a test; budget_s: of all tests of a completion,
-    which must be below the call's own limit. Output must be equal but for blanks at line ends and at the end.
+    which must be below the call's own limit. Output must be equal but for blanks at line ends and at the end; a line of
+    numbers is compared as numbers, exactly. Returned values must be equal, floats within 1e-6.
     allow_unsandboxed: run programs also where the machine has no namespaces. Logged part: passed.
     """
     found = code_reward(
         completion,
-        None if tests is None else from_json(tests, (list, tuple), "a list of tests", "tests"),
+        tests,
         mode=mode,
         timeout_s=timeout_s,
         budget_s=budget_s,
@@ -101,6 +107,7 @@ def setup() -> None:
 
 _TESTS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
 _FAR = {"milestones": [r"input\(", "print"], "stdin": "2 3\n"}
+_CALLS = {"inputs": [[2, 3], [-1, 1]], "outputs": [5, 0], "fn_name": "add"}
 _SUM = "Here it is:\n```python\na, b = map(int, input().split())\nprint(%s)\n```"
 
 EXAMPLES = {
@@ -110,6 +117,8 @@ EXAMPLES = {
         (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.05, {"mode": "weighted_sum"}),
         (_SUM % "a + b); print('debug'", {"tests": _TESTS}, 0.0, {"mode": "binary"}),
         (_SUM % "a +", {"tests": _TESTS}, -0.1, {"mode": "weighted_sum"}),
+        ("```python\ndef add(a, b):\n    return a + b\n```", {"tests": _CALLS}, {"reward": 1.0, "passed": 2.0}),
+        ("```\ndef add(a, b):\n    return abs(a) + abs(b)\n```", {"tests": _CALLS}, 0.5),
         ("Just add them.", {"tests": _TESTS}, -1.0, {"mode": "weighted_sum"}),
         ("", {"tests": _TESTS}, 0.0),
         ("", {"tests": []}, None),

@@ -22,6 +22,7 @@ from posttrain.verify import efficiency, math, self_play
 from posttrain.verify import reasoning as pure
 from posttrain.verify.agents import planner_executor_reward
 from posttrain.verify.code import passes, program_in
+from posttrain.verify.code_tests import read_test
 from posttrain.verify.extract import Extractor, after_think, last_tag
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.text import golds_of
@@ -154,7 +155,7 @@ def _survives(output: str, check: Mapping[str, Any], limits: Mapping[str, Any]) 
     if "pattern" in check:
         return re.search(check["pattern"], output) is not None
     program = program_in(output)
-    return program is not None and passes(program, check, **limits)
+    return program is not None and passes(program, read_test(check), **limits)
 
 
 def self_judged(

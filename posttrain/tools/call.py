@@ -70,6 +70,11 @@ def parse_call_object(value: Any) -> Call:
     return make_call(name, arguments)
 
 
+def parse_call_objects(value: Any) -> list[Call]:
+    """Convert a JSON object, or a list of them, to calls."""
+    return list(map(parse_call_object, value if isinstance(value, list) else [value]))
+
+
 def make_call(name: str, arguments: Any) -> Call:
     """Build the call of a tool from arguments given as an object, or as JSON text of an object."""
     if isinstance(arguments, str):

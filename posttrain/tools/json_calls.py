@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.tools.call import Call, Unreadable, make_call, parse_call_object, parse_json_at
+from posttrain.tools.call import Call, Unreadable, make_call, parse_call_object, parse_call_objects, parse_json_at
 
 Found = tuple[list[Call], int]
 
 _BLANK = re.compile(r"\s*")
 _FENCE = re.compile(r"\s*```\s*")
+_BETWEEN_OBJECTS = re.compile(r"\s*(?:;|,|<\|python_tag\|>)?\s*(?:```)?\s*")
 
 
 def read_tagged_json(match: re.Match[str]) -> Found:
@@ -31,17 +32,18 @@ def read_tagged_json(match: re.Match[str]) -> Found:
 
 
 def read_objects(match: re.Match[str]) -> Found:
-    """Parse JSON objects, or a list of them, up to the end of the text, separated by `;`, `,` or whitespace."""
+    """Parse JSON objects, or a list of them, separated by `;`, `,`, `<|python_tag|>` or whitespace. Text after the
+    last one ends the turn."""
     text = match.string
     calls: list[Call] = []
     at = _skip_whitespace(text, match.end())
-    while at < len(text):
+    while at < len(text) and (not calls or text[at] in "[{"):
         try:
             value, end = parse_json_at(text, at)
         except Unreadable as error:
             return [*calls, Call(problem=f"no JSON: {error}")], len(text)
-        calls += list(map(parse_call_object, value if isinstance(value, list) else [value]))
-        at = re.compile(r"\s*[;,]?\s*(?:```)?\s*").match(text, end).end()  # type: ignore[union-attr]
+        calls += parse_call_objects(value)
+        at = _BETWEEN_OBJECTS.match(text, end).end()  # type: ignore[union-attr]
     return calls or [Call(problem="the call is empty")], len(text)
 
 
@@ -55,7 +57,7 @@ def read_mistral(match: re.Match[str]) -> Found:
         return _unreadable_call(text, at, f"no JSON: {error}", None, ("[TOOL_CALLS]", "</think>"))
     if head:
         return [make_call(head[1], value)], end
-    return list(map(parse_call_object, value if isinstance(value, list) else [value])), end
+    return parse_call_objects(value), end
 
 
 def read_deepseek(match: re.Match[str]) -> Found:

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from posttrain.tools.call import Call, Unreadable, check_json_value
+from posttrain.tools.call import Call, Unreadable, check_json_value, parse_call_objects, parse_json
 from posttrain.tools.json_calls import Found
 
 _CLOSES = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
@@ -37,7 +37,13 @@ def read_pythonic(match: re.Match[str]) -> Found:
 
 
 def _parse_pythonic(text: str) -> list[Call]:
+    """Parse `[NAME(key=value), ...]`, or the JSON that LFM2 writes between its marks on request."""
     form = "expected [NAME(key=value)]"
+    if re.match(r"\s*\[?\s*\{", text):
+        try:
+            return parse_call_objects(parse_json(text))
+        except Unreadable as error:
+            return [Call(problem=f"no JSON: {error}")]
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -7,38 +7,43 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from posttrain.verify.code_tests import ProgramTest, read_tests
 from posttrain.verify.extract import THINK_START, after_think
 from posttrain.verify.sandbox import Limits, run_python
 
 Mode = Literal["partial", "binary", "weighted_sum", "pass_fail"]
 MODES = ("partial", "binary", "weighted_sum", "pass_fail")
 
-_FENCE = re.compile(r"```(?:python3?|py)[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_FENCE_OR_THOUGHT = re.compile(rf"{_FENCE.pattern}|{re.escape(THINK_START)}", _FENCE.flags)
+_BLOCK_OR_THOUGHT = re.compile(
+    r"```(?P<language>[^\s`]*)[^\S\n]*\n(?P<program>.*?)(?:(?<=\n)[^\S\n]*```|```[^\S\n]*$)"
+    rf"|{re.escape(THINK_START)}",
+    re.DOTALL | re.MULTILINE,
+)
 _COMPILES = "import sys\ncompile(sys.stdin.read(), 'main.py', 'exec')\n"
 
 
 def program_in(completion: str) -> str | None:
-    """Return the last non-blank block fenced as Python after the thought; None if there is none.
+    """Return the last non-blank block fenced as Python after the thought, or without any such block the last one fenced
+    without a language; None if there is none.
 
-    Nothing after an unclosed `<think>` counts, unless the `<think>` is inside a block and so part of the program.
+    Nothing after an unclosed `<think>` counts, unless the `<think>` is inside a block and so part of the program. A
+    fence closes at the start or the end of a line, so that a program may write ``` in a text.
     """
-    last = None
-    for found in _FENCE_OR_THOUGHT.finditer(after_think(completion)):
-        if found[1] is None:
+    labelled = plain = None
+    for found in _BLOCK_OR_THOUGHT.finditer(after_think(completion)):
+        if found["program"] is None:
             break
-        last = found[1]
+        if found["language"].lower() in ("python", "python3", "py"):
+            labelled = found["program"]
+        elif not found["language"]:
+            plain = found["program"]
+    last = plain if labelled is None else labelled
     return last if last and last.strip() else None
-
-
-def output_lines(text: str) -> list[str]:
-    """Split a text into lines without trailing blanks and without blank lines at the end."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def code_reward(
     completion: str,
-    tests: Sequence[Mapping[str, Any]] | None,
+    tests: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None,
     *,
     mode: Mode = "partial",
     timeout_s: float = 5.0,
@@ -51,8 +56,8 @@ def code_reward(
 ) -> dict[str, float | None]:
     """Score the completion's program: {"reward", "passed"}; reward is None without tests.
 
-    tests: [{"input", "output"}, ...]. A test passes if the program exits with 0 within timeout_s and prints the
-    expected output, ignoring trailing blanks and blank lines at the end.
+    tests: in a form of `code_tests`. A test passes if the program ends within timeout_s without an error and prints, or
+    its function returns, what is expected.
     mode: with f = passed / tests, partial: f. binary: 1 if all tests pass. pass_fail: as binary, but stops at the first
     failure. weighted_sum: 1 if all tests pass, plus pass_weight * f; no_code without a program, compile_fail if it does
     not compile (both are 0 in the other modes).
@@ -61,20 +66,21 @@ def code_reward(
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
-    if not tests:
+    rows = [] if tests is None else read_tests(tests)
+    if not rows:
         return {"reward": None, "passed": 0.0}
     program = program_in(completion)
     if program is None:
         return {"reward": no_code if mode == "weighted_sum" else 0.0, "passed": 0.0}
     give_up = None if budget_s is None else time.monotonic() + budget_s
     passed = 0
-    for test in tests:
+    for test in rows:
         left = timeout_s if give_up is None else min(timeout_s, give_up - time.monotonic())
         right = left > 0 and passes(program, test, left, memory_mb, allow_unsandboxed)
         passed += right
         if not right and (mode == "pass_fail" or left <= 0):
             break
-    share, every = passed / len(tests), float(passed == len(tests))
+    share, every = passed / len(rows), float(passed == len(rows))
     if mode == "weighted_sum":
         if not passed and not compiles(program, timeout_s, memory_mb, allow_unsandboxed):
             return {"reward": compile_fail, "passed": 0.0}
@@ -83,12 +89,13 @@ def code_reward(
 
 
 def passes(
-    program: str, test: Mapping[str, Any], seconds: float, memory_mb: int = 512, allow_unsandboxed: bool = False
+    program: str, test: ProgramTest, seconds: float, memory_mb: int = 512, allow_unsandboxed: bool = False
 ) -> bool:
-    """Return whether the program prints the expected output on the test's input and exits with 0."""
+    """Return whether the program passes a test and exits with 0."""
     limits = Limits(seconds=seconds, memory_mb=memory_mb)
-    done = run_python(program, str(test["input"]), limits=limits, allow_unsandboxed=allow_unsandboxed)
-    return done.ok and output_lines(done.stdout) == output_lines(str(test["output"]))
+    run, stdin = test.program_and_input(program)
+    done = run_python(run, stdin, limits=limits, allow_unsandboxed=allow_unsandboxed)
+    return done.ok and test.accepts(done.stdout)
 
 
 def compiles(program: str, seconds: float = 5.0, memory_mb: int = 512, allow_unsandboxed: bool = False) -> bool:

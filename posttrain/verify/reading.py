@@ -45,6 +45,7 @@ class Reader(Cursor):
         self.forked = False
         self.bars = 0
         self.functions = 0
+        self.exponent_end = -1  # position after the exponent read last
         self.approximate = False
         self.percent = False
         self.forms: set[str] = set()
@@ -270,6 +271,9 @@ class Reader(Cursor):
         before, token = self.tokens[self.position - 1], self.peek()
         whole = before.kind == "number" and isinstance(left, sympy.Integer) and "." not in before.text
         if token.kind == "number":
+            power = self.exponent_end == self.position  # 2^{6}3^{5} and 2^6 3^5, but not 2^6 3
+            if power and (before.text == "}" or (token.spaced and self.peek(1).text == "^")):
+                return times(left, self.power())
             if before.text != "!" and (not token.spaced or before.kind not in ("letter", "number", "command")):
                 raise Unreadable("two numbers side by side")
             if before.kind != "number":
@@ -306,6 +310,7 @@ class Reader(Cursor):
         while True:
             if self.at("^"):
                 base = self.read_power(base)
+                self.exponent_end = self.position
             elif self.at("!") and isinstance(base, Expr):
                 self.position += 1
                 if self.at("!"):

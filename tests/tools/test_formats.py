@@ -160,6 +160,13 @@ FORMS: list[tuple[Format, str, list[Call]]] = [
     ("llama3", '```json\n{"name": "add", "parameters": {"a": 1}}\n```', [ADD]),
     ("llama3", '<think>so</think>\n{"name": "add", "parameters": {"a": 1}}', [ADD]),
     ("llama3", '{"name": "add", "parameters": {"a": "</think>{"}}', [Call("add", {"a": "</think>{"})]),
+    # cases of SGLang's detectors: text behind a call, the tag before each call, the JSON that LFM2 can be asked for
+    ("llama3", '{"name": "add", "parameters": {"a": 1}} Some follow-up text', [ADD]),
+    ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|python_tag|>{"name": "now", "parameters": {}}',
+     [ADD, Call("now")]),
+    ("pythonic", '<|tool_call_start|>{"name": "add", "arguments": {"a": 1}}<|tool_call_end|>', [ADD]),
+    ("pythonic", 'So.<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "parameters": {}}]'
+     "<|tool_call_end|>", [ADD, Call("now")]),
     # JSON before tags
     ("json", '<tool_call>{"name": "add", "arguments": {"a": {"b": [1, "</tool_call>"]}}}</tool_call>', [NESTED]),
     ("json", '<tool_call>{"name": "add", "arguments": {"a": "<think>x</think>"}}</tool_call>',
@@ -219,6 +226,7 @@ def test_each_format_is_read(form: Format, text: str, calls: list[Call]) -> None
         ("pythonic", "[add(a=x)]", "no value"),
         ("pythonic", "[add(a=1)] then", "text after"),
         ("pythonic", "<|tool_call_start|>[add(a=1)]", "has no <|tool_call_end|>"),
+        ("pythonic", '<|tool_call_start|>{"name": "add"<|tool_call_end|>', "no JSON"),
         ("pythonic", "[add(a=" + "[" * 5000 + "]" * 5000 + ")]", "expected"),
         ("gemma", "<|tool_call>call:add{a}<tool_call|>", "expected key:value"),
         ("gemma", "<|tool_call>call:add{a:x}<tool_call|>", "no text, number"),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from posttrain.verify import code, sandbox
-from posttrain.verify.code import code_reward, output_lines, program_in
+from posttrain.verify.code import code_reward, program_in
+from posttrain.verify.code_tests import output_lines
 
 
 @pytest.fixture

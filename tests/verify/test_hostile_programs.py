@@ -15,6 +15,7 @@ import pytest
 
 from posttrain.verify import sandbox
 from posttrain.verify.code import passes
+from posttrain.verify.code_tests import ProgramTest
 from posttrain.verify.sandbox import Limits
 from tests.verify import hostile_programs
 from tests.verify.hostile_programs import PROGRAMS, ended, expected, source
@@ -117,12 +118,12 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_a_score_is_not_forged(name: str) -> None:
     started = time.monotonic()
-    assert not passes(FORGED[name], {"input": "", "output": "42\n"}, 1.0)
+    assert not passes(FORGED[name], ProgramTest("", "42\n"), 1.0)
     assert time.monotonic() - started < 1.0 + sandbox.GRACE_SECONDS
 
 
 def test_the_right_answer_still_passes() -> None:
-    assert passes("print(int(input()) * 2)", {"input": "21\n", "output": "42\n"}, 5.0)
+    assert passes("print(int(input()) * 2)", ProgramTest("21\n", "42\n"), 5.0)
 
 
 def test_ordinary_programs_still_run() -> None:
