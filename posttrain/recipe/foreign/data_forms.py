@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.recipe.foreign import words
 from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Given
 
@@ -118,11 +119,10 @@ def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number
     if entry.get("name"):
         source["config"] = str(entry["name"])
     _split(source, entry.get("split") or entry.get("train_on_split"))
-    source |= _needed_renames(
-        {ours: str(entry[theirs]) for theirs, ours in _AXOLOTL_COLUMNS.items() if entry.get(theirs)}
-    )
-    for key in sorted(entry.keys() - _AXOLOTL_READ - set(_AXOLOTL_COLUMNS)):
-        why = _AXOLOTL_TURNS.get(key, "a source has no such key")
+    columns = words.values("columns")["axolotl"]
+    source |= _needed_renames({ours: str(entry[theirs]) for theirs, ours in columns.items() if entry.get(theirs)})
+    for key in sorted(entry.keys() - _AXOLOTL_READ - set(columns)):
+        why = words.values("axolotl_sources").get(key, "a source has no such key")
         draft.leave(Given(f"{given.key}.{number}.{key}", entry[key], given.line), why)
     return source
 
@@ -135,27 +135,6 @@ def _needed_renames(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
     return {"columns": renamed} if renamed else {}
 
 
-_NAMES = "ShareGPT's and OpenAI's names of roles and texts are known"
-_ENDS = "the token that ends a turn is trained on with the turn"
-_AXOLOTL_TURNS = {
-    **dict.fromkeys(("roles", "message_property_mappings", "message_field_role", "message_field_content"), _NAMES),
-    "roles_to_train": "`data.train_on: assistant` trains on every turn of the assistant, and on no other role",
-    "message_field_training": "the key is `train`: `train: false` in a message leaves its turn out",
-    "train_on_eos": _ENDS,
-    "train_on_eot": _ENDS,
-    "revision": "the newest rows of the hub are read: download the revision, and name the folder",
-    "conversation": "the chat template is the tokenizer's; another one is `model.chat_template`, a Jinja file",
-}
-_AXOLOTL_COLUMNS = {
-    "field_messages": "messages",
-    "field_chosen": "chosen",
-    "field_rejected": "rejected",
-    "field_tools": "tools",
-    "field_system": "system",
-    "field_prompt": "prompt",
-    "field": "text",
-    "text_column": "text",
-}
 _PAIRS = "columns are prompt, chosen and rejected (kto: prompt, completion, label)"
 
 
@@ -220,9 +199,6 @@ def _swift(draft: Draft, given: Given, _: str) -> None:
         draft.note("ms-swift reads names from ModelScope; here they are those of the Hugging Face hub")
 
 
-_SWIFT_COLUMNS = {"query": "prompt", "response": "completion", "rejected_response": "rejected", "solution": "answer"}
-
-
 def _swift_columns(draft: Draft, given: Given, _: str) -> None:
     """ms-swift: convert a mapping from the file's column names to ms-swift's."""
     value = given.value
@@ -235,7 +211,8 @@ def _swift_columns(draft: Draft, given: Given, _: str) -> None:
         draft.leave(given, "write `data.columns: {ours: theirs}`")
         return
     for theirs, name in value.items():
-        draft.put(f"data.columns.{_SWIFT_COLUMNS.get(str(name), str(name))}", str(theirs), draft.origin(given.key))
+        ours = words.values("columns")["ms_swift"].get(str(name), str(name))
+        draft.put(f"data.columns.{ours}", str(theirs), draft.origin(given.key))
 
 
 # LLaMA-Factory
@@ -281,19 +258,6 @@ def _registry(draft: Draft) -> tuple[Path, dict[str, Any]]:
     return Path(named), {}
 
 
-_FACTORY_COLUMNS = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-    "messages": "messages",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "system": "system",
-    "tools": "tools",
-    "kto_tag": "label",
-}
-
-
 def _registered_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the source of one entry in dataset_info.json."""
     file, elsewhere = entry.get("file_name"), entry.get("hf_hub_url") or entry.get("ms_hub_url")
@@ -304,10 +268,8 @@ def _registered_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]
         source["split"] = str(entry["split"])
     if entry.get("num_samples"):
         source["size"] = int(entry["num_samples"])
-    named = entry.get("columns") or {}
-    return source | _needed_renames(
-        {ours: str(named[theirs]) for theirs, ours in _FACTORY_COLUMNS.items() if theirs in named}
-    )
+    named, known = entry.get("columns") or {}, words.values("columns")["llamafactory"]
+    return source | _needed_renames({ours: str(named[theirs]) for theirs, ours in known.items() if theirs in named})
 
 
 # verl and OpenRLHF

@@ -6,34 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.recipe import presets
+from posttrain.recipe.foreign import words
 from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Given
-
-_RL_LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {"loss.aggregation": "seq_mean_token_mean"},
-    "dapo": {"loss.aggregation": "token_mean"},
-    "bnpo": {"loss.aggregation": "local_token_mean"},
-    "dr_grpo": {"loss.aggregation": "fixed"},
-    "cispo": {"loss.use": "cispo", "loss.aggregation": "token_mean"},
-}
-_SFT_LOSSES: dict[str, dict[str, Any]] = {"nll": {}, "chunked_nll": {}, "dft": {"objective.use": "dft"}}
-_PAIR_LOSSES: dict[str, dict[str, Any]] = {
-    "sigmoid": {},
-    "dpo": {},
-    "ipo": {"loss.use": "ipo"},
-    "robust": {"loss.variant": "robust"},
-    "orpo": {"loss.use": "orpo"},
-    "simpo": {"loss.use": "simpo"},
-    "kto": {"loss.use": "kto"},
-    "nca_pair": {"loss.use": "nca_pair"},
-    "sppo_hard": {"loss.use": "sppo", "loss.targets": "hard"},
-}
 
 
 def _loss_type(draft: Draft, given: Given, _: str) -> None:
     """Convert the name of a loss. A DPO loss together with `sft` becomes a negative log-likelihood term."""
     names = given.value if isinstance(given.value, list) else [given.value]
-    known = {"rl": _RL_LOSSES, "dpo": _PAIR_LOSSES, "sft": _SFT_LOSSES}.get(draft.stage, {})
+    known: dict[str, dict[str, Any]] = words.values("losses").get(draft.stage, {})
     of_dpo = draft.stage == "dpo" and "loss.use" not in known.get(names[0], {"loss.use": ""})
     if of_dpo and len(names) == 2 and names[1] == "sft":
         weights = draft.get("loss_weights", "dpo_loss_weights", default=[1.0, 1.0])
@@ -66,17 +47,15 @@ def _rpo(draft: Draft, given: Given, target: str) -> None:
     draft.put("loss.nll_reduction", "token", draft.origin(given.key))
 
 
-_DIVERGENCES = {"forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
-
-
 def _divergence(draft: Draft, given: Given, _: str) -> None:
     """TRL: convert the f-divergence of f-DPO."""
     origin = draft.origin(given.key)
-    if given.value not in _DIVERGENCES:
+    divergences = words.values("divergences")
+    if given.value not in divergences:
         _require_choice(draft, given, "loss.divergence", "pair_loss")
         return
     draft.put("loss.use", "f_dpo", origin)
-    draft.put("loss.divergence", _DIVERGENCES[given.value], origin)
+    draft.put("loss.divergence", divergences[given.value], origin)
     coef = draft.get("f_alpha_divergence_coef", default=0.5)
     if given.value == "alpha_divergence":
         draft.put("loss.alpha", 1 - float(coef), f"1 - f_alpha_divergence_coef {coef}")
@@ -127,48 +106,30 @@ def _verl_clip(draft: Draft, given: Given, target: str) -> None:
     draft.put(target, given.value, draft.origin(given.key))
 
 
-# TRL, and axolotl on top of it: the correction of the engine's samples, which is on whenever vLLM is used.
-_LEVELS = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
-
-
 def _engine_correction(draft: Draft, given: Given, _: str) -> None:
-    """Convert vLLM's importance-sampling correction to a `tis` correction."""
+    """Convert the correction of vLLM's samples to a `tis` correction. TRL and axolotl apply it whenever they use
+    vLLM."""
     section = given.key.removesuffix("vllm_importance_sampling_correction")  # prefix `trl.` in axolotl's files
     if given.value is not True or draft.get(f"{section}use_vllm") is not True:
         return
     of = f"{section}vllm_importance_sampling_"
     named = draft.get(f"{of}mode", default="sequence_mask")
-    if named not in _LEVELS:
+    if named not in (known := words.values("corrections")):
         draft.leave(given, f"mode {named} is not known: write `corrections: [{{use: tis, level: ..., mode: ...}}]`")
         return
     high = draft.get(f"{of}clip_max", f"{of}cap", default=3.0)
     low = draft.get(f"{of}clip_min")
-    values = dict(zip(("level", "mode"), _LEVELS[named], strict=True)) | {"clip_max": float(high)}
-    values |= {"clip_min": float(low)} if low is not None else {}
+    values = {**known[named], "clip_max": float(high), **({"clip_min": float(low)} if low is not None else {})}
     entry = {"use": Leaf("tis", draft.origin(given.key)), **{key: Leaf(value, "") for key, value in values.items()}}
     draft.values["corrections"] = [entry]
 
 
-_ESTIMATORS: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "group_norm": {},
-    "grpo_vectorized": {},
-    "dr_grpo": {"advantage.scale": "none"},
-    "gae": {"algorithm": "ppo"},
-    "rloo": {"advantage.use": "rloo"},
-    "rloo_vectorized": {"advantage.use": "rloo"},
-    "reinforce": {"advantage.use": "reinforce_pp"},
-    "reinforce_plus_plus": {"advantage.use": "reinforce_pp"},
-    "reinforce_baseline": {"advantage.use": "reinforce_pp_baseline"},
-    "reinforce_plus_plus_baseline": {"advantage.use": "reinforce_pp_baseline"},
-}
-
-
 def _estimator(draft: Draft, given: Given, _: str) -> None:
-    if str(given.value) not in _ESTIMATORS:
+    known = words.values("estimators")
+    if str(given.value) not in known:
         _require_choice(draft, given, "advantage.use", "advantage")
         return
-    for path, value in _ESTIMATORS[str(given.value)].items():
+    for path, value in known[str(given.value)].items():
         draft.put(path, value, draft.origin(given.key))
 
 
@@ -177,9 +138,6 @@ def _verl_loss(draft: Draft, given: Given, _: str) -> None:
         draft.replace("loss.use", given.value, draft.origin(given.key))
     elif given.value != "vanilla":
         _require_choice(draft, given, "loss.use", "loss")
-
-
-_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 
 
 def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str) -> None:
@@ -194,8 +152,12 @@ def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str
     )
     draft.put("kl.where", where, draft.origin(given.key))
     name = str(draft.get(kind, default=plain))
-    draft.put("kl.use", _KL.get(name.rstrip("+"), "k3"), draft.origin(kind) or f"{draft.foreign.table.tool}'s default")
-    if name not in _KL:
+    draft.put(
+        "kl.use",
+        words.values("kl").get(name.rstrip("+"), "k3"),
+        draft.origin(kind) or f"{draft.foreign.table.tool}'s default",
+    )
+    if name not in words.values("kl"):
         draft.note(f"the KL estimator {name} is written as kl.use {draft.at('kl.use')}")
 
 

@@ -17,37 +17,10 @@ from posttrain.recipe.foreign.script_rewards import ScriptReward, extract_reward
 from posttrain.recipe.foreign.script_values import PARSERS, NotLiteral, Script
 from posttrain.recipe.yaml import display_path
 
-# `NAMETrainer` and `NAMEConfig` of TRL -> the equivalent `trl` command
-COMMANDS = {"SFT": "sft", "DPO": "dpo", "KTO": "kto", "ORPO": "orpo", "CPO": "cpo", "GRPO": "grpo", "RLOO": "rloo"}
-COMMANDS |= {"Reward": "reward"}
-_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-_LORA_DEFAULTS = {"bias": "none", "task_type": "CAUSAL_LM", "inference_mode": False}
-_PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # defaults of a LoraConfig
 _FILES = ("json", "csv", "parquet")  # names of file formats in load_dataset
-_OBJECTS = {  # trainer arguments that hold objects -> what to write instead
-    "processing_class": "",
-    "tokenizer": "",
-    "args": "",
-    "data_collator": "rows are put together in one way",
-    "callbacks": "there are no callbacks: `track`, `eval` and `run.save_every` are keys",
-    "formatting_func": "write `data.prompt_template`, or a source FILE.py:FUNCTION that gives the rows",
-    "eval_dataset": "write `eval: {every: 50, data: {source: held_out.jsonl}}`",
-    "compute_metrics": "write `eval` with rewards",
-    "ref_model": "write `anchors.reference` (dpo) or `kl.reference` (rl); default: the starting policy",
-    "optimizers": "write `optim`",
-}
 _CHANGED = (
     "rows are changed by code: give them by a source FILE.py:FUNCTION (docs/recipes.md), or save them as JSON lines"
 )
-_ROWS = {  # dataset methods -> the key to write instead, "" if none is needed
-    "shuffle": "",
-    "remove_columns": "",
-    "select_columns": "",
-    "rename_column": "write `data.columns`",
-    "rename_columns": "write `data.columns`",
-    "train_test_split": "divide the rows in two files, and name them by `data.source` and `eval.data.source`",
-}
-
 _DIVIDES = ("train_test_split", "select", "take", "skip", "shard", "filter")  # methods that select some of the rows
 
 
@@ -70,8 +43,9 @@ def read_script(path: Path, text: str, stage: str | None = None) -> Training:
 
 def _find_trainer(script: Script, path: Path, stage: str | None) -> tuple[ast.Call, str]:
     """Return the call of a trainer (or of its configuration if the script has none) and the equivalent command."""
+    trainers = words.values("trainers")
     for ending in ("Trainer", "Config"):
-        found = [(call, COMMANDS[name]) for name in COMMANDS for call in script.calls(f"{name}{ending}")]
+        found = [(call, trainers[name]) for name in trainers for call in script.calls(f"{name}{ending}")]
         stages = words.table("trl").stages["commands"]
         wanted = [(call, command) for call, command in found if stage in (None, stages[command])]
         if len({stages[command] for _, command in wanted}) > 1:
@@ -81,7 +55,7 @@ def _find_trainer(script: Script, path: Path, stage: str | None) -> tuple[ast.Ca
             )
         if wanted:
             return wanted[0] if ending == "Trainer" else (ast.Call(wanted[0][0].func, [], []), wanted[0][1])
-    names = ", ".join(f"{name}Trainer" for name in COMMANDS)
+    names = ", ".join(f"{name}Trainer" for name in trainers)
     parsed = any(script.calls(name) for name in ("TrlParser", "HfArgumentParser"))
     hint = "its values come from the command line: give the line that starts it in a .sh file"
     raise RecipeError(
@@ -145,7 +119,7 @@ class Training:
         later."""
         named = next((one.value for one in trainer.keywords if one.arg == "args"), None)
         found = self.script.resolve(named) if named is not None else None
-        kinds = [name for name, one in COMMANDS.items() if one == self.command]
+        kinds = [name for name, one in words.values("trainers").items() if one == self.command]
         others = [call for kind in (f"{kinds[0]}Config", "TrainingArguments") for call in self.script.calls(kind)]
         call = found if isinstance(found, ast.Call) else next(iter(others), None)
         if call is None or self.script.name_of(call) in PARSERS:
@@ -177,9 +151,9 @@ class Training:
                 self.read_rewards(value)
             elif key == "eval_dataset" and self.is_own_split(value, arguments.get("train_dataset")):
                 continue
-            elif key in _OBJECTS:
-                if _OBJECTS[key]:
-                    self.leave(key, value, _OBJECTS[key])
+            elif key in words.values("objects"):
+                if why := words.values("objects")[key]:
+                    self.leave(key, value, why)
             elif key in ("quantization_config",):
                 self.read_quantization(value)
             elif self.table.entry(key):
@@ -229,13 +203,14 @@ class Training:
             self.leave("peft_config", value, "it is computed: write `model.lora`")
             return
         self.given.setdefault("use_peft", (True, found.lineno))
+        noop = words.values("lora_noop")
         for keyword in found.keywords:
             if keyword.arg is None:
                 self.leave("**", keyword.value, "its keys are computed")
-            elif keyword.arg not in _LORA_DEFAULTS or not self._is(keyword.value, _LORA_DEFAULTS[keyword.arg]):
-                self.put(_LORA.get(keyword.arg, keyword.arg), keyword.value)
+            elif keyword.arg not in noop or not self._is(keyword.value, noop[keyword.arg]):
+                self.put(words.values("lora").get(keyword.arg, keyword.arg), keyword.value)
         if self.script.name_of(found) == "LoraConfig":
-            for key, default in _PEFT.items():
+            for key, default in words.values("lora_defaults").items():
                 self.given.setdefault(key, (default, found.lineno))
 
     def _is(self, value: ast.expr, literal: Any) -> bool:
@@ -249,7 +224,7 @@ class Training:
         chain = list(self.script.chain(value))
         for call in chain:
             name = self.script.name_of(call)
-            if name in _ROWS or name in ("map", "filter", "select", "take"):
+            if name in words.values("row_methods") or name in ("map", "filter", "select", "take"):
                 self.read_row_method(name, call)
         load = next((call for call in chain if self.script.name_of(call) == "load_dataset"), None)
         if load is None:
@@ -318,7 +293,7 @@ class Training:
                 inside = inside.args[0]
             if inside is not None:
                 self.put("max_samples", inside)
-        elif why := _ROWS.get(name, _CHANGED):
+        elif why := words.values("row_methods").get(name, _CHANGED):
             changed = call.args[0] if call.args else call
             self.leave(f"dataset.{name}", changed, why)
             if name == "train_test_split":

@@ -140,6 +140,12 @@ def _read(name: str) -> dict[str, Any]:
     return read_table(TABLES / f"{name}.yaml")
 
 
+def values(name: str) -> dict[str, Any]:
+    """Return one of the mappings of tables/values.yaml, which explains them."""
+    found: dict[str, Any] = _read("values")[name]
+    return found
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """Read a YAML table of the package."""
     import yaml
