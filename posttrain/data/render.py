@@ -192,6 +192,9 @@ def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Se
         *template_fields(section.prompt_template or ""),
         *template_fields(section.completion_template or "", "completion_template"),
     ]
+    talk = next((row[c] for c in ("prompt", "messages") if row.get(c)), None)
+    if talk and (isinstance(talk, str) or talk[0]["role"] != "system"):
+        used.append("system")  # `system_message` reads it
     names = [
         *_CONVERSATION_COLUMNS,
         *(beside if row.get("messages") is not None and not section.prompt_template else ()),
@@ -243,7 +246,7 @@ def check_sides(row: Row) -> None:
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     """Return the whole conversation of a training row, with the recipe's system message if it has none."""
     if row.get("messages") is not None and not section.prompt_template:
-        return _with_system(chat.clean_messages(row["messages"]), section.system)
+        return _with_system(chat.clean_messages(row["messages"]), system_message(row, section))
     completion = row.get("completion")
     if completion is None and "completion" in row:
         raise _null_error("completion", row)
@@ -282,7 +285,15 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat.clean_messages(prompt)
     if not messages:
         raise DataError("the prompt is empty", where=source_locations.describe_row(row["uid"]))
-    return _with_system(messages, section.system)
+    return _with_system(messages, system_message(row, section))
+
+
+def system_message(row: Row, section: Data) -> str | None:
+    """Return the system message of a conversation that has none: the row's column `system`, else the recipe's."""
+    own = row.get("system")
+    if isinstance(own, str) and own.strip() and "system" not in template_fields(section.prompt_template or ""):
+        return own
+    return section.system
 
 
 def tools(row: Row) -> list[Any] | None:
@@ -337,9 +348,8 @@ def plain_text(row: Row, column: str, section: Data) -> str:
         raise DataError(
             f"`{column}` is messages, which `chat: false` cannot write", where=source_locations.describe_row(row["uid"])
         )
-    if column == "prompt" and section.system:
-        return f"{section.system}\n\n{value}"
-    return value
+    system = system_message(row, section) if column == "prompt" else None
+    return f"{system}\n\n{value}" if system else value
 
 
 def _plain_text(row: Row, prompt: str, completion: str, tokenizer: Any) -> Text:

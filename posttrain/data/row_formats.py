@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from posttrain.data.messages import are_messages, describe_value, get_answer, parse_messages
@@ -44,7 +44,11 @@ def normalise(
     for column in ("messages", "prompt", "chosen", "rejected", "completion"):
         if are_messages(out.get(column)):
             out[column] = parse_messages(out[column], column, where)
-    _choose_converter(out)(out, where)
+    if out.get("chosen") is not None or out.get("rejected") is not None:
+        templated = prompt_template is not None and "prompt" not in template_fields(prompt_template)
+        _convert_pair(out, where, templated=templated)
+    elif out.get("prompt") is None and out.get("instruction") is not None:
+        _convert_instruction(out, where)
     filled = {
         column: fill_template(template, out, where, f"{column}_template")
         for column, template in (("prompt", prompt_template), ("completion", completion_template))
@@ -71,20 +75,6 @@ def _rename_conversations(row: Row) -> None:
         row["messages"] = row.pop("conversations")
 
 
-def _choose_converter(row: Row) -> Callable[[Row, str], None]:
-    """Return the function that converts a row of this shape, in place."""
-    if row.get("chosen") is not None or row.get("rejected") is not None:
-        return _convert_pair
-    if row.get("prompt") is None and row.get("instruction") is not None:
-        return _convert_instruction
-    return _keep_as_is
-
-
-def _keep_as_is(row: Row, where: str) -> None:
-    """Leave a row unchanged that already has one of our shapes."""
-    del row, where
-
-
 def _convert_instruction(row: Row, where: str) -> None:
     """Convert Alpaca's columns: the input is appended to the instruction, the output is the completion."""
     parts = [_require_text(row["instruction"], "instruction", where)]
@@ -95,11 +85,12 @@ def _convert_instruction(row: Row, where: str) -> None:
         row["completion"] = _require_text(row["output"], "output", where)
 
 
-def _convert_pair(row: Row, where: str) -> None:
+def _convert_pair(row: Row, where: str, *, templated: bool) -> None:
     """Separate the prompt from the answers of a pair.
 
-    Without a `prompt`, the prompt is what both sides begin with, or else the conversation in `messages`. Raises
-    DataError for sides that are not two answers to one prompt.
+    Without a `prompt`, the prompt is the conversation in `messages`, Alpaca's instruction, or what both sides begin
+    with. templated: the recipe writes the prompt, so a text is an answer as it is. Raises DataError for sides that are
+    not two answers to one prompt, and if the prompt is probably in a column of another name.
     """
     for side in ("chosen", "rejected"):
         if row.get(side) is None:
@@ -117,21 +108,35 @@ def _convert_pair(row: Row, where: str) -> None:
     if isinstance(chosen, str) != isinstance(rejected, str):
         forms = ["a text" if isinstance(side, str) else "a list of messages" for side in (chosen, rejected)]
         raise DataError(f"`chosen` is {forms[0]} and `rejected` is {forms[1]}: both must be of one kind", where=where)
-    if isinstance(chosen, str):
-        if row.get("prompt") is None and context:
-            row["prompt"] = context
-        if row.get("prompt") is None:
-            start = _common_text(chosen, rejected)
+    texts = isinstance(chosen, str)
+    start = _common_text(chosen, rejected) if texts else _common_messages(chosen, rejected)
+    if row.get("prompt") is None and context:
+        row["prompt"] = context if texts else chosen[:start] or context
+    if row.get("prompt") is None and not templated and (texts or not start):
+        _find_prompt(row, where)
+    if texts:
+        if row.get("prompt") is None and not templated:
             row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
         return
-    start = _common_messages(chosen, rejected)
     if not start and all(len(side) > 1 and side[0]["role"] != "assistant" for side in (chosen, rejected)):
         what = "`chosen` and `rejected` begin with different messages: a pair is two answers to one prompt"
         hint = "leave the row out, or write one `prompt`, and as `chosen` and `rejected` its answers alone"
         raise DataError(what, where=where, hint=hint)
     if row.get("prompt") is None:
-        row["prompt"] = chosen[:start] or context
+        row["prompt"] = chosen[:start]
     row |= {side: _split_answer(row[side], start, row["prompt"], side, where) for side in ("chosen", "rejected")}
+
+
+def _find_prompt(row: Row, where: str) -> None:
+    """Convert Alpaca's instruction beside a pair. Raises DataError for a column that is named like a prompt: without it
+    a word with which both answers begin would be the prompt."""
+    if row.get("instruction") is not None:
+        return _convert_instruction(row, where)
+    for name, value in row.items():
+        if name.lower() in ("question", "problem", "query", "input") and isinstance(value, str) and value.strip():
+            raise DataError(
+                f"the pair has no `prompt`; is it `{name}`?", where=where, hint=f"write `columns: {{prompt: {name}}}`"
+            )
 
 
 def _drop_last_answer(messages: list[Row]) -> list[Row]:

@@ -104,7 +104,7 @@ class Data(Source):
         None, description="several sources with weights, instead of `source`"
     )
     select: Selection | None = Field(None, description="selection of rows by properties known before the run")
-    system: str | None = Field(None, description="system message for every prompt that has none")
+    system: str | None = Field(None, description="system message of rows that have none and no column `system`")
     prompt_template: str | None = Field(
         None, description="user message with {column} fields, instead of the column `prompt`"
     )

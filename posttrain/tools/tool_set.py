@@ -49,13 +49,14 @@ class ToolSet:
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the data row to render, with the tools added."""
-        system = self.given_system
         if not self.shown or not self.tools:
             return dict(row)
         if self.system is None:
             return {**row, "tools": [tool.schema for tool in self.tools]}
         asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
+        system = row.get("system") if isinstance(row.get("system"), str) else None
+        system = system or self.given_system
         if messages and messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]
         text = self.system if system is None else f"{system}\n\n{self.system}"

@@ -124,6 +124,8 @@ class PromptVariants:
         Image placeholders are removed from texts that the variant fills in, since these may be of other rows.
         """
         row = dict(self.shown(prompt.row))
+        if variant.system is not None:
+            row.pop("system", None)
         if prompt.images is not None:
             variant = replace(
                 variant, fills={k: text.replace(images.PLACEHOLDER, "") for k, text in variant.fills.items()}

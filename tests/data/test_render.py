@@ -18,6 +18,7 @@ from posttrain.data.render import (
     example_texts,
     join_pair,
     pair_texts,
+    plain_text,
     render_example,
     render_examples,
     render_prompt,
@@ -81,6 +82,18 @@ def test_turns_behind_the_last_assistant_turn_are_left_out(tiny: Any) -> None:
     assert render_example(row, tiny, section()).ids == render_example({**TALK, "uid": "u"}, tiny, section()).ids
 
 
+def test_a_column_system_is_the_system_message_of_its_row(tiny: Any) -> None:
+    """As in LLaMA-Factory's Alpaca and ShareGPT data, and in axolotl's `alpaca_w_system` and `chatml.intel`."""
+    for row in (ROW, TALK):
+        found = marked(render_example({**row, "system": "Be brief."}, tiny, section(system="S")), tiny)
+        assert found.startswith("<bos><|system|>Be brief.<|user|>")
+    own = {"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS[:2]], "system": "Be brief."}
+    assert marked(render_example(own, tiny, section()), tiny).startswith("<bos><|system|>mine<|user|>")
+    blank = {**ROW, "system": " "}
+    assert marked(render_example(blank, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
+    assert plain_text({**ROW, "system": "Be brief."}, "prompt", section(chat=False)) == f"Be brief.\n\n{ROW['prompt']}"
+
+
 def test_the_systems_message_goes_first_where_there_is_none(tiny: Any) -> None:
     own = {"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS[:2]]}
     assert marked(render_example(ROW, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
@@ -136,7 +149,9 @@ def test_the_sides_of_pairs_may_be_calls(tiny: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "lost"),
     [
-        ({**ROW, "system": "Be brief."}, ["system"]),
+        ({**ROW, "system": "Be brief."}, []),
+        ({**ROW, "system_prompt": "Be brief."}, ["system_prompt"]),
+        ({"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS], "system": "Be brief."}, ["system"]),
         ({**ROW, "reasoning": "one", "history": [["a"]], "source": "x", "tool_calls": []}, ["history", "reasoning"]),
         ({**TALK, "system": "", "thinking": None}, []),
         ({**TALK, "prompt": "1+1=?", "completion": "other"}, ["completion"]),

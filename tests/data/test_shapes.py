@@ -81,6 +81,38 @@ def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("Human: hi\n", "wonder", "world")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "q", "chosen": "The a", "rejected": "The b"},  # Intel/orca_dpo_pairs, axolotl's `chatml.intel`
+        {"input": "q", "chosen": "a", "rejected": "b"},  # argilla's, axolotl's `chatml.argilla`
+        {"question": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]},
+    ],
+)
+def test_a_pair_whose_prompt_has_another_name_is_told_it(row: dict[str, Any]) -> None:
+    """Both answers begin with `The`, which is no prompt."""
+    with pytest.raises(DataError, match="the pair has no `prompt`; is it") as error:
+        shaped(row)
+    name = next(iter(row))
+    assert f"columns: {{prompt: {name}}}" in str(error.value)
+    made = shaped(row, f"So: {{{name}}}")
+    sides = [side if isinstance(side, str) else side[0]["content"] for side in (row["chosen"], row["rejected"])]
+    assert (made["prompt"], made["chosen"], made["rejected"]) == ("So: q", *sides)
+
+
+def test_an_instruction_beside_a_pair_is_its_prompt() -> None:
+    """LLaMA-Factory's preference data in Alpaca's form."""
+    pair = shaped({"instruction": "q", "input": "more", "chosen": "The a", "rejected": "The b"})
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q\n\nmore", "The a", "The b")
+    whole = {"instruction": "other words", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}
+    assert shaped(whole)["prompt"] == [USER]
+
+
+def test_a_template_may_take_the_prompt_that_both_sides_begin_with() -> None:
+    pair = shaped({"chosen": "q a", "rejected": "q b"}, "So: {prompt}")
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("So: q ", "a", "b")
+
+
 def test_pairs_that_cannot_be_compared() -> None:
     with pytest.raises(DataError, match="both must be of one kind"):
         shaped({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]})

@@ -125,3 +125,26 @@ def test_what_may_show_images_is_refused_where_those_of_rows_are(tmp_path: Path)
         refuse_with_images(recipe, [{"prompt": "a"}], replies=True)
     with pytest.raises(RecipeError, match=r"parallel.tensor: the rows have images, and it divides"):
         refuse_with_images(recipe, [{"images": ["a.png"]}])
+
+
+def test_the_description_of_the_tools_follows_the_system_message_of_the_row(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"  # knows no tools
+    values = {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "algorithm": "grpo",
+        "data": {"source": "rows.jsonl", "system": "of the recipe"},
+        "rewards": [{"use": "math.accuracy"}],
+        "tools": [{"use": "calculator"}],
+        "run": {"steps": 1},
+    }
+    recipe = load_dict(values, base_dir=tmp_path, where="r.yaml").recipe
+    offer = load_tool_set(recipe, tokenizer, tmp_path)
+    assert offer is not None and offer.system is not None
+    for row, begins in (
+        ({"prompt": "q"}, "of the recipe"),
+        ({"prompt": "q", "system": "of the row"}, "of the row"),
+        ({"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}], "system": "x"}, "own"),
+    ):
+        assert offer.row(row)["prompt"][0]["content"] == f"{begins}\n\n{offer.system}"
