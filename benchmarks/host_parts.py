@@ -33,7 +33,7 @@ from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.train import rl_metrics, saved_rollouts
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import micro_batches
-from posttrain.train.token_ends import token_ends
+from posttrain.train.scoring import token_ends
 from posttrain.train.turn_fields import BY_TURN
 from posttrain.variants.plan import Asked, Outcome, Stateless
 from posttrain.verify.examples import Example, read_examples

@@ -99,7 +99,7 @@ def plan(
         )
     found = planning.plan(loaded.recipe, machine, rates)
     if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"] and rates is None:
-        from posttrain.train.calibrate import calibrate
+        from posttrain.train.memory_probe import calibrate
 
         batch = found["batch"]
         found["measured"] = calibrate(

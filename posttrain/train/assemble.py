@@ -54,7 +54,6 @@ from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
 from posttrain.train.objective_dry_run import dry_run
 from posttrain.train.offline import solution_completions, stored_completions
-from posttrain.train.opponent import Opponent
 from posttrain.train.pass_checks import packs_images, shares_prompts
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
@@ -63,7 +62,7 @@ from posttrain.train.reference import ReferencePolicy, load_reference
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_grading, check_turns
 from posttrain.train.variants import PromptVariants
-from posttrain.train.weight_copy import ProximalPolicy
+from posttrain.train.weight_copy import Opponent, ProximalPolicy
 from posttrain.train.workflow import check_window, workflow_of
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.captured_output import OutputLog

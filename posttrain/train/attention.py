@@ -30,8 +30,7 @@ from posttrain.models.precision import HALF, compute_dtype
 from posttrain.models.rounding_bounds import relative_gap
 from posttrain.rollout.hf import eval_mode
 from posttrain.train.context_split import gather_line, is_split
-from posttrain.train.packed_blocks import attend_in_blocks, blocks_of
-from posttrain.train.packed_line import Packed
+from posttrain.train.packed_line import Packed, attend_in_blocks, blocks_of
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"

@@ -20,6 +20,8 @@ from posttrain.train.roles import role_fields
 from posttrain.train.turn_fields import BY_TURN, numbers_at_ends, turn_states
 from posttrain.verify.extract import Extractor, extract
 
+IGNORED = -100  # label of a token that is not scored
+
 
 @dataclass(frozen=True)
 class Sequences:

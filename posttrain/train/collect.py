@@ -27,14 +27,14 @@ from posttrain.train.checkpoint import State
 from posttrain.train.collate import answer_extractors, rollout_batch, row_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
-from posttrain.train.given_solutions import solution_rows
-from posttrain.train.opponent import Opponent
+from posttrain.train.offline import solution_rows
 from posttrain.train.policy import prompt_states
 from posttrain.train.prompt_sampler import MOST_REQUESTS
 from posttrain.train.rl_metrics import sample_record, sampled_rows
 from posttrain.train.roles import GROUP_STRIDE
 from posttrain.train.scoring import reward_cost_metrics, score_while_sampling
 from posttrain.train.variants import sample_in_rounds
+from posttrain.train.weight_copy import Opponent
 from posttrain.verify.failures import Calls, Failures, combine_calls
 
 MISMATCH_PROMPTS = 1  # prompts per generation with engine log-probs for mismatch metrics, if no component reads all

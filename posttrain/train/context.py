@@ -25,14 +25,13 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls, check_limits
 from posttrain.train.objective import Objective
-from posttrain.train.opponent import Opponent
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.ranks import Ranks
-from posttrain.train.reference import ReferencePolicy
+from posttrain.train.reference import ReferencePolicy, RenewedReference
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.variants import PromptVariants
-from posttrain.train.weight_copy import ProximalPolicy
+from posttrain.train.weight_copy import Opponent, ProximalPolicy, WeightCopy
 from posttrain.verify.score import Scorer
 
 
@@ -99,6 +98,13 @@ class TrainContext:
         reads_all_tokens = (self.shape, self.variants, self.replay, self.recipe.rollout.staleness)
         extra_passes = self.objective.needs & WITH_ALL_TOKENS
         return self.ranks.count > 1 and self.objective.is_by_row and not any(reads_all_tokens) and not extra_passes
+
+    @property
+    def parts_with_state(self) -> list[WeightCopy | PromptValues | ReplayStore]:
+        """Parts that a checkpoint holds besides the model, its optimizer and the counters: weight copies and stores."""
+        renewed = self.reference if isinstance(self.reference, RenewedReference) else None
+        parts = (self.opponent, self.proximal, renewed, self.values, self.replay)
+        return [part for part in parts if part is not None]
 
     @property
     def longest(self) -> int:

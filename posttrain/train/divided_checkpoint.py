@@ -36,7 +36,7 @@ from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints, ranks
 from posttrain.train import distributed, model_folder, optim, sharding
-from posttrain.train.master_weights import MasterAdamW
+from posttrain.train.optimizers import MasterAdamW
 
 FOLDER = "divided"
 WEIGHTS, MOMENTS = "weights", "moments"  # prefixes of tensor names: weights/NAME, moments/KEY/NAME

@@ -35,7 +35,6 @@ from posttrain.run.directory import RunDirectory
 from posttrain.train import checkpoint, distributed, divided_checkpoint, optim, unsolved
 from posttrain.train.collectives import local
 from posttrain.train.context import TrainContext
-from posttrain.train.reference import RenewedReference
 from posttrain.train.rollout_source import RolloutSource
 
 Note = Callable[[str], None]  # prints one line for the user
@@ -136,16 +135,8 @@ def save_step(
     """
 
     def save_more(folder: Path) -> None:
-        if ctx.opponent is not None:
-            ctx.opponent.save(folder)
-        if ctx.proximal is not None:
-            ctx.proximal.save(folder)
-        if isinstance(ctx.reference, RenewedReference):
-            ctx.reference.save(folder)
-        if ctx.values is not None:
-            ctx.values.save(folder)
-        if ctx.replay is not None:
-            ctx.replay.save(folder)
+        for part in ctx.parts_with_state:
+            part.save(folder)
         unsolved.save(ctx.sft_optimizer, folder)
         if source is not None:
             source.save(folder, state.step)

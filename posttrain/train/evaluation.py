@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch.nn import functional
+
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared
 from posttrain.errors import count_noun
@@ -22,12 +25,15 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import TrainingEval
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Engine
+from posttrain.rollout.hf import eval_mode
 from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import data_parallel, distributed
 from posttrain.train.checkpoint import State
+from posttrain.train.collate import IGNORED
+from posttrain.train.image_batches import image_inputs
 from posttrain.train.model_folder import save_model
 from posttrain.verify.score import Scorer
 
@@ -38,6 +44,8 @@ LOWER_IS_BETTER = ("loss",)
 
 Values = dict[str, Any]
 Record = dict[str, Any]
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+Sums = dict[str, float]
 Measure = Callable[[int], tuple[Values, list[Record]]]  # step -> metrics without `eval/`, and samples
 
 
@@ -248,3 +256,48 @@ def make_sync(engine: Engine, loaded: LoadedModel) -> Callable[[int], None]:
             distributed.run_all_or_raise(partial(engine.sync, loaded.model, step))
 
     return sync
+
+
+# --- validation losses of sft and dpo ---
+
+
+def batches_of(lengths: Sequence[int], micro: int) -> list[list[int]]:
+    """Divide row numbers into forward passes of at most `micro` rows, longest rows first."""
+    order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
+    return [order[at : at + micro] for at in range(0, len(order), micro)]
+
+
+def sum_over_rows(
+    loaded: LoadedModel, rows: Any, batches: Sequence[Sequence[int]], collate: Collate, sums: Callable[[Any], Sums]
+) -> Sums:
+    """Sum numbers over all rows, without gradients or dropout. Each rank runs a share of the batches.
+
+    rows: indexed by number. sums: returns the sums of one collated batch, whose tensors are on the model's device.
+    """
+    from accelerate.utils import send_to_device  # here: rl imports this module, and would wait for accelerate
+
+    found: list[Sums] = []
+    with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
+        for number in data_parallel.my_pass_shard(len(batches)):
+            batch = collate([rows[n] for n in batches[number]])
+            found.append(sums(send_to_device(batch, loaded.device)))
+    every = [part for share in distributed.gather(found)[:: data_parallel.model_parallel_size()] for part in share]
+    return {name: sum(part[name] for part in every) for name in (every[0] if every else {})}
+
+
+def token_sums(loaded: LoadedModel) -> Callable[[Any], Sums]:
+    """Return a function that sums an sft batch's negative log-probs, correct greedy predictions, and trained tokens."""
+
+    def sums(batch: dict[str, Any]) -> Sums:
+        labels = batch["labels"][..., 1:]
+        mask = labels != IGNORED
+        inputs = image_inputs(loaded.model, {name: value for name, value in batch.items() if name != "labels"})
+        logits = loaded.model(**inputs, use_cache=False).logits[:, :-1][mask].float()
+        targets = labels[mask]
+        return {
+            "loss": float(functional.cross_entropy(logits, targets, reduction="sum")),
+            "right": float((logits.argmax(-1) == targets).sum()),
+            "tokens": float(mask.sum()),
+        }
+
+    return sums

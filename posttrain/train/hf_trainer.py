@@ -42,9 +42,8 @@ from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.image_batches import IMAGES, image_inputs
 from posttrain.train.load_balancing import StepOrder
-from posttrain.train.memory_plan import explain_out_of_memory
+from posttrain.train.memory_plan import explain_out_of_memory, peak_memory
 from posttrain.train.model_folder import save_model
-from posttrain.train.peak import peak_memory
 from posttrain.train.ranks import ranks_of_run
 from posttrain.train.row_plan import RowOrder, RowPlan, TrainRecipe, row_plan
 
@@ -157,7 +156,7 @@ class RunLoop(abc.ABC):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.batches_seen, self.sums, self.error = batches, 0, {}, None
         self.own_batches = data_parallel.my_even_shard([batch["input_ids"].numel() for batch in batches])
-        self.idle_passes = sharding.idle_passes(len(self.own_batches), self.job.loaded)
+        self.idle_passes = sharding.idle_passes(len(self.own_batches), self.job.loaded.is_sharded)
         self.remaining_passes = len(self.own_batches) + self.idle_passes
         step = self.job.state.step
         self.watchdog.begin_step(step)
@@ -183,7 +182,8 @@ class RunLoop(abc.ABC):
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
         if self.error is None and self.batches_seen in self.own_batches:
-            result = sharding.capture_passes(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
+            divided = self.job.loaded.is_sharded
+            result = sharding.capture_passes(divided, self._pass, model, inputs, num_items_in_batch)
             loss, self.error = (loss, result.error) if result.error else (result.value, None)
         self.batches_seen += 1
         last = self.batches_seen == len(self.micro_batches)

@@ -1,4 +1,4 @@
-"""Memory plan of a recipe: predicted memory by phase, and changes that make it fit.
+"""Memory plan of a recipe: predicted memory by phase, and changes that make it fit; measured peaks of a step.
 
 Weights are never loaded: the model is built on the meta device from its configuration.
 """
@@ -340,3 +340,19 @@ def _skeleton(section: Model, base_dir: Path) -> Any:
     config = models.config_of(section, base_dir)
     with torch.device("meta"):
         return vision.auto_class(config, section).from_config(config, trust_remote_code=section.trust_remote_code)
+
+
+def peak_memory() -> dict[str, float]:
+    """Return `memory/allocated_gib` and `memory/reserved_gib`, the peaks since the last call; {} without a GPU.
+
+    Includes a colocated engine. Reserved is what the allocator holds: if it is far above allocated, memory is
+    fragmented into blocks of sizes that are not requested again.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    found = {
+        "memory/allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        "memory/reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return found

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain import source_locations
-from posttrain.batch import Prompt
+from posttrain.batch import Prompt, Rollout, Segment
 from posttrain.data.images import Reader
 from posttrain.data.render import prompt_messages, render_example
 from posttrain.errors import DataError, count_noun
 from posttrain.recipe.sections import Data
 from posttrain.rollout.stored import Tokens
+from posttrain.train.context import TrainContext
+from posttrain.train.scoring import score_while_sampling
+from posttrain.verify.failures import Calls
 
 
 def stored_completions(
@@ -88,3 +91,34 @@ def _check_lengths(found: dict[str, tuple[int, ...]], limit: int, what: str) -> 
             hint=f"write `rollout.max_new_tokens: {longest}`, or remove long rows: a truncated one cannot be scored",
         )
     return found
+
+
+def solution_rows(
+    ctx: TrainContext, step: int, sampled: Sequence[Rollout], metrics: dict[str, Any]
+) -> tuple[list[Rollout], list[Calls]]:
+    """Build one scored row for each group of `sampled` that has a solution for its prompt.
+
+    Returns the rows and the calls that scored them; adds counts to `metrics`. The tokens are of kind `given`: trained
+    on, without log-probs of an engine.
+    """
+    groups = {rollout.group: rollout for rollout in sampled}
+    rows = [
+        Rollout(
+            prompt=one.prompt,
+            group=group,
+            segments=(Segment("given", ctx.solutions[one.prompt.uid]),),
+            text=ctx.loaded.tokenizer.decode(
+                list(ctx.solutions[one.prompt.uid]), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
+            finish="stop",
+            version=one.version,
+        )
+        for group, one in groups.items()
+        if one.prompt.uid in ctx.solutions
+    ]
+    if not rows:
+        return rows, []
+    with ctx.watchdog.phase("score"):
+        with score_while_sampling(ctx, step) as scored:
+            pass  # nothing is generated
+        return rows, [scored.finish(rows, metrics)]

@@ -20,9 +20,7 @@ from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
-from posttrain.train.master_weights import MasterAdamW
-from posttrain.train.muon import MuonAdamW, layer_matrices
-from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
+from posttrain.train.optimizers import MasterAdamW, MuonAdamW, OffloadedAdamW, OffloadedMasterAdamW, layer_matrices
 
 PAGED = "paged_adamw_8bit"
 OUTSIDE = "outside_adapters"  # metric name of trained weights outside of several adapters

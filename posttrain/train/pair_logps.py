@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor, nn
 
 from posttrain.batch import PairBatch
 from posttrain.models.load import LoadedModel
+from posttrain.rollout.hf import eval_mode
 from posttrain.run.progress import Progress
 from posttrain.train import data_parallel, pair_columns, pair_packing, sharding
 from posttrain.train.image_batches import IMAGES
@@ -94,26 +96,18 @@ def reference_logps(
     longest = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
     order = sorted(range(len(rows)), key=lambda n: -longest[n])
     out = torch.zeros(2, len(rows))
-    training = model.training
-    model.eval()
-    with Progress("reference", len(order), ()) as progress:
+    with eval_mode(model), Progress("reference", len(order), ()) as progress:
         parts = data_parallel.my_pass_shard(math.ceil(len(order) / micro))
-        idle = sharding.idle_passes(len(parts), loaded)
+        idle = sharding.idle_passes(len(parts), loaded.is_sharded)
         for part in parts:
             start = part * micro
             numbers = order[start : start + micro]
             batch = collate([rows[n] for n in numbers])
             with torch.no_grad(), loaded.autocast():
-                sums = summed_logps(model, on_device(batch, loaded.device))
+                sums = summed_logps(model, send_to_device(batch, loaded.device))
             out[:, numbers] = sums.cpu().view(2, -1)
             progress.update(start + len(numbers), {})
         for _ in range(idle):
             with torch.no_grad(), loaded.autocast():
-                summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
-    model.train(training)
+                summed_logps(model, send_to_device(collate([rows[order[-1]]]), loaded.device))
     return dict(zip(SIDES, data_parallel.sum_of_passes(out).unbind(), strict=True))
-
-
-def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the tensors of the batch to the device. Other values (the layout of packed rows) stay as they are."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

@@ -14,6 +14,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from posttrain.batch import concatenate_ranges, to_device
@@ -21,10 +22,11 @@ from posttrain.data.render import Pair
 from posttrain.models.adapters import causal_of
 from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel
+from posttrain.rollout.hf import eval_mode
 from posttrain.train.attention import Packed, short_windows, use_packed_attention
+from posttrain.train.collate import IGNORED
 from posttrain.train.image_batches import IMAGES, RowImages, image_inputs
 
-IGNORED = -100  # label of a token that is not scored
 PROBE = 16  # tokens of a prompt and of each side in the check of `packs_exactly`
 Rows = Sequence[Mapping[str, Any]]
 
@@ -94,32 +96,27 @@ def packs_exactly(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """
     if not use_packed_attention(loaded.model) or any(_ends_in_image(loaded, pair) for pair in pairs):
         return False
-    probes = [_cut_short(pair) for pair in (pairs[0], pairs[-1]) if not pair.images]
+    probes = [
+        Pair(pair.uid, pair.prompt_ids[-PROBE:], pair.chosen_ids[-PROBE:], pair.rejected_ids[-PROBE:])
+        for pair in (pairs[0], pairs[-1])
+        if not pair.images
+    ]
     if any(pair.images for pair in pairs):
         probes += _pairs_with_image(loaded)
     batch = make_packing_collator(loaded.device)([dataclasses.asdict(pair) for pair in probes])
     inputs_on_host = {name: batch[name] for name in ("input_ids", "position_ids", "packed")}
     if loaded.images is not None and any(pair.images for pair in probes):
         inputs_on_host[IMAGES] = RowImages(loaded.images, tuple(pair.images for pair in probes))
-    training = loaded.model.training
-    loaded.model.eval()
-    with torch.no_grad(), loaded.autocast(), short_windows(causal_of(loaded.model)):
-        inputs = image_inputs(
-            loaded.model, {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in inputs_on_host.items()}
-        )
+    with eval_mode(loaded.model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(loaded.model)):
+        inputs = image_inputs(loaded.model, send_to_device(inputs_on_host, loaded.device))
         line = loaded.model(**inputs, use_cache=False).logits[0].float()
         ends = line.split(list(batch["packed"].lengths))
         separate = [
             _logits_alone(loaded, pair, side) for pair in probes for side in (pair.chosen_ids, pair.rejected_ids)
         ]
-    loaded.model.train(training)
     gap = max(float((a[-len(e) :] - e).abs().max() / a.abs().max()) for a, e in zip(separate, ends, strict=True))
     half = loaded.half is not None or loaded.model.dtype != torch.float32
     return gap < (3e-2 if half else 1e-3)
-
-
-def _cut_short(pair: Pair) -> Pair:
-    return Pair(pair.uid, pair.prompt_ids[-PROBE:], pair.chosen_ids[-PROBE:], pair.rejected_ids[-PROBE:])
 
 
 def _pairs_with_image(loaded: LoadedModel) -> list[Pair]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer
@@ -40,6 +41,7 @@ from posttrain.seeds import derive
 from posttrain.train import (
     data_parallel,
     distributed,
+    evaluation,
     hf_trainer,
     load_balancing,
     machine_checks,
@@ -49,7 +51,6 @@ from posttrain.train import (
     reference_models,
     sharding,
     stored_logps,
-    validation,
 )
 from posttrain.train.attention import PADDED_NOTE, cannot_split_error
 from posttrain.train.context_split import is_split
@@ -60,7 +61,6 @@ from posttrain.train.image_batches import IMAGES, image_column, with_images
 from posttrain.train.library_logging import quiet
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
 from posttrain.train.pair_logps import (
-    on_device,
     pair_batch,
     reference_logps,
     scored_lengths,
@@ -68,11 +68,9 @@ from posttrain.train.pair_logps import (
     summed_logps,
     take_side,
 )
-from posttrain.train.reference_models import SIDES
 from posttrain.train.row_plan import row_plan
 from posttrain.train.start_notes import shared_rows_note
-from posttrain.train.trl_model import fuse_divided_head
-from posttrain.train.trl_trainer import build_trainer
+from posttrain.train.trl_trainer import build_trainer, fuse_divided_head
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
 MAX_LENGTH_RATIO = 10  # pairs whose sides differ more in length mostly teach length
@@ -169,8 +167,10 @@ def job_of(
     longest = max(pairs, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
-    tokens = [packed_length(pair) if packed else pair_length(pair) for pair in pairs]
-    order = load_balancing.balance_micro_batches if packed else load_balancing.sort_by_length
+    tokens, order = [pair_length(pair) for pair in pairs], load_balancing.sort_by_length
+    if packed:  # a line has the prompt, both sides, and the prompt's last token once more
+        tokens = [len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) + 1 for pair in pairs]
+        order = load_balancing.balance_micro_batches
     job.order = functools.partial(order, tokens)
     return job
 
@@ -280,8 +280,8 @@ class Preference(RunLoop, DPOTrainer):
         """
         logps = self._reference_of(pairs, self.train_dataset, cache)
         for need in needs:
-            for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True):
-                self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())
+            for field, values in reference_models.columns_of_logps(need, logps).items():
+                self.train_dataset = self.train_dataset.add_column(field, values)
 
     def validation_loss(self, pairs: Sequence[Pair], folder: Path, reads_reference: bool) -> Measure:
         """Return a function that computes the mean loss and loss metrics of held-out pairs.
@@ -294,9 +294,9 @@ class Preference(RunLoop, DPOTrainer):
         rows, micro = dataset(pairs), self.job.plan.micro
         if reads_reference:
             logps = self._reference_of(pairs, rows, folder / "eval_reference.safetensors")
-            for side, field in zip(SIDES, pair_columns.ANCHORS["ref_logp"], strict=True):
-                rows = rows.add_column(field, logps[side].tolist())
-        batches = validation.batches_of([pair_length(pair) for pair in pairs], micro)
+            for field, values in reference_models.columns_of_logps("ref_logp", logps).items():
+                rows = rows.add_column(field, values)
+        batches = evaluation.batches_of([pair_length(pair) for pair in pairs], micro)
         mean_length = sum(len(pair.chosen_ids) for pair in pairs) / len(pairs)
 
         def sums(inputs: dict[str, Any]) -> dict[str, float]:
@@ -306,19 +306,16 @@ class Preference(RunLoop, DPOTrainer):
             return {"loss": float(result.losses.sum()), "pairs": float(len(result.losses)), **stats}
 
         def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-            found = validation.sum_over_rows(self.job.loaded, rows, batches, self.data_collator, sums)
+            found = evaluation.sum_over_rows(self.job.loaded, rows, batches, self.data_collator, sums)
             count = found.pop("pairs")
             return {name: value / count for name, value in found.items()}, []
 
         return measure
 
-    def _reference_of(self, pairs: Sequence[Pair], rows: Dataset, cache: Path) -> dict[str, Tensor]:
+    def _reference_of(self, pairs: Sequence[Pair], rows: Dataset, cache: Path) -> Mapping[str, Tensor]:
         """Compute summed log-probs of the pairs under the current policy, or read them from `cache` if stored there."""
-        logps = distributed.run_on_rank0(stored_logps.read, cache, reference_models.tokens_of(pairs))
-        if logps is None:
-            logps = reference_logps(self.job.loaded, self.job.plan.micro, rows, self.data_collator)
-            distributed.run_on_rank0(stored_logps.write, cache, reference_models.tokens_of(pairs), logps)
-        return logps
+        compute = functools.partial(reference_logps, self.job.loaded, self.job.plan.micro, rows, self.data_collator)
+        return stored_logps.read_or_compute(cache, reference_models.tokens_of(pairs), compute)
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
         return sum(len(scored_lengths(batch)) // 2 for batch in batches)
@@ -346,14 +343,14 @@ class Preference(RunLoop, DPOTrainer):
         """
         loaded = self.job.loaded
         parts = data_parallel.my_pass_shard(len(batches))
-        idle = sharding.idle_passes(len(parts), loaded)
+        idle = sharding.idle_passes(len(parts), loaded.is_sharded)
         rows: list[tuple[float, float]] = []
         with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
             for part in parts:
-                logps = summed_logps(loaded.model, on_device(take_side(batches[part], 1), loaded.device))
+                logps = summed_logps(loaded.model, send_to_device(take_side(batches[part], 1), loaded.device))
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
             for _ in range(idle):
-                summed_logps(loaded.model, on_device(take_side(batches[-1], 1), loaded.device))
+                summed_logps(loaded.model, send_to_device(take_side(batches[-1], 1), loaded.device))
         every = [row for found in distributed.gather(rows)[:: data_parallel.model_parallel_size()] for row in found]
         logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
         return kl_baseline(logps, reference)
@@ -446,8 +443,3 @@ def lengths_note(pairs: Sequence[Pair]) -> str:
 def pair_length(pair: Pair) -> int:
     """Return the tokens of the prompt with the longer side."""
     return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
-
-
-def packed_length(pair: Pair) -> int:
-    """Return the tokens of both sides and their prompt in one packed line."""
-    return len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) + 1

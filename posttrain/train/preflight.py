@@ -25,7 +25,7 @@ from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of, sample_share, sync_engine
 from posttrain.train.context import TrainContext
 from posttrain.train.library_logging import quiet
-from posttrain.train.model_checks import check_start
+from posttrain.train.pass_checks import check_start
 from posttrain.train.policy import compute_logprobs
 from posttrain.train.rl_metrics import rollout_metrics, thought_metrics
 from posttrain.train.update import rows_of_step, update

@@ -127,27 +127,20 @@ class SeveralRanks(Ranks):
     def send_tokens(self, rollouts: Sequence[Rollout], owners: Sequence[int]) -> None:
         rollout_exchange.send_tokens(rollouts, owners, self.model_parallel_size)
 
-    def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
-        """Return what `passes` returns or raises.
-
-        With a divided model an error is raised immediately: other ranks wait for this one within a pass, where only
-        `distributed.propagate_failures` reaches them.
-        """
-        return distributed.Captured(passes(*args)) if self.divided else distributed.capture(passes, *args)
-
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
-        return distributed.value_or_raise(self._capture_passes(passes, *args))
+        return distributed.value_or_raise(sharding.capture_passes(self.divided, passes, *args))
 
     def sum_passes(
         self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
     ) -> Mapping[str, float]:
-        sums = distributed.sum_by_name(distributed.gather_or_raise(self._capture_passes(passes, *args)))
+        captured = sharding.capture_passes(self.divided, passes, *args)
+        sums = distributed.sum_by_name(distributed.gather_or_raise(captured))
         data_parallel.sum_gradients(*trained)
         sharding.drop_unseen_gradients(trained[0])
         return {name: value / self.model_parallel_size for name, value in sums.items()}
 
     def idle_passes(self, passes: int) -> int:
-        return max(distributed.gather(passes)) - passes if self.divided else 0
+        return sharding.idle_passes(passes, self.divided)
 
     def total(self, numbers: Mapping[str, float], *, of_rows: bool = True) -> dict[str, float]:
         times = self.model_parallel_size if of_rows else 1

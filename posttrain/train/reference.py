@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from posttrain.models import adapters
@@ -25,9 +24,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.train import sharding
 from posttrain.train.attention import enable_packing
-from posttrain.train.weight_copy import WeightCopy, trained_parameters
-
-FILE = "reference.safetensors"
+from posttrain.train.weight_copy import WeightCopy
 
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
@@ -69,6 +66,8 @@ class RenewedReference(WeightCopy):
     Only the trained weights are copied, at that step.
     """
 
+    file = "reference.safetensors"
+
     def __init__(self, first: ReferencePolicy, model: nn.Module, at: int) -> None:
         self.first: ReferencePolicy | None = first
         self.model, self.at = model, at
@@ -86,13 +85,13 @@ class RenewedReference(WeightCopy):
     def save(self, folder: Path) -> None:
         """Write the copy, if made, into a checkpoint folder."""
         if self.first is None:
-            save_file({name: weight.contiguous() for name, weight in self.weights.items()}, folder / FILE)
+            super().save(folder)
 
     def load(self, folder: Path) -> None:
         """Load the copy from a checkpoint folder, if it has one."""
-        if (folder / FILE).is_file():
-            stored = load_file(folder / FILE)
-            self.weights = {n: stored[n].to(w.device, w.dtype) for n, w in trained_parameters(self.model)}
+        if (folder / self.file).is_file():
+            super().__init__(self.model)
+            super().load(folder)
             self.first = None
 
 

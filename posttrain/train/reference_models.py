@@ -18,7 +18,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import distributed, pair_columns, stored_logps
+from posttrain.train import pair_columns, stored_logps
 
 SIDES = ("chosen", "rejected")
 Logps = Mapping[str, Tensor]  # side -> [number of pairs], float32
@@ -45,8 +45,7 @@ def columns(
         if path is None:
             continue
         logps = _of(path, f"anchors.{key}", recipe, directory, pairs, tokenizer, measure)
-        for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True):
-            found[field] = logps[side].tolist()
+        found |= columns_of_logps(need, logps)
     past = [
         _of(path, f"anchors.history.{number}", recipe, directory, pairs, tokenizer, measure)
         for number, path in enumerate(named.history)
@@ -56,6 +55,11 @@ def columns(
             found[field] = torch.stack([logps[side] for logps in past], 1).tolist()
     pair_columns.refuse_twice(given, named)
     return found
+
+
+def columns_of_logps(need: str, logps: Logps) -> pair_columns.Columns:
+    """Return the log-probs of both sides as the columns that the need has: `ref_chosen_logp`, ..."""
+    return {field: logps[side].tolist() for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True)}
 
 
 def _of(
@@ -69,14 +73,13 @@ def _of(
 ) -> Logps:
     """Return log-probs under the model at `path`, read from the run directory if they are stored there."""
     cache = directory.path / f"{key}.safetensors"
-    stored = distributed.run_on_rank0(stored_logps.read, cache, tokens_of(pairs))
-    if stored is not None:
-        return stored
-    loaded = models.load_companion(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
-    logps = measure(loaded)
-    distributed.run_on_rank0(stored_logps.write, cache, tokens_of(pairs), logps)
-    del loaded
-    gc.collect()
+
+    def compute() -> Logps:
+        seed = recipe.run.seed
+        return measure(models.load_companion(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=seed))
+
+    logps = stored_logps.read_or_compute(cache, tokens_of(pairs), compute)
+    gc.collect()  # frees the model
     return logps
 
 

@@ -18,6 +18,7 @@ from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.own_rows import assign_rows
 from posttrain.train.policy import compute_logprobs
+from posttrain.train.replay_store import mean
 from posttrain.train.update import UpdateStats, update_once
 
 
@@ -50,12 +51,9 @@ def add_rows(
     scored: RolloutBatch,
     batch: RolloutBatch,
 ) -> tuple[list[Rollout], Sequences, RolloutBatch, RolloutBatch]:
-    """Add stored rows to a step: return rollouts, sequences and batches (before and after advantages) of all rows.
-
-    The stored rows bring their advantages; their log-probs are computed like those of the other rows.
-    """
+    """Add the rows that the replay kind chooses to a step (`join_stored`)."""
     assert ctx.replay is not None
-    more = ctx.replay.draw(rollouts, [_mean(own) for own in _advantages(batch, rollouts)], state.step)
+    more = ctx.replay.draw(rollouts, [mean(own) for own in _advantages(batch, rollouts)], state.step)
     return join_stored(ctx, state, more, rollouts, sequences, scored, batch)
 
 
@@ -68,7 +66,10 @@ def join_stored(
     scored: RolloutBatch,
     batch: RolloutBatch,
 ) -> tuple[list[Rollout], Sequences, RolloutBatch, RolloutBatch]:
-    """Like `add_rows`, for given stored rows `more`."""
+    """Add stored rows to a step: return rollouts, sequences and batches (before and after advantages) of all rows.
+
+    more: the stored rows. They bring their advantages; their log-probs are computed like those of the other rows.
+    """
     advantages = batch.advantages
     assert advantages is not None
     if not more:
@@ -114,9 +115,9 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     if ctx.replay is None or not ctx.replay.trains_apart:
         return {}
     assert batch.advantages is not None
-    fresh = [(one, _mean(own)) for one, own in zip(rollouts, _advantages(batch, rollouts), strict=True)
+    fresh = [(one, mean(own)) for one, own in zip(rollouts, _advantages(batch, rollouts), strict=True)
              if one.stored is None]  # fmt: skip
-    more = ctx.replay.draw_apart([one for one, _ in fresh], [mean for _, mean in fresh], state.step)
+    more = ctx.replay.draw([one for one, _ in fresh], [average for _, average in fresh], state.step, apart=True)
     if not more:
         return {"replay/apart_rows": 0, "replay/updates": 0}
     by_token = any(len(one.stored.advantages) > 1 for one in more if one.stored)
@@ -132,7 +133,7 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
         "replay/apart_rows": len(more),
         "replay/apart_age": sum(ages) / len(ages),
         "replay/apart_loss": float(stats.sums.get("loss", 0.0)),
-        "replay/apart_grad_norm": _mean(stats.norms),
+        "replay/apart_grad_norm": mean(stats.norms),
         "replay/updates": int(updates),
     }
 
@@ -144,10 +145,6 @@ def _stored_advantages(rollouts: Sequence[Rollout], *, like: Tensor, width: int)
         own = rollout.stored.advantages if rollout.stored is not None else ()
         found[row, : len(own) if len(own) > 1 else width] = torch.tensor(own or (0.0,), dtype=like.dtype)
     return (found if like.dim() == 2 else found[:, 0]).to(like.device)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _advantages(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:

@@ -81,28 +81,20 @@ class ReplayStore:
             )
         return dataclasses.replace(stored, group=fresh.group, bin=fresh.bin)
 
-    def draw(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:
+    def draw(
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int, *, apart: bool = False
+    ) -> list[Rollout]:
         """Return the stored rollouts that a step trains on besides its own, each as a separate group.
 
-        rollouts: the step's own, with the mean advantage of each.
+        rollouts: the step's own, with the mean advantage of each. apart: those of a separate update; `rollouts` are
+        then the step's fresh ones.
         """
         fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
-        chosen = list(self.kind.add(fresh, self._rows(), self._request(step, "add")))
-        chosen = distributed.broadcast_from_rank0(chosen)
+        choose, purpose = (self.kind.train_apart, "apart") if apart else (self.kind.add, "add")
+        chosen = distributed.broadcast_from_rank0(list(choose(fresh, self._rows(), self._request(step, purpose))))
         self._check(chosen, len(self.rollouts), "stored", step)
-        first = 1 + max(one.group % GROUP_STRIDE for one in rollouts)
+        first = 0 if apart else 1 + max(one.group % GROUP_STRIDE for one in rollouts)
         return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(chosen)]
-
-    def draw_apart(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:
-        """Return the stored rollouts that are trained on in a separate update, each as a separate group.
-
-        rollouts: the step's fresh ones, with the mean advantage of each.
-        """
-        fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
-        chosen = list(self.kind.train_apart(fresh, self._rows(), self._request(step, "apart")))
-        chosen = distributed.broadcast_from_rank0(chosen)
-        self._check(chosen, len(self.rollouts), "stored", step)
-        return [dataclasses.replace(self.rollouts[n], group=k, bin=None) for k, n in enumerate(chosen)]
 
     def store(
         self, rollouts: Sequence[Rollout], stored: Sequence[Stored], step: int, left_out: Sequence[bool] = ()
@@ -115,7 +107,7 @@ class ReplayStore:
         fresh = [
             dataclasses.replace(row, advantage=0.0, left_out=row.advantage) if out else row
             for row, out in zip(
-                (row_of(one, step, _mean(own.advantages)) for one, own in zip(rollouts, stored, strict=True)),
+                (row_of(one, step, mean(own.advantages)) for one, own in zip(rollouts, stored, strict=True)),
                 left_out or (False,) * len(rollouts),
                 strict=True,
             )
@@ -137,7 +129,7 @@ class ReplayStore:
 
     def _rows(self) -> list[Row]:
         pairs = [(one, one.stored) for one in self.rollouts if one.stored is not None]
-        return [row_of(one, stored.step, _mean(stored.advantages)) for one, stored in pairs]
+        return [row_of(one, stored.step, mean(stored.advantages)) for one, stored in pairs]
 
     def _request(self, step: int, purpose: str) -> Request:
         return Request(step, self.steps, derive(self.seed, "replay", purpose, step))
@@ -153,7 +145,8 @@ class ReplayStore:
         self.rollouts = [rollout_from_dict(row, self.prompts[row["prompt"]]) for row in rows]
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 

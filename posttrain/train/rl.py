@@ -58,12 +58,11 @@ from posttrain.train.emergency_checkpoint import save_on_error, save_step
 from posttrain.train.evaluation import Evaluation
 from posttrain.train.held_out import evaluate_step, rl_evaluation
 from posttrain.train.library_logging import quiet
-from posttrain.train.memory_plan import explain_out_of_memory
+from posttrain.train.memory_plan import explain_out_of_memory, peak_memory
 from posttrain.train.memory_probe import check_free_memory, engine_sleeps, probe_max_memory
-from posttrain.train.model_checks import check_start
 from posttrain.train.model_folder import save_model
 from posttrain.train.own_rows import OwnRows, assign_rows, ranks_of_tokens
-from posttrain.train.peak import peak_memory
+from posttrain.train.pass_checks import check_start
 from posttrain.train.policy import ON_OTHER_SEQUENCES, compute_logprobs, compute_on_other_sequences
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 from posttrain.train.record import Record, StepResult
@@ -359,16 +358,8 @@ def load_step_components(ctx: TrainContext, source: RolloutSource, folder: Path,
 
     These are weight copies, prompt values, stored rollouts, the SFT optimiser, and the loss scale.
     """
-    if ctx.opponent is not None:
-        ctx.opponent.load(folder)
-    if ctx.proximal is not None:
-        ctx.proximal.load(folder)
-    if isinstance(ctx.reference, RenewedReference):
-        ctx.reference.load(folder)
-    if ctx.values is not None:
-        ctx.values.load(folder)
-    if ctx.replay is not None:
-        ctx.replay.load(folder)
+    for part in ctx.parts_with_state:
+        part.load(folder)
     unsolved.load(ctx.sft_optimizer, folder)
     source.load(folder, ctx, state)
     if state.scaler:

@@ -20,20 +20,57 @@ A checkpoint waits for the rollouts in progress and contains them, so that a res
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from posttrain.batch import Prompt
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import distributed, rollout_json
+from posttrain.train import distributed, prompt_sampler
 from posttrain.train.checkpoint import State
 from posttrain.train.collect import StepRollouts, SynchronousRollouts, advance_state, collect, sync_engine
 from posttrain.train.context import TrainContext
+from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
+from posttrain.verify.failures import Calls
 
 DRAIN_TIMEOUT_S = 60.0  # how long to wait for rollouts in progress when closing, or when saving after an error
+QUEUED_FILE = "queued_rollouts.json"  # in a checkpoint: scored rollouts of coming steps, with uids in place of prompts
+
+
+def write_queued(folder: Path, batches: Sequence[StepRollouts]) -> None:
+    """Write the rollouts of several steps."""
+    (folder / QUEUED_FILE).write_text(json.dumps([step_to_dict(batch) for batch in batches]))
+
+
+def read_queued(folder: Path, prompts: Sequence[Prompt]) -> list[StepRollouts]:
+    """Read the rollouts that `write_queued` stored; [] if there are none. prompts: those that the uids name."""
+    if not (folder / QUEUED_FILE).is_file():
+        return []
+    by_uid = {p.uid: p for p in prompts}
+    return [step_from_dict(values, by_uid) for values in json.loads((folder / QUEUED_FILE).read_text())]
+
+
+def step_to_dict(batch: StepRollouts) -> dict[str, Any]:
+    """Convert a step's rollouts to JSON values, without the seconds that collecting took."""
+    rows = list(map(rollout_to_dict, batch.rollouts))
+    fields = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
+    return {"rollouts": rows, **fields, "groups": list(map(prompt_sampler.to_dict, batch.groups))}
+
+
+def step_from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepRollouts:
+    """Restore a step's rollouts: the inverse of `step_to_dict`. prompts: by uid."""
+    return StepRollouts(
+        step=values["step"],
+        rollouts=[rollout_from_dict(row, prompts[row["prompt"]]) for row in values["rollouts"]],
+        metrics=dict(values["metrics"]),
+        calls=[Calls._make(calls) for calls in values["calls"]],
+        position=values["position"],
+        groups=list(map(prompt_sampler.from_dict, values.get("groups", ()))),
+    )
 
 
 class RolloutSource(Protocol):
@@ -176,15 +213,15 @@ class AsyncRollouts:
         while (task := self._tasks.get(done + len(batches))) is not None and task.finished:
             batches.append(task.result())
         if batches:
-            rollout_json.write(folder, batches)
+            write_queued(folder, batches)
 
     def load(self, folder: Path, ctx: TrainContext, state: State) -> None:
         """See `RolloutSource.load`."""
-        batches = rollout_json.read(folder, ctx.prompts)
+        batches = read_queued(folder, ctx.prompts)
         self._stream = PromptStream(max([state.position, *(batch.position for batch in batches)]))
         self._tasks = {}
         for batch in batches:
-            self._tasks[batch.step] = RolloutTask(state.step - 1, partial(_return_loaded, batch))
+            self._tasks[batch.step] = RolloutTask(state.step - 1, partial(lambda found, _: found, batch))
             self._tasks[batch.step].run()
 
     def close(self) -> None:
@@ -248,7 +285,3 @@ class RolloutTask:
         if self.error is not None:
             raise self.error
         return self._batch[0]
-
-
-def _return_loaded(batch: StepRollouts, _: Callable[[], object]) -> StepRollouts:
-    return batch

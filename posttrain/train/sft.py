@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor, nn
 from trl import SFTConfig, SFTTrainer
@@ -28,18 +29,19 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.stages import SftRecipe
+from posttrain.rollout.hf import eval_mode
 from posttrain.run.directory import RunDirectory
 from posttrain.train import (
+    evaluation,
     hf_trainer,
     load_balancing,
     machine_checks,
     rank_consistency,
     sharding,
-    trl_model,
-    validation,
+    trl_trainer,
 )
 from posttrain.train.attention import WINDOW, Packed, short_windows, use_packed_attention
-from posttrain.train.collate import Sequences
+from posttrain.train.collate import IGNORED, Sequences
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
@@ -48,7 +50,7 @@ from posttrain.train.library_logging import quiet
 from posttrain.train.logprobs import Head, token_scores
 from posttrain.train.pass_checks import PROBE, verify_head
 from posttrain.train.row_plan import row_plan
-from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
+from posttrain.train.sft_objective import Weighing, behavior_logps, noisy_embeddings, with_behavior
 from posttrain.train.sft_objective import trained_targets as trained_targets
 from posttrain.train.sharding import as_forward
 from posttrain.train.start_notes import shared_rows_note
@@ -79,7 +81,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     weighing = Weighing.of(recipe, loaded.tokenizer)
-    trl_model.check_router(causal_of(loaded.model), recipe.objective.router_aux_loss, weighed=weighing is not None)
+    trl_trainer.check_router(causal_of(loaded.model), recipe.objective.router_aux_loss, weighed=weighing is not None)
     collate = make_padding_collator(loaded.pad_id)
     if recipe.batch.packing:
         collate = make_packing_collator(loaded)
@@ -99,8 +101,8 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
         verify_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
         notes = [hf_trainer.rows_note(prepared, "row"), shared_rows_note(prepared.kept_rows, held_out or unseen)]
-        if why := trl_model.why_no_router_loss(causal_of(loaded.model), weighed=trainer.weighing is not None):
-            notes.append(trl_model.NO_ROUTER_LOSS + why)
+        if why := trl_trainer.why_no_router_loss(causal_of(loaded.model), weighed=trainer.weighing is not None):
+            notes.append(trl_trainer.NO_ROUTER_LOSS + why)
         with rows_evaluation(recipe, directory, loaded, held_out, losses, terminal.note) as job.evaluation:
             return hf_trainer.train(trainer, job, COLUMNS, notes)
 
@@ -114,10 +116,10 @@ def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: C
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     rows = dataset(examples)
     micro = row_plan(recipe, len(examples)).micro
-    batches = validation.batches_of([len(example.ids) for example in examples], micro)
+    batches = evaluation.batches_of([len(example.ids) for example in examples], micro)
 
     def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        sums = validation.sum_over_rows(loaded, rows, batches, collate, validation.token_sums(loaded))
+        sums = evaluation.sum_over_rows(loaded, rows, batches, collate, evaluation.token_sums(loaded))
         tokens = sums["tokens"]
         return {"loss": sums["loss"] / tokens, "mean_token_accuracy": sums["right"] / tokens}, []
 
@@ -131,7 +133,7 @@ def make_trainer(
     rows = dataset(examples)
     options: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     assert isinstance(job.recipe, SftRecipe)
-    if not trl_model.can_balance_router(causal_of(job.loaded.model)):
+    if not trl_trainer.can_balance_router(causal_of(job.loaded.model)):
         options["router_aux_loss_coef"] = 0.0
     elif job.recipe.objective.router_aux_loss is not None:
         options["router_aux_loss_coef"] = job.recipe.objective.router_aux_loss
@@ -249,15 +251,12 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
     following = {i: (i + 1) % vocabulary for i in before["input_ids"]}
     replaced = [i if i in image_tokens or following[i] in image_tokens else following[i] for i in before["input_ids"]]
     changed = {**before, "input_ids": replaced}
-    with torch.no_grad(), short_windows(causal_of(loaded.model)):
-        training = loaded.model.training
-        loaded.model.eval()
+    with eval_mode(loaded.model), torch.no_grad(), short_windows(causal_of(loaded.model)):
         packed, other = (_last_logits(loaded, collate, rows) for rows in ([before, row], [changed, row]))
         plain = collate
         if loaded.images is not None and with_image:  # image tokens of a line may attend in one direction only
             plain = with_images(make_padding_collator(loaded.pad_id), loaded.images)
         alone = _last_logits(loaded, plain, [row])
-        loaded.model.train(training)
     scale = float(alone.abs().max())
     leak, shift = float((packed - other).abs().max()) / scale, float((packed - alone).abs().max()) / scale
     half = loaded.half is not None or loaded.model.dtype != torch.float32
@@ -276,7 +275,7 @@ def _row(ids: Sequence[int]) -> dict[str, Any]:
 def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the logits [T,V] of the last of the packed rows."""
     batch = collate(rows)
-    inputs = {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
+    inputs = send_to_device({name: value for name, value in batch.items() if name != "labels"}, loaded.device)
     with loaded.autocast():
         model_inputs = image_inputs(loaded.model, inputs)
         return loaded.model(**model_inputs, use_cache=False).logits[0, -len(rows[-1]["input_ids"]) :].float()

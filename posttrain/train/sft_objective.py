@@ -21,13 +21,12 @@ from posttrain.loss.token_weights import TokenRows, neftune
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
-from posttrain.train import data_parallel, distributed, stored_logps
+from posttrain.train import data_parallel, stored_logps
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.collate import Sequences
+from posttrain.train.collate import IGNORED, Sequences
 from posttrain.train.logprobs import completion_logprobs, micro_batches
 from posttrain.train.pass_checks import verify_head
 
-IGNORED = -100  # the label of a token that is not trained on
 BEHAVIOR = "behavior.safetensors"
 MICRO_TOKENS = 16384  # tokens of a forward pass of the behavior model
 
@@ -157,13 +156,12 @@ def behavior_logps(recipe: SftRecipe, examples: Sequence[Example], tokenizer: An
     that model has another vocabulary.
     """
     path, rows = folder / BEHAVIOR, [example.ids for example in examples]
-    stored = distributed.run_on_rank0(stored_logps.read, path, rows)
-    if stored is None:
-        model = _behavior_model(recipe, tokenizer)
-        stored = {"logp": torch.cat(score_examples(model, examples))}
-        distributed.run_on_rank0(stored_logps.write, path, rows, stored)
-        del model
-        gc.collect()
+
+    def compute() -> dict[str, Tensor]:
+        return {"logp": torch.cat(score_examples(_behavior_model(recipe, tokenizer), examples))}
+
+    stored = stored_logps.read_or_compute(path, rows, compute)
+    gc.collect()  # frees that model
     return [part.tolist() for part in stored["logp"].split([len(row) for row in rows])]
 
 

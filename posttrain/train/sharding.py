@@ -242,21 +242,21 @@ def keep_without_gradient(model: Any) -> Iterator[None]:
         weight.grad = None
 
 
-def idle_passes(passes: int, loaded: LoadedModel) -> int:
+def idle_passes(passes: int, divided: bool) -> int:
     """Return how many passes this rank must add so that all ranks run equally many.
 
-    A collective: call it before the first pass of any rank.
+    divided: the model is (`LoadedModel.is_sharded`). A collective: call it before the first pass of any rank.
     """
-    return max(distributed.gather(passes)) - passes if loaded.is_sharded else 0
+    return max(distributed.gather(passes)) - passes if divided else 0
 
 
-def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
+def capture_passes(divided: bool, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
     """`distributed.capture` for forward and backward passes.
 
     With a divided model an error is raised immediately: other ranks wait for this one within a pass, where only
     `distributed.propagate_failures` reaches them.
     """
-    return distributed.Captured(passes(*args)) if loaded.is_sharded else distributed.capture(passes, *args)
+    return distributed.Captured(passes(*args)) if divided else distributed.capture(passes, *args)
 
 
 # --- whole tensors ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from posttrain.run.atomic_io import explain_write_errors, sync_file
+from posttrain.train import distributed
 
 ROWS = "rows"  # key of the fingerprint of the rows
+
+
+def read_or_compute(
+    path: Path, rows: Sequence[Any], compute: Callable[[], Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    """Return the log-probs stored for exactly these rows, or compute and store them. All ranks call this."""
+    logps: Mapping[str, Tensor] | None = distributed.run_on_rank0(read, path, rows)
+    if logps is None:
+        logps = compute()
+        distributed.run_on_rank0(write, path, rows, logps)
+    return logps
 
 
 def read(path: Path, rows: Sequence[Any]) -> dict[str, Tensor] | None:

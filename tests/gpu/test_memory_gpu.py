@@ -58,14 +58,14 @@ def test_paged_moments_are_paged_again_after_a_checkpoint(tmp_path: Path) -> Non
 PASSES = """
 import sys, torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from posttrain.train import allocator
+from posttrain.train import machine_checks
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import completion_logprobs
 
 device = torch.device("cuda")
 if sys.argv[1] == "growing":
-    assert allocator.use_expandable_segments(device)
+    assert machine_checks.use_expandable_segments(device)
 config = Qwen2Config(hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
                      intermediate_size=4096, vocab_size=8192, max_position_embeddings=4096, dtype="bfloat16")
 model = Qwen2ForCausalLM(config).to(device, torch.bfloat16)
@@ -107,7 +107,7 @@ def test_memory_for_another_process_is_apart_from_segments_that_grow(tmp_path: P
 SHARED = """
 import torch, multiprocessing
 from posttrain.rollout.weight_transfer import Staging, pack
-from posttrain.train import allocator
+from posttrain.train import machine_checks
 
 def read(described, queue):
     from posttrain.rollout import worker
@@ -115,7 +115,7 @@ def read(described, queue):
 
 if __name__ == "__main__":
     device = torch.device("cuda")
-    assert allocator.use_expandable_segments(device)
+    assert machine_checks.use_expandable_segments(device)
     kept = [torch.full((1 << 20,), float(n), device=device) for n in range(8)]
     del kept[::2]  # free blocks of segments that grow
     staging = Staging(1 << 22, device)

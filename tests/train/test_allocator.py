@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.train import allocator
+from posttrain.train import machine_checks
 
 
 @pytest.fixture
 def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(allocator, "set_allocator", found.append)
-    for name in allocator.VARIABLES:
+    monkeypatch.setattr(machine_checks, "set_allocator", found.append)
+    for name in machine_checks.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return found
 
@@ -32,20 +32,20 @@ def allocating(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None
 
 def test_segments_grow_on_a_gpu_alone(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     allocating(monkeypatch, None)
-    assert not allocator.use_expandable_segments(torch.device("cpu")) and not changes
-    assert allocator.use_expandable_segments(CUDA) and changes == ["expandable_segments:True"]
+    assert not machine_checks.use_expandable_segments(torch.device("cpu")) and not changes
+    assert machine_checks.use_expandable_segments(CUDA) and changes == ["expandable_segments:True"]
 
 
-@pytest.mark.parametrize("name", allocator.VARIABLES)
+@pytest.mark.parametrize("name", machine_checks.ALLOCATOR_VARIABLES)
 def test_what_the_user_has_set_stays(changes: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128")
-    assert not allocator.use_expandable_segments(CUDA) and not changes
+    assert not machine_checks.use_expandable_segments(CUDA) and not changes
 
 
 def test_a_driver_that_maps_no_memory_keeps_the_default(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     allocating(monkeypatch, RuntimeError("CUDA driver error: operation not supported"))
-    assert not allocator.use_expandable_segments(CUDA)
+    assert not machine_checks.use_expandable_segments(CUDA)
     assert changes == ["expandable_segments:True", "expandable_segments:False"]
     allocating(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
-        allocator.use_expandable_segments(CUDA)
+        machine_checks.use_expandable_segments(CUDA)

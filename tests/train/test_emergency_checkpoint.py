@@ -27,7 +27,7 @@ from posttrain.train import (
     divided_checkpoint,
     hf_trainer,
     rl,
-    rollout_json,
+    rollout_source,
     saved_rollouts,
     sft,
     update,
@@ -303,7 +303,7 @@ def test_rollouts_drawn_ahead_that_fail_leave_those_of_the_step_itself(
         rl.run(made, directory)
     newest = checkpoints.latest(directory.checkpoints)
     assert newest is not None and checkpoints.step_of(newest) == 1
-    assert (newest / rollout_json.FILE).is_file()
+    assert (newest / rollout_source.QUEUED_FILE).is_file()
     (tmp_path / "broken").unlink()
     assert finished(opened, "broken run", made, resume=True) == expected
 
@@ -331,7 +331,7 @@ def test_rollouts_that_are_still_drawn_are_waited_for(recipe: Make, opened: Open
         rl.run(made, directory)
     newest = checkpoints.latest(directory.checkpoints)
     assert newest is not None and checkpoints.step_of(newest) == 2
-    (saved,) = json.loads((newest / rollout_json.FILE).read_text())
+    (saved,) = json.loads((newest / rollout_source.QUEUED_FILE).read_text())
     assert saved["step"] == 2 and len(saved["rollouts"]) == 16
 
 

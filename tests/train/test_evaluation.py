@@ -20,9 +20,8 @@ from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.train import evaluation, preference, rl, sft
 from posttrain.train.checkpoint import State
-from posttrain.train.evaluation import Completions, completion_metrics, early_stop_message, update_best
+from posttrain.train.evaluation import Completions, batches_of, completion_metrics, early_stop_message, update_best
 from posttrain.train.held_out import evaluate_step
-from posttrain.train.validation import batches_of
 
 Values = dict[str, Any]
 REWARDS = """

@@ -18,7 +18,6 @@ from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora, Model
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.calibrate import calibrate
 from posttrain.train.collate import Sequences
 from posttrain.train.compiled import compile_layers
 from posttrain.train.logprobs import completion_logprobs
@@ -43,6 +42,7 @@ from posttrain.train.memory_plan import (
     skeleton,
     teacher_shape,
 )
+from posttrain.train.memory_probe import calibrate
 from posttrain.train.plan import plan
 from posttrain.train.step_time import Rates
 

@@ -13,7 +13,7 @@ from posttrain.errors import ModelError, RecipeError
 from posttrain.models import tiny
 from posttrain.recipe.training_sections import Optim
 from posttrain.train import optim, preference, rl, sft
-from posttrain.train.muon import layer_matrices
+from posttrain.train.optimizers import layer_matrices
 
 SECTION = Optim(use="muon", lr=2e-3, weight_decay=0.1, momentum=0.9)
 

@@ -17,14 +17,14 @@ from posttrain.models.precision import keep_half_weights
 from posttrain.recipe.sections import Model
 from posttrain.recipe.training_sections import Optim
 from posttrain.run import checkpoints
-from posttrain.train import checkpoint, offloaded_optimizer, optim, preference, rl, sft
+from posttrain.train import checkpoint, optim, optimizers, preference, rl, sft
 
 SECTION = Optim(lr=1e-3, weight_decay=0.1, schedule="linear")
 
 
 @pytest.fixture(autouse=True)
 def _tensors_have_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded_optimizer, "CHUNK_NUMEL", 1000)
+    monkeypatch.setattr(optimizers, "CHUNK_NUMEL", 1000)
 
 
 def model(half: bool) -> Any:
@@ -62,7 +62,7 @@ def test_updates_are_those_of_adamw_and_checkpoints_fit_both(half: bool) -> None
     for offload in (False, True):
         one = model(half)
         optimizer = optim.build(one, SECTION.model_copy(update={"offload": offload}))
-        assert isinstance(optimizer, offloaded_optimizer.OffloadedAdamW) == offload
+        assert isinstance(optimizer, optimizers.OffloadedAdamW) == offload
         update(one, optimizer, 0, 3)
         saved.append(copy.deepcopy((one, optim.state_dict_with_masters(optimizer, one), optimizer.state_dict())))
         update(one, optimizer, 3, 2)
@@ -83,7 +83,7 @@ def test_moments_are_packed_in_few_pieces_of_memory() -> None:
     one = model(half=False)
     optimizer: Any = optim.build(one, Optim(offload=True))
     update(one, optimizer, 0, 1)
-    moments = [state[name] for state in optimizer.state.values() for name in offloaded_optimizer.MOMENTS]
+    moments = [state[name] for state in optimizer.state.values() for name in optimizers.MOMENTS]
     assert len({tensor.untyped_storage().data_ptr() for tensor in moments}) == 1 < len(moments)
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_holds_and_counts_the_moments_alone(tmp_path: Path, monkeyp
     asked: list[int] = []
     monkeypatch.setattr(checkpoints, "require_space", lambda _, nbytes: asked.append(nbytes))
     saved = checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
-    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in offloaded_optimizer.MOMENTS)
+    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in optimizers.MOMENTS)
     weights = sum(p.nbytes for p in loaded.model.parameters())
     assert asked[0] == pytest.approx(weights + moments, rel=0.01)
     assert (saved / "optimizer.pt").stat().st_size == pytest.approx(moments, rel=0.1)

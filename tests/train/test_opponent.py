@@ -12,7 +12,7 @@ from torch import nn
 from posttrain.advantage.reward_mix import versus_opponent
 from posttrain.batch import RolloutBatch
 from posttrain.loss import nash
-from posttrain.train.opponent import Opponent
+from posttrain.train.weight_copy import Opponent
 
 F64 = torch.float64
 COMMAND = ["rl", "rl/nash_mp_tiny"]

@@ -16,7 +16,7 @@ from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, attention, packed_blocks, packed_pass, rl
+from posttrain.train import assemble, attention, packed_line, packed_pass, rl
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import Extras, completion_scores, micro_batches
@@ -230,7 +230,7 @@ def test_blocks_of_short_rows_are_the_rows_by_themselves(
     )
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(1, heads, sum(line.lengths), 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
-    blocks = packed_blocks.blocks_of(line, window)
+    blocks = packed_line.blocks_of(line, window)
     assert blocks is not None and 1 < len(blocks) < len(ids)
 
     def measure() -> list[torch.Tensor]:
@@ -239,6 +239,6 @@ def test_blocks_of_short_rows_are_the_rows_by_themselves(
         return [out, *torch.autograd.grad((out * torch.arange(8)).sum(), given)]
 
     found = measure()
-    monkeypatch.setattr(packed_blocks, "MAX_WIDTH", 0)
+    monkeypatch.setattr(packed_line, "MAX_WIDTH", 0)
     for one, other in zip(found, measure(), strict=True):
         assert torch.allclose(one, other, atol=1e-5, rtol=1e-4)

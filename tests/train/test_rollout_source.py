@@ -29,7 +29,7 @@ from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import assemble, rl, rollout_json, rollout_source
+from posttrain.train import assemble, rl, rollout_source
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import rollout_batch
 from posttrain.train.collect import StepRollouts, advance_state
@@ -207,7 +207,7 @@ def test_a_checkpoint_holds_what_older_weights_drew(
     straight = trained(ctx, source, state, done)
     source.finish(ctx, state)
     source.save(tmp_path, done)
-    held = json.loads((tmp_path / rollout_json.FILE).read_text())
+    held = json.loads((tmp_path / rollout_source.QUEUED_FILE).read_text())
     assert [batch["step"] for batch in held] == list(range(done, min(done + staleness, 7)))
     saved = dataclasses.replace(state)
     straight += trained(ctx, source, state, 7)
@@ -229,7 +229,7 @@ def test_nothing_is_held_at_the_end_and_more_steps_begin_anew(
     trained(ctx, source, state, 7)
     source.finish(ctx, state)
     source.save(tmp_path, 7)
-    assert not (tmp_path / rollout_json.FILE).exists()
+    assert not (tmp_path / rollout_source.QUEUED_FILE).exists()
     ctx = dataclasses.replace(context(4), steps=9)
     source = AsyncRollouts(ctx)
     source.load(tmp_path, ctx, state)
@@ -267,7 +267,7 @@ def test_what_an_error_leaves_to_save(
         source.next(ctx, dataclasses.replace(state))
     assert source.can_save(2) == exact
     source.save(tmp_path, 2)
-    found = rollout_json.read(tmp_path, ctx.prompts)
+    found = rollout_source.read_queued(tmp_path, ctx.prompts)
     assert [batch.step for batch in found][: len(kept)] == kept and len(found) <= len(kept) + (failing > 4)
 
 
@@ -305,7 +305,7 @@ def test_rewards_that_fail_too_often_are_found_in_the_order_of_steps(
         source.next(ctx, state)
     assert not source.can_save(2)
     source.save(tmp_path, 2)
-    assert not (tmp_path / rollout_json.FILE).exists()
+    assert not (tmp_path / rollout_source.QUEUED_FILE).exists()
 
 
 def test_what_is_given_up_leaves_no_thread(context: Any, collected: Collected) -> None:
@@ -349,8 +349,8 @@ def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:
         StepRollouts(9, rollouts, {"rewards/r/errors": 2}, [Calls(7, 2, 2, {"r": 2}, {}, {})], 12),
         StepRollouts(10, [], {}, [], 14),
     ]
-    rollout_json.write(tmp_path, batches)
-    back = rollout_json.read(tmp_path, prompts)
+    rollout_source.write_queued(tmp_path, batches)
+    back = rollout_source.read_queued(tmp_path, prompts)
     assert back == batches and back[0].rollouts[0].prompt is prompts[1]
 
 
@@ -605,7 +605,7 @@ def test_ctrl_c_saves_what_is_drawn(recipe: Make, run: Any, use: Any, opened: Op
         rl.run(made, directory)  # type: ignore[arg-type]
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
-    saved = json.loads((newest / rollout_json.FILE).read_text())
+    saved = json.loads((newest / rollout_source.QUEUED_FILE).read_text())
     assert [(batch["step"], batch["position"]) for batch in saved] == [(2, 9), (3, 12), (4, 15), (5, 18)]
     assert run("broken", made, resume=True) == straight
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from posttrain.models import tiny
-from posttrain.train import token_ends as module
-from posttrain.train.token_ends import token_ends
+from posttrain.train import scoring as module
+from posttrain.train.scoring import token_ends
 
 
 def test_ends_are_those_of_the_decoded_text() -> None:

@@ -1,10 +1,11 @@
-"""AdamW with moments, and float32 master weights if any, offloaded to host memory between updates.
+"""Optimizers besides torch's own: AdamW with float32 master weights, AdamW offloaded to host memory, Muon with AdamW.
 
-An update copies them to the GPU chunk by chunk, computes there with AdamW's own kernel, and copies them back: while one
-chunk is computed, the next is copied in and the previous one out, on separate streams. The results are bitwise those of
-AdamW, and the time is that of transferring 8 bytes per weight in each direction (12 with master weights). An update on
-the CPU, as in DeepSpeed and torchao, transfers only gradients and weights, which is half as much, but needs CPU cores,
-of which there are few per GPU, and rounds differently.
+`OffloadedAdamW` keeps moments, and master weights if any, in host memory. An update copies them to the GPU chunk by
+chunk, computes there with AdamW's own kernel, and copies them back: while one chunk is computed, the next is copied in
+and the previous one out, on separate streams. The results are bitwise those of AdamW, and the time is that of
+transferring 8 bytes per weight in each direction (12 with master weights). An update on the CPU, as in DeepSpeed and
+torchao, transfers only gradients and weights, which is half as much, but needs CPU cores, of which there are few per
+GPU, and rounds differently.
 """
 
 from __future__ import annotations
@@ -14,16 +15,65 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.adamw import adamw
 
+from posttrain.errors import ModelError
 from posttrain.models.host_memory import HostMemory
-from posttrain.train.master_weights import MasterAdamW
+from posttrain.train.compiled import layers_of
 
 CHUNK_NUMEL = 1 << 25  # elements of a tensor per chunk; three chunks of each kind are on the GPU
 Update = Callable[[Sequence[Tensor]], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MasterAdamW(AdamW):
+    """AdamW for half-precision weights: updates float32 master weights, then rounds them into the model.
+
+    Its parameters are the float32 masters. Gradients are those of the model's weights, also in float32 (`grad_dtype`).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        weights = [p for group in groups for p in group["params"]]
+        masters = [nn.Parameter(self.copy_master(p.detach())) for p in weights]
+        self.weight_of = {id(master): weight for master, weight in zip(masters, weights, strict=True)}
+        rest = iter(masters)
+        super().__init__([{**group, "params": [next(rest) for _ in group["params"]]} for group in groups], **settings)
+        self.register_step_hooks()
+
+    def register_step_hooks(self) -> None:
+        """Register hooks that take the model's gradients before each step and round the weights after it."""
+        self.register_step_pre_hook(MasterAdamW.take_gradients)
+        self.register_step_post_hook(MasterAdamW.round_weights)
+
+    def copy_master(self, weight: Tensor) -> Tensor:
+        """Return a float32 copy of a half-precision weight."""
+        return weight.float().clone()
+
+    def pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
+        """Yield each float32 master weight with the model's weight."""
+        for group in self.param_groups:
+            yield from ((master, self.weight_of[id(master)]) for master in group["params"])
+
+    def take_gradients(self, *_: Any) -> None:
+        """Point the gradients of the masters to those of the model's weights, before a step."""
+        for master, weight in self.pairs():
+            master.grad = weight.grad
+
+    @torch.no_grad()
+    def round_weights(self, *_: Any) -> None:
+        """Copy the masters, rounded, into the model's weights, after a step."""
+        for master, weight in self.pairs():
+            master.grad = None
+            weight.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for _, weight in self.pairs():
+            if not set_to_none and weight.grad is not None:
+                weight.grad.zero_()
+            else:
+                weight.grad = None
 
 
 @dataclass(frozen=True)
@@ -163,3 +213,42 @@ class _Slot:
     def __init__(self, buffers: list[Tensor]) -> None:
         self.buffers = buffers
         self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))
+
+
+class MuonAdamW(Optimizer):
+    """torch's Muon (2502.16982) and AdamW as one optimizer, with one learning rate, one checkpoint and one step.
+
+    Muon orthogonalizes the momentum of a matrix and scales it by 0.2 sqrt(the longer side): an update then has the same
+    RMS as an AdamW update, so AdamW's learning rate and weight decay apply to both. matrices, others: parameter groups.
+    """
+
+    def __init__(
+        self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], *, lr: float, momentum: float, **adamw: Any
+    ) -> None:
+        self.muon = Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self.adamw = AdamW(others, lr=lr, **adamw)
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make one update with each optimizer."""
+        assert closure is None
+        count = len(self.muon.param_groups)  # loading a checkpoint replaces groups and state
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:count], self.param_groups[count:]
+        self.muon.state = self.adamw.state = self.state
+        self.muon.step()
+        self.adamw.step()
+
+
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained matrices of the layers: no embeddings, head, vectors, or experts in one 3-dimensional tensor.
+
+    Raises ModelError if there are none.
+    """
+    layers = layers_of(model)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad and p.ndim == 2}
+    matrices = [p for number, p in found.items() if number not in embeddings]
+    if not matrices:
+        raise ModelError("no matrix of a layer is trained", where="optim.use: muon", hint="write `optim.use: adamw`")
+    return matrices
