@@ -14,7 +14,6 @@ ROOT = Path(posttrain.__file__).parent
 CALLERS = ("posttrain", "rewards", "tools", "recipes", "docs", "benchmarks")
 FOR_TESTS = {
     "run/samples.py": {"read_samples"},
-    "train/objective.py": {"from_preset"},
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
     "advantage/thinking_modes.py": {"tool_ledger"},

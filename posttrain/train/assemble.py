@@ -245,7 +245,9 @@ def build_context(
                 values=build_prompt_values(work.sampler, loaded),
                 sft_optimizer=unsolved.build_sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
-                proximal=build_proximal_policy(work.objective, loaded),
+                proximal=ProximalPolicy(loaded.model, work.objective.surrogate.params.get("decay", 0.9))
+                if "prox_logp" in work.objective.needs
+                else None,
                 watchdog=watchdog,
                 ranks=training,
                 dump=directory.path / "failed",
@@ -262,13 +264,6 @@ def build_critic(recipe: RlRecipe, objective: Objective, loaded: models.LoadedMo
         return load_frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
     reads = objective.needs & {"values", "new_values"}
     return create_value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
-
-
-def build_proximal_policy(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:
-    """Return the average of the policy's weights if the loss clips around it; None otherwise."""
-    if "prox_logp" not in objective.needs:
-        return None
-    return ProximalPolicy(loaded.model, objective.surrogate.params.get("decay", 0.9))
 
 
 def build_prompt_values(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:
@@ -323,9 +318,12 @@ def build_engine(
         if work.stored is not None:
             inner = StoredEngine(loaded, work.stored)
         else:
+            model = loaded
+            if loaded.is_sharded and recipe.rollout.engine == "transformers":  # needs a second, whole copy
+                model = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
             inner = make_engine(
                 recipe.rollout,
-                engine_model(recipe, loaded),
+                model,
                 scratch=scratch,
                 max_len=longest_rollout(recipe, work),
                 begun=begun,
@@ -334,13 +332,6 @@ def build_engine(
             )
         offer = replace(work.offer, output_log=OutputLog(directory.logs, "tools", note)) if work.offer else None
         return turns.with_turns(inner, offer, loaded)
-
-
-def engine_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
-    """Return the model the engine is built from: for transformers with a sharded model, a second, whole copy."""
-    if loaded.is_sharded and recipe.rollout.engine == "transformers":
-        return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
-    return loaded
 
 
 def enable_row_packing(loaded: models.LoadedModel, note: Note) -> bool:

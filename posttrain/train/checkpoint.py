@@ -274,7 +274,7 @@ def _load(
     """Load one checkpoint in place and return its State."""
     names = _parameter_names(optimizer, loaded.model, critic)
     state, moments = distributed.run_all_or_raise(_load_state, folder, names, critic)
-    if divided_checkpoint.is_divided(folder):
+    if (folder / divided_checkpoint.FOLDER).is_dir():
         moments = divided_checkpoint.load(folder, loaded, optimizer, moments, names)
     else:
         optim.load_masters(optimizer, loaded.model, load_weights(loaded, folder))

@@ -72,7 +72,8 @@ def evaluate_method(name: str, recipe: RlRecipe, saved: SavedRollouts) -> Outcom
     except UserError as error:
         return Outcome(name, nothing, nothing, nothing, None, error.problems[0].what)
     assert batch.advantages is not None and batch.keep is not None
-    return Outcome(name, batch.keep, row_means(batch.advantages, batch.mask), push, clipped)
+    by_row = batch.advantages if batch.advantages.dim() == 1 else row_mean(batch.advantages, batch.mask)
+    return Outcome(name, batch.keep, by_row, push, clipped)
 
 
 def _is_available(batch: RolloutBatch, name: str) -> bool:
@@ -89,11 +90,6 @@ def _compute_push(objective: Objective, batch: RolloutBatch, logp: Tensor) -> tu
     tokens = max(float(batch.mask.sum()), 1.0)
     clip = stats.get("clip_ratio/region_mean")
     return -(torch.zeros_like(leaf) if gradient is None else gradient), None if clip is None else float(clip) / tokens
-
-
-def row_means(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return the advantage of each row [N]; per-token advantages [N,T] are averaged over trained tokens."""
-    return advantages if advantages.dim() == 1 else row_mean(advantages, mask)
 
 
 def summarize(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:

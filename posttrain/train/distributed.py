@@ -127,7 +127,8 @@ def propagate_failures() -> Iterator[None]:
         _failure_monitor.mark_exiting()
         if isinstance(error, PeerLost | Interrupted) or getattr(error, _RAISED_BY_ALL, False):
             raise
-        if _is_connection_error(error):
+        # a broken connection to another rank, e.g. in a collective of FSDP
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
             raise _peer_lost_error(error) from error
         _failure_monitor.report_failure(_full_message(error))
         raise
@@ -138,11 +139,6 @@ def _full_message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {_one_line(error)}"
-
-
-def _is_connection_error(error: BaseException) -> bool:
-    """Return whether an error comes from a broken connection to another rank, e.g. in a collective of FSDP."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:

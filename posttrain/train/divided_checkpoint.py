@@ -44,11 +44,6 @@ _pending: Future[None] | None = None  # the save in progress
 _group: Any = None  # process group of the saving threads of all ranks
 
 
-def is_divided(folder: Path) -> bool:
-    """Return whether the checkpoint was written as shards by several ranks."""
-    return (folder / FOLDER).is_dir()
-
-
 def save(
     root: Path,
     step: int,
@@ -64,17 +59,19 @@ def save(
     moments: tensors by name, see `moments_of`. write_rest: writes the other files of the folder, on rank 0. wait:
     return only when the checkpoint is sealed. Raises RunError, also if the previous save failed in its thread.
     """
-    global _pending
+    global _group, _pending
     wait_for_save()
     with contextlib.ExitStack() as writing:
         writing.enter_context(ranks.defer_shutdown(every_rank=True))
         unsealed = distributed.run_on_rank0(_begin, root, step, loaded)
         share = model_folder.assign_weights(loaded)
-        distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
+        distributed.run_on_rank0(model_folder.write_config, loaded, share.index, unsealed)
+        distributed.run_on_rank0(write_rest, unsealed)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
         tensors = {name: sharding.contiguous_shard(tensor) for name, tensor in {**tensors, **moments}.items()}
         parts = distributed.run_all_or_raise(_copy_to_host, tensors)
-        _use_own_group()
+        if _group is None:
+            _group = distributed.new_group()
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         _pending = thread.submit(_finish, writing.pop_all(), root, unsealed, share, parts, keep)
         thread.shutdown(wait=False)
@@ -91,26 +88,12 @@ def wait_for_save() -> None:
         done.result()
 
 
-def _use_own_group() -> None:
-    """Create the process group of the saving threads at the first save."""
-    global _group
-    if _group is None:
-        _group = distributed.new_group()
-
-
 def _begin(root: Path, step: int, loaded: LoadedModel) -> Path:
     weights = sum(p.numel() for p in loaded.model.parameters())
     checkpoints.require_space(
         root, weights * (3 * 4 + 2)
     )  # float32 weights and two moments, plus the folder in half precision
     return checkpoints.begin(root, step)
-
-
-def _write_small(
-    loaded: LoadedModel, index: dict[str, Any], unsealed: Path, write_rest: Callable[[Path], None]
-) -> None:
-    model_folder.write_config(loaded, index, unsealed)
-    write_rest(unsealed)
 
 
 def _finish(
@@ -246,7 +229,9 @@ def _plan(
     Tensors of moments are allocated here and put into `state`.
     """
     stored = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
-    weights = {f"{WEIGHTS}/{name}": tensor for name, tensor in _weights(loaded, optimizer).items()}
+    exact = optim.state_dict_with_masters(optimizer, loaded.model)  # weights are loaded into float32 masters, if any
+    distinct = sharding.distinct_state(loaded.model).items()
+    weights = {f"{WEIGHTS}/{name}": tensor if exact is None else exact[name] for name, tensor in distinct}
     _check_names(folder, weights, stored)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameter_of = dict(zip((name for own in names for name in own), parameters, strict=True))
@@ -266,13 +251,6 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
     with warnings.catch_warnings(), _as_run_error("the checkpoint cannot be read", folder):
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank reads independently
         dcp.load(tensors, checkpoint_id=folder / FOLDER, no_dist=True)
-
-
-def _weights(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the tensors that weights are loaded into: the model's, or the optimizer's float32 masters."""
-    exact = optim.state_dict_with_masters(optimizer, loaded.model)
-    distinct = sharding.distinct_state(loaded.model)
-    return {name: tensor if exact is None else exact[name] for name, tensor in distinct.items()}
 
 
 def _check_names(folder: Path, weights: dict[str, Tensor], stored: dict[str, Any]) -> None:

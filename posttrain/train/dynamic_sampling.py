@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -40,17 +40,6 @@ class DynamicSamplingBuffer:
         """Whether there are enough groups, or no further batch is allowed."""
         return self._refill.status == "full" or (self._keep is None and self.batches > 0)
 
-    @property
-    def refills(self) -> bool:
-        """Whether groups are filtered; if False, `take` needs only their ids."""
-        return self._keep is not None
-
-    def take(self, groups: Iterable[int]) -> set[int]:
-        """Return the ids of all groups of a batch, when there is no refill."""
-        taken = set(groups)
-        self._refill = self._refill.add([True] * len(taken))
-        return taken
-
     def add(self, batch: RolloutBatch) -> set[int]:
         """Return the ids of this batch's groups to train on; surplus groups are left out.
 
@@ -58,7 +47,8 @@ class DynamicSamplingBuffer:
         """
         groups = list(dict.fromkeys(batch.group_ids.tolist()))
         if self._keep is None:
-            return self.take(groups)
+            self._refill = self._refill.add([True] * len(groups))
+            return set(groups)
         passed = set(batch.group_ids[self._keep(batch)].tolist())
         self._refill = self._refill.add([group in passed for group in groups])
         self._dropped.update(classify_group(batch, group) for group in groups if group not in passed)

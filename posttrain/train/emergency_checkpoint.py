@@ -88,9 +88,8 @@ def save_before_raising(
         divided_checkpoint.wait_for_save()  # an earlier asynchronous save: its outcome decides whether to save now
     except Exception as failed:
         note(f"the newest checkpoint was not written: {failed}")
-    trained = (weight for model in models for weight in model.parameters() if weight.requires_grad)
-    divided = any(isinstance(weight, DTensor) for weight in trained)
-    if not together and (divided or not distributed.is_main()):
+    trained = [weight for model in models for weight in model.parameters() if weight.requires_grad]
+    if not together and (any(isinstance(weight, DTensor) for weight in trained) or not distributed.is_main()):
         return
     newest = checkpoints.latest(directory.checkpoints)
     should_save = newest is None or (exact and checkpoints.step_of(newest) < done)
@@ -99,7 +98,8 @@ def save_before_raising(
     if not whole:
         note(f"not saved after step {done}: the next step failed after it had begun to change the weights")
         return
-    non_finite = isinstance(error, NonFiniteError) and not all(map(has_finite_weights, models))
+    finite = (bool(torch.isfinite(local(weight.detach())).all()) for weight in trained)
+    non_finite = isinstance(error, NonFiniteError) and not all(finite)
     if distributed.any_rank(non_finite) if together else non_finite:
         note(f"not saved after step {done}: its weights are not finite")
         return
@@ -111,12 +111,6 @@ def save_before_raising(
         note(f"not saved after step {done}: {failed}")
     else:
         note(f"saved after step {done}: the next step failed before its update")
-
-
-def has_finite_weights(model: nn.Module) -> bool:
-    """Return whether all trainable weights are finite."""
-    trained = (local(weight.detach()) for weight in model.parameters() if weight.requires_grad)
-    return all(bool(torch.isfinite(weight).all()) for weight in trained)
 
 
 def save_step(

@@ -88,18 +88,15 @@ class Evaluation:
                 records += samples
         better = update_best(state, self.settings.judged_by, values.get(f"eval/{self.settings.judged_by}"))
         if better and state.step and self.settings.keep_best:
-            self._keep_best(state)
+            with self.watchdog.phase("save"):
+                save_model(self.loaded, self.directory.path / BEST)
+                distributed.run_on_rank0(write_json, self.directory.path / f"{BEST}.json", state.best)
         if self.settings.patience and state.step and state.since_best >= self.settings.patience:
             state.stopped_early = early_stop_message(state)
         state.evaluated = state.step
         values["time/eval"] = distributed.broadcast_from_rank0(time.perf_counter() - started)
         state.eval_seconds += values["time/eval"]
         return values, records
-
-    def _keep_best(self, state: State) -> None:
-        with self.watchdog.phase("save"):
-            save_model(self.loaded, self.directory.path / BEST)
-            distributed.run_on_rank0(write_json, self.directory.path / f"{BEST}.json", state.best)
 
     def summary(self, state: State) -> Values:
         """Return the entries of the run's summary about its evaluations."""

@@ -35,7 +35,9 @@ SOURCE = (".py", ".json", ".yaml")  # suffixes of posttrain's own files
 
 def launch_facts(loaded: Loaded) -> dict[str, Fact]:
     """Return facts by name: posttrain and libraries; each recipe key, or the content of the file or folder it names."""
-    facts = {"posttrain": _content(sorted(_own_files()), str(package_version("posttrain")), whole=True)}
+    root = Path(path_resolution.__file__).parent
+    own_files = sorted(path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
+    facts = {"posttrain": _content(own_files, str(package_version("posttrain")), whole=True)}
     facts |= {name: Fact(version, version) for name in LIBRARIES if (version := package_version(name))}
     values = json.loads(json.dumps(loaded.resolved))
     facts |= {key: _text(value) for key, value in flatten(values).items() if key not in MAY_DIFFER}
@@ -108,16 +110,11 @@ def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
     return [path for path in listed if path.is_file() and not path.name.startswith(".") and path.suffix != ".md"]
 
 
-def _own_files() -> Iterator[Path]:
-    root = Path(path_resolution.__file__).parent
-    return (path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
-
-
 def _content(files: Sequence[Path], shown: str, *, whole: bool = False, large: int = LARGE) -> Fact:
     """Hash the names, sizes and contents of files; of large files, and of many files, only some blocks."""
     many, digest = len(files) > MANY, hashlib.sha256()
     for path in files:
-        size = _size(path)
+        size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         everything = whole or (not many and size <= large)
         for block in _blocks(path) if everything else _some_blocks(path, size, 1 if many else BLOCKS):
@@ -136,10 +133,6 @@ def _some_blocks(path: Path, size: int, blocks: int) -> Iterator[bytes]:
         for number in range(1, blocks + 1):
             file.seek(max(0, size - BLOCK) * number // blocks)
             yield file.read(BLOCK)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 def _key(path: Path_) -> str:

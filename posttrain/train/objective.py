@@ -43,7 +43,6 @@ from posttrain.recipe.rl_stage import BEFORE_THE_LOSS, OBJECTIVE
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
-from posttrain.train.preset_recipe import preset_recipe
 
 _LIST_FIELDS = tuple(key for key in OBJECTIVE if key not in ("advantage", "loss", "kl", "controllers"))
 _SINGLE_FIELDS = ("advantage", "surrogate", "kl")
@@ -77,7 +76,8 @@ class BoundComponent:
         new = {k.removeprefix(f"{self.key}."): v for k, v in numbers.items() if k.rpartition(".")[0] == self.key}
         if not new:
             return self
-        params = {k: _round_if_int(new[k], v) if k in new else v for k, v in self.params.items()}
+        new = {k: round(v) if isinstance(self.params.get(k), int) else v for k, v in new.items()}
+        params = {k: new.get(k, v) for k, v in self.params.items()}
         return dataclasses.replace(self, params=params, coef=new.get("coef", self.coef))
 
     def call_and_remember(self, batch: RolloutBatch) -> tuple[Any, RolloutBatch]:
@@ -86,10 +86,6 @@ class BoundComponent:
         if not isinstance(result, Remembered):
             return result, batch
         return result.result, batch.replace(memory={**batch.memory, self.name: result.memory})
-
-
-def _round_if_int(number: float, before: Any) -> float:
-    return round(number) if isinstance(before, int) else number
 
 
 def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundComponent:
@@ -154,15 +150,6 @@ class Objective:
             mask_truncated=recipe.loss.mask_truncated,
             **parts,  # type: ignore[arg-type]
         )
-
-    @classmethod
-    def from_preset(cls, name: str, **overrides: Any) -> Objective:
-        """Build the objective of `algorithm: NAME`.
-
-        overrides: keys of recipe sections, e.g. loss={"clip_high": 0.3}; list entries are addressed by their index,
-        advantage_transforms={"0": {"alpha": 0.5}}.
-        """
-        return cls.from_recipe(preset_recipe(name, **overrides))
 
     def at(self, numbers: Mapping[str, float]) -> Objective:
         """Return the objective with other values, by recipe key, as set by a step's controllers."""
@@ -405,7 +392,7 @@ class Objective:
         kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         rows = batch.select(kept)
         found: GroupLoss = self.surrogate(rows, logp[kept])
-        tokens = group_tokens(rows)
+        tokens = group_total(rows.mask.sum(-1), *group_key(rows.group_ids))  # of each group, by first appearance
         sums = {name: (value * tokens.to(value.dtype)).sum() for name, value in found.stats.items()}
         if totals.weight == 0:
             return found.values.sum() / max(totals.groups, 1.0), sums
@@ -457,11 +444,6 @@ def token_sum(value: Tensor, mask: Tensor) -> Tensor:
     """Sum a statistic [N,T] over trained tokens; a statistic [N] holds for every token of its row."""
     spread = value if value.dim() == 2 else value[:, None].expand(mask.shape)
     return torch.where(mask, spread, 0.0).sum()
-
-
-def group_tokens(batch: RolloutBatch) -> Tensor:
-    """Return the number of trained tokens [K] of each group, in order of first appearance."""
-    return group_total(batch.mask.sum(-1), *group_key(batch.group_ids))
 
 
 def scatter_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:

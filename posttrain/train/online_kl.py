@@ -43,7 +43,8 @@ class OnlinePolicy:
 
     def __init__(self, loaded: LoadedModel, section: OnlineKl, pairs: Sequence[Pair]) -> None:
         self.loaded, self.section = loaded, section
-        self.prompts = [_prompt_of(pair) for pair in pairs]
+        shown = (PromptImages(p.images, p.prompt_ids, len(p.prompt_ids)) if p.images else None for p in pairs)
+        self.prompts = [Prompt(p.uid, {}, "", p.prompt_ids, images) for p, images in zip(pairs, shown, strict=True)]
         self.sampling = Sampling(max_new_tokens=section.max_new_tokens)
         self.engine = TransformersEngine(loaded, batch_size=BATCH)
         self.reference: ReferencePolicy = reference_policy(loaded)
@@ -84,11 +85,6 @@ class OnlinePolicy:
         found = online_kl(answers.batch, logp, baseline=self.section.baseline)
         estimate, kl = (x.sum() / self.section.samples for x in (found.values, found.stats["online_kl/kl"]))
         return self.section.coef * (estimate - estimate.detach() + kl), kl
-
-
-def _prompt_of(pair: Pair) -> Prompt:
-    ids = pair.prompt_ids
-    return Prompt(pair.uid, {}, "", ids, PromptImages(pair.images, ids, len(ids)) if pair.images else None)
 
 
 def pairs_of(batch: dict[str, Tensor]) -> list[int]:

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.batch import concatenate_ranges, to_device
+from posttrain.train.load_balancing import group_rows
 
 MAX_WIDTH = 512  # tokens of a block's row: longer rows gain nothing from being batched
 MAX_PADDING = 2.0  # upper limit of attention scores computed in a block, as a multiple of those needed
@@ -152,10 +153,7 @@ def _parts_of(packed: Packed) -> list[list[int]]:
         return [[row] for row in range(len(packed.lengths))]
     owners = torch.arange(len(packed.lengths)).repeat_interleave(torch.tensor(packed.lengths))
     first_keys = packed.keys.sources[packed.keys.borders[:-1].long()].cpu()
-    parts: dict[int, list[int]] = {}
-    for row, owner in enumerate(owners[first_keys].tolist()):
-        parts.setdefault(owner, []).append(row)
-    return list(parts.values())
+    return group_rows(owners[first_keys].tolist())
 
 
 def _group_alike(sizes: Sequence[int]) -> list[list[int]]:

@@ -15,7 +15,6 @@ from posttrain.errors import UserError
 from posttrain.images import Image, add_noise, degrade
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
-from posttrain.models.load import LoadedModel
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
@@ -52,6 +51,8 @@ def scores(
     temperature: float | Tensor = p.recipe.rollout.temperature or 1.0
     if power is not None:
         temperature = temperature / power.clamp(min=1e-6)
+    # Lines of many lengths would fragment the memory of a GPU, and ranks divide lines among them.
+    fills_lines = p.packed and (p.loaded.device.type == "cuda" or is_split(causal_of(p.loaded.model)))
     with p.loaded.autocast():
         return completion_scores(
             model,
@@ -61,7 +62,7 @@ def scores(
             packed=p.packed,
             share=p.shares
             and class_of(causal_of(model)) is class_of(causal_of(p.loaded.model)),  # a teacher may differ
-            fill=line_unit(p.recipe.batch.micro_tokens) if p.packed and fills_lines(p.loaded) else 1,
+            fill=max(1, p.recipe.batch.micro_tokens // 16) if fills_lines else 1,
             extras=extras,
             reader=p.loaded.images,
         )
@@ -71,13 +72,6 @@ def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
     """Return which of these rows share the pass of their prompt; None if sharing is not possible or not worthwhile."""
     prompts = sequences.prompts
     return prompts if p.shares and prompts.is_worthwhile() else None
-
-
-def sharing_units(p: TrainContext, sequences: Sequences) -> Sequence[int] | None:
-    """Return a prompt index per row, so that one rank gets all rows of a prompt; None with few prompts per rank."""
-    prompts = prompts_of(p, sequences) if p.shares else None
-    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count // p.ranks.model_parallel_size
-    return prompts.numbers if prompts is not None and enough else None
 
 
 def micro_batches_of(
@@ -98,22 +92,6 @@ def micro_batches_of(
         )
         found += [[own[m] for m in part] for part in micro]
     return found
-
-
-def fills_lines(loaded: LoadedModel) -> bool:
-    """Return whether packed lines are padded to a multiple of `line_unit`.
-
-    This avoids fragmentation of GPU memory, and lets ranks divide lines among them.
-    """
-    return loaded.device.type == "cuda" or is_split(causal_of(loaded.model))
-
-
-def line_unit(micro_tokens: int) -> int:
-    """Return the number of tokens to a multiple of which packed lines are padded.
-
-    Then nearly all lines have the same length. Lines of many lengths would fragment the memory of a GPU.
-    """
-    return max(1, micro_tokens // 16)
 
 
 def current_logprobs(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
@@ -166,19 +144,15 @@ def compute_logprobs(
             hidden="hidden" in wanted,
             value_head=p.critic if "values" in wanted else None,
         )
-        with torch.no_grad(), eval_mode(p.loaded.model):
-            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, p.loaded.model, s, width, extras))
+        found = _policy_scores(p, sequences, rows, width, extras)
         batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
     if p.reference is not None and missing & {*BY_REFERENCE, *(("values",) if frozen else ())}:
         batch = _by_reference(p, batch, sequences, rows, missing)
-    if p.opponent is not None and "opponent_logp" in missing:
-        with p.opponent.in_place(p.loaded.model) as model:
-            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
-        batch = batch.replace(opponent_logp=found["logp"])
-    if p.proximal is not None and "prox_logp" in missing:
-        with p.proximal.in_place(p.loaded.model) as model:
-            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
-        batch = batch.replace(prox_logp=found["logp"])
+    for name, weights in (("opponent_logp", p.opponent), ("prox_logp", p.proximal)):
+        if weights is not None and name in missing:
+            with weights.in_place(p.loaded.model) as model:
+                found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
+            batch = batch.replace(**{name: found["logp"]})
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
     for name in CHANGED_IMAGES:
@@ -232,8 +206,7 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     lengths = tuple(len(row) - answer for row, answer in zip(ids, answers, strict=True))
     sequences = with_images(ids, lengths, [images for _, images in cells])
     width = max(answers)
-    with torch.no_grad(), eval_mode(p.loaded.model):
-        passed = _in_parts(p, sequences, range(len(cells)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
+    passed = _policy_scores(p, sequences, range(len(cells)), width, Extras())
     for cells_of_pass, answer_length, logp in zip(cells.values(), answers, passed["logp"].cpu(), strict=True):
         for row, turn in cells_of_pass:
             found[row, turn] = logp[:answer_length].mean()
@@ -254,8 +227,7 @@ def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Te
     lengths = tuple(len(prompt.ids) for prompt in solved.values())
     sequences = with_images(tuple(ids), lengths, [prompt.shown for prompt in solved.values()])
     longest = max(len(p.solutions[uid]) for uid in solved)
-    with torch.no_grad(), eval_mode(p.loaded.model):
-        passed = _in_parts(p, sequences, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, longest, Extras()))
+    passed = _policy_scores(p, sequences, range(len(ids)), longest, Extras())
     index = {uid: n for n, uid in enumerate(solved)}
     for row, rollout in enumerate(rollouts):
         if (n := index.get(rollout.prompt.uid)) is not None:
@@ -279,16 +251,11 @@ def _by_reference(
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras(hidden=True)))
             batch = batch.replace(ref_hidden=found["hidden"])
         if "tempered_ref_logp" in missing:
-            power = _reference_power(p, batch)
+            part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
+            power = reference_power(batch, **part.params).float()
             found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))
             batch = batch.replace(tempered_ref_logp=found["logp"])
     return batch
-
-
-def _reference_power(p: TrainContext, batch: RolloutBatch) -> Tensor:
-    """Return the power [N] of the reference's distribution, from the term that reads `tempered_ref_logp`."""
-    part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
-    return reference_power(batch, **part.params).float()
 
 
 # field of the batch -> (function that changes the images of its pass, purpose of its random seed)
@@ -325,9 +292,7 @@ def _by_changed_images(
         images = tuple(tuple(replaced.get(image, image) for image in row) for row in sequences.images)
         changed = dataclasses.replace(sequences, images=images)
     width = batch.mask.shape[1]
-    with torch.no_grad(), eval_mode(p.loaded.model):
-        found = _in_parts(p, changed, rows, lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
-    return batch.replace(**{name: found["logp"]})
+    return batch.replace(**{name: _policy_scores(p, changed, rows, width, Extras())["logp"]})
 
 
 def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
@@ -341,8 +306,7 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
     adapters = sequences.select(rows).adapters
     prompts = dataclasses.replace(with_images(ids, (1,) * len(ids), images), adapters=adapters, own=sequences.own)
     width = max(max(prompts.lengths) - 1, 1)
-    with torch.no_grad(), eval_mode(p.loaded.model):
-        found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
+    found = _policy_scores(p, prompts, range(len(ids)), width, Extras())
     index = {group: n for n, group in enumerate(firsts)}
     expand = torch.tensor([index[group] for group in batch.group_ids.tolist()], device=batch.mask.device)
     lengths = torch.tensor([n - 1 for n in prompts.lengths], device=batch.mask.device)
@@ -360,6 +324,14 @@ def prompt_states(p: TrainContext, prompts: Sequence[Sequence[int]]) -> Tensor:
 
     with torch.no_grad(), eval_mode(p.loaded.model):
         return _in_parts(p, sequences, range(len(ids)), last)["hidden"]
+
+
+def _policy_scores(
+    p: TrainContext, sequences: Sequences, rows: Sequence[int], width: int, extras: Extras
+) -> dict[str, Tensor]:
+    """Run the policy on `rows` in micro-batches, without gradient or dropout."""
+    with torch.no_grad(), eval_mode(p.loaded.model):
+        return _in_parts(p, sequences, rows, lambda s, _: scores(p, p.loaded.model, s, width, extras))
 
 
 def _in_parts(
@@ -400,7 +372,10 @@ def _among_ranks(p: TrainContext, sequences: Sequences, rows: Sequence[int], run
     in_parts = partial(_in_parts, here=True)
     if sequences.own or p.ranks.count > len(rows) * p.ranks.model_parallel_size:
         return p.ranks.run_passes(in_parts, p, sequences, rows, run)  # all these rows, on each rank
-    units = sharing_units(p, sequences.select(rows))
+    prompts = prompts_of(p, sequences.select(rows)) if p.shares else None
+    units = None  # or a prompt index per row, so that one rank gets all rows of a prompt
+    if prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count // p.ranks.model_parallel_size:
+        units = prompts.numbers
     own_rows = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], units)]
     results = p.ranks.run_passes(in_parts, p, dataclasses.replace(sequences, own=True), own_rows, run)
     return {name: p.ranks.sum(value) for name, value in results.items()}

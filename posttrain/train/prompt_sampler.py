@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from posttrain.errors import RecipeError, RunError
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
+from posttrain.train.rl_metrics import known_mean
 from posttrain.train.roles import GROUP_STRIDE
 from posttrain.verify.failures import Calls
 
@@ -290,16 +291,11 @@ def with_outcomes(
             dataclasses.replace(
                 group,
                 kept=bool((rows & kept).any()),
-                loss=None if losses is None else _known_mean(losses[rows]),
+                loss=None if losses is None else known_mean(losses[rows]),
                 kl=None if kl is None else float(kl[0][rows].sum() / kl[1][rows].sum().clamp(min=1)),
             )
         )
     return found
-
-
-def _known_mean(values: Tensor) -> float | None:
-    known = values[~values.isnan()]
-    return float(known.mean()) if len(known) else None
 
 
 def _token_kl(batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:
@@ -311,14 +307,3 @@ def _token_kl(batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:
         return None
     gap = torch.where(batch.mask, batch.ref_logp - batch.old_logp, 0.0).double()
     return (gap.exp() - 1 - gap).sum(-1).cpu(), batch.mask.sum(-1).cpu()
-
-
-def to_dict(group: Group) -> dict[str, Any]:
-    """Convert a group to JSON values, for a checkpoint."""
-    return dataclasses.asdict(group)
-
-
-def from_dict(values: Mapping[str, Any]) -> Group:
-    """Restore a group: the inverse of `to_dict`."""
-    lists = {name: tuple(values.get(name, ())) for name in ("rewards", "correct", "lengths")}
-    return Group(**{**values, **lists})

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from posttrain.batch import concatenate_ranges
 from posttrain.train.attention import Packed
+from posttrain.train.load_balancing import group_rows
 
 MIN_SHARED = 0.2  # share of tokens that must be skipped: below it, gathering keys and values costs more than it saves
 SHARED_COST = 0.125  # memory of a skipped token relative to a computed one: its keys and values in each attending row
@@ -66,10 +67,7 @@ class Prompts:
     def units(self, groups: Sequence[int], room: int) -> list[list[int]]:
         """Return the rows of each group, split so that each part costs at most `room` tokens or is a single row."""
         parts: list[list[int]] = []
-        members: dict[int, list[int]] = {}
-        for row, group in enumerate(groups):
-            members.setdefault(group, []).append(row)
-        for rows in members.values():
+        for rows in group_rows(groups):
             part: list[int] = []
             for row in sorted(rows, key=lambda r: (-self.lengths[r], r)):
                 if part and self.cost([*part, row]) > room:

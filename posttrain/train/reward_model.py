@@ -137,7 +137,6 @@ class RewardTrainer(RunLoop, Trainer):
     loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
     weights: Tensor  # [rows, heads] weight of each row in the loss of each head
     items: Items
-    heads_of_users: list[list[float]] | None = None  # mixture: [users][heads], set at the start of each round
 
     def begin(self, items: Items) -> None:
         """Assign rows to heads, from the seed alone, and number users and prompts."""
@@ -166,14 +165,12 @@ class RewardTrainer(RunLoop, Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Like RunLoop; first assigns users to heads at the start of a round of a mixture."""
-        if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_per_round() == 0:
+        steps = max(1, -(-self.job.plan.steps // self.recipe.objective.rounds))  # of a round
+        if self.recipe.objective.use == "mixture" and self.job.state.step % steps == 0:
             self.job.state.memory["heads_of_users"] = distributed.run_on_rank0(self._assign)
         if self.recipe.objective.best_response is not None and self.job.state.step == 0:
             self.job.state.memory["at_start"] = distributed.run_on_rank0(self._score_start)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def _steps_per_round(self) -> int:
-        return max(1, -(-self.job.plan.steps // self.recipe.objective.rounds))
 
     def _assign(self) -> list[list[float]]:
         """Run the E-step over all training pairs; return weights [users][heads]."""

@@ -51,7 +51,7 @@ from posttrain.train import (
 )
 from posttrain.train.assemble import audit_rewards, build_context, prepare_run, start_engine_early
 from posttrain.train.collate import Sequences, row_lengths, sequences_of, with_tokens
-from posttrain.train.collect import batch_of
+from posttrain.train.collect import SynchronousRollouts, batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
@@ -76,7 +76,7 @@ from posttrain.train.rl_metrics import (
     thought_metrics,
     token_ledger,
 )
-from posttrain.train.rollout_source import RolloutSource, build_rollout_source
+from posttrain.train.rollout_source import AsyncRollouts, RolloutSource
 from posttrain.train.update import rows_of_step, update
 from posttrain.train.variants import update_variant_memory, variant_metrics
 from posttrain.train.workflow import learn_from
@@ -96,7 +96,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     work = prepare_run(recipe)
     with (
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
-        build_scorer(recipe, directory, progress) as scorer,
+        Scorer(
+            recipe.rewards, recipe.scoring, recipe.base_dir, OutputLog(directory.logs, "rewards", progress.note)
+        ) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
         start_engine_early(recipe, directory, work) as starting_engine,
     ):
@@ -120,14 +122,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                     progress.note(note)
             # Until here there is nothing to save and Ctrl-C ends the run; from here GracefulStop handles it.
             evaluating = rl_evaluation(ctx, work.held_out, directory, progress.note)
-            with evaluating as evaluation, GracefulStop() as stop, closing(build_rollout_source(ctx)) as source:
+            rollouts = AsyncRollouts(ctx) if recipe.rollout.staleness else SynchronousRollouts()
+            with evaluating as evaluation, GracefulStop() as stop, closing(rollouts) as source:
                 return train(ctx, directory, progress, stop, source, evaluation)
-
-
-def build_scorer(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
-    """Build the scorer of the recipe's rewards; what reward scripts print goes to a log file of the run."""
-    output_log = OutputLog(directory.logs, "rewards", progress.note)
-    return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, output_log)
 
 
 @distributed.propagate_failures()
@@ -145,6 +142,7 @@ def train(
         checkpoint.restore(directory.checkpoints, ctx.loaded, ctx.optimizer, ctx.critic, load_components)
         or checkpoint.State()
     )
+    save_every = ctx.recipe.run.save_every
     update_check.check_steps_left(state.step, ctx.steps)
     status.note_steps(directory, ctx.steps)
     explained = partial(explain_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
@@ -189,7 +187,7 @@ def train(
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, result):
                 last = bool(signal_number or given_up) or is_over(ctx, state)
-                if last or is_save_due(ctx, state):
+                if last or (save_every and state.step % save_every == 0):
                     with saved_on_error():
                         source.finish(ctx, state)
                     record.sync(state)
@@ -222,7 +220,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     sequences = Sequences((), ()) if ctx.keeps_tokens_apart else sequences_of(rollouts)
     state.tokens += sum(row_lengths(collected.rollouts))
     if state.unfinished:
-        state.tokens -= windows.count_older(collected.rollouts)
+        state.tokens -= sum(len(r.prompt.ids) + r.older for r in collected.rollouts if r.older)  # counted before
     if ctx.variants is not None:
         state.memory = update_variant_memory(ctx.variants, rollouts, state.memory)
 
@@ -435,12 +433,6 @@ def count_step(
 def is_over(ctx: TrainContext, state: checkpoint.State) -> bool:
     """Return whether the run's steps or minutes are used up, or an evaluation has stopped it early."""
     return state.step >= ctx.steps or state.out_of_time(ctx.recipe.run.max_minutes) or bool(state.stopped_early)
-
-
-def is_save_due(ctx: TrainContext, state: checkpoint.State) -> bool:
-    """Return whether `run.save_every` asks for a checkpoint after this step."""
-    every = ctx.recipe.run.save_every
-    return every is not None and state.step % every == 0
 
 
 def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,27 +37,30 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         solutions, batch = batch.select(rows), batch.select(~rows)
         rollouts = [r for r, one in zip(rollouts, given, strict=True) if not one]
         assert solutions.rewards is not None and solutions.correct is not None
-        signals |= {"solutions/reward": _mean(solutions.rewards), "solutions/correct": _mean(solutions.correct)}
+        signals |= {
+            "solutions/reward": known_mean(solutions.rewards),
+            "solutions/correct": known_mean(solutions.correct),
+        }
         signals["solutions/rows"] = len(solutions)
     lengths = torch.tensor([float(r.sampled_length) for r in rollouts])  # tool replies count in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     spreads = [_std(rewards[batch.group_ids == number]) for number in batch.group_ids.unique()]
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
     values = {
-        "reward": _mean(rewards),
+        "reward": known_mean(rewards),
         "reward_std": float(torch.stack(spreads).mean()),
-        "correct": _mean(torch.where(batch.truncated & ~batch.correct.isnan(), 0.0, batch.correct)),
+        "correct": known_mean(torch.where(batch.truncated & ~batch.correct.isnan(), 0.0, batch.correct)),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
         "rollout/rows": len(rollouts),
     }
     if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
-        values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
+        values["reward/shaped"] = known_mean(batch.rewards)  # after group_rewards
     if batch.opponent_rewards is not None:
-        values["opponent/reward"] = _mean(batch.opponent_rewards.flatten())
+        values["opponent/reward"] = known_mean(batch.opponent_rewards.flatten())
     for name, column in batch.components.items():
-        values[f"rewards/{name}/mean"] = _mean(column)
+        values[f"rewards/{name}/mean"] = known_mean(column)
     if any(r.turns for r in rollouts):
         values |= turn_metrics(rollouts)
     return {**values, **roles, **signals}
@@ -173,7 +176,7 @@ def signal_metrics(batch: RolloutBatch) -> dict[str, float]:
             counts["share" if trained else "masked" if bool(stays.any()) else "dropped"] += 1
         elif any(_std(column[rows]) > 0 for column in (*weighted, batch.correct)):
             counts["cancelled"] += 1  # answers differ in a component or in correctness, but not in the weighted sum
-        elif _mean(correct) == 1.0:
+        elif known_mean(correct) == 1.0:
             counts["too_easy"] += 1
         else:
             counts["too_hard"] += 1
@@ -223,18 +226,14 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
     cause = max(causes, key=lambda name: values[name])
     if cause == "signal/too_hard" and values.get("completions/clipped_ratio", 0.0) > 0.5:
         return "no group has a signal; no answer was right, and most were cut: raise rollout.max_new_tokens"
-    silent = [name for name, count in _count_abstentions(values) if count == values.get("rollout/rows")]
+    abstained = [key for key in values if key.startswith("rewards/") and key.endswith("/abstained") and values[key]]
+    silent = [
+        key[len("rewards/") : -len("/abstained")] for key in abstained if values[key] == values.get("rollout/rows")
+    ]
     if cause == "signal/unscored" and silent:
         rows = f"all {values['rollout/rows']} completions"
         return f"no group has a signal; {' and '.join(silent)} returned None for {rows} (a missing `return`?)"
     return f"no group has a signal; {causes[cause]}"
-
-
-def _count_abstentions(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield (reward name, number of completions for which it returned None) for each reward that did."""
-    for key, count in values.items():
-        if key.startswith("rewards/") and key.endswith("/abstained") and count:
-            yield key.removeprefix("rewards/").removesuffix("/abstained"), count
 
 
 @dataclass
@@ -346,7 +345,7 @@ def sample_record(r: Rollout, batch: RolloutBatch | None = None, row: int = 0) -
     }
 
 
-def _mean(values: Tensor) -> float | None:
+def known_mean(values: Tensor) -> float | None:
     """Return the mean of the values that are not NaN; None if all are."""
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else None

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.batch import Prompt
+from posttrain.curriculum.protocol import Group
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import distributed, prompt_sampler
+from posttrain.train import distributed
 from posttrain.train.checkpoint import State
-from posttrain.train.collect import StepRollouts, SynchronousRollouts, advance_state, collect, sync_engine
+from posttrain.train.collect import StepRollouts, advance_state, collect, sync_engine
 from posttrain.train.context import TrainContext
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
 from posttrain.verify.failures import Calls
@@ -58,18 +59,20 @@ def step_to_dict(batch: StepRollouts) -> dict[str, Any]:
     """Convert a step's rollouts to JSON values, without the seconds that collecting took."""
     rows = list(map(rollout_to_dict, batch.rollouts))
     fields = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
-    return {"rollouts": rows, **fields, "groups": list(map(prompt_sampler.to_dict, batch.groups))}
+    return {"rollouts": rows, **fields, "groups": list(map(dataclasses.asdict, batch.groups))}
 
 
 def step_from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepRollouts:
     """Restore a step's rollouts: the inverse of `step_to_dict`. prompts: by uid."""
+    lists = ("rewards", "correct", "lengths")
+    groups = [{**group, **{name: tuple(group.get(name, ())) for name in lists}} for group in values.get("groups", ())]
     return StepRollouts(
         step=values["step"],
         rollouts=[rollout_from_dict(row, prompts[row["prompt"]]) for row in values["rollouts"]],
         metrics=dict(values["metrics"]),
         calls=[Calls._make(calls) for calls in values["calls"]],
         position=values["position"],
-        groups=list(map(prompt_sampler.from_dict, values.get("groups", ()))),
+        groups=[Group(**group) for group in groups],
     )
 
 
@@ -103,11 +106,6 @@ class RolloutSource(Protocol):
     def close(self) -> None:
         """Abandon the rollouts in progress."""
         ...
-
-
-def build_rollout_source(ctx: TrainContext) -> RolloutSource:
-    """Return the rollout source for `rollout.staleness`: asynchronous if it is above 0, else synchronous."""
-    return AsyncRollouts(ctx) if ctx.recipe.rollout.staleness else SynchronousRollouts()
 
 
 class PromptStream:

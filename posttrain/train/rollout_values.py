@@ -25,44 +25,22 @@ from posttrain.images import Image
 def rollout_to_dict(r: Rollout) -> dict[str, Any]:
     """Convert a rollout to JSON values, with its prompt's uid."""
     row = {f.name: getattr(r, f.name) for f in dataclasses.fields(r) if f.name != "prompt"}
+    images, call = r.prompt.images, r.call  # of images, only the positions: the images themselves are in the data
+    positions = images and [list(images.short_ids), images.length]
+    sampled = [r.prompt.text, list(r.prompt.ids), r.prompt.adapter, positions]
     return row | {
         "prompt": r.prompt.uid,
         "segments": [dataclasses.asdict(s) for s in r.segments],
         "turns": [dataclasses.asdict(t) for t in r.turns],
         "variant": None if r.variant is None else dataclasses.asdict(r.variant),
-        "sampled": _prompt_values(r.prompt) if r.variant or r.trajectory is not None else None,
+        "sampled": sampled if r.variant or r.trajectory is not None else None,
         "stored": None if r.stored is None else dataclasses.asdict(r.stored),
-        "call": None if r.call is None else _call(r.call),
+        "call": call and [[list(record) for record in call.calls], call.number, call.compared, call.cut],
     }
 
 
 def rollout_from_dict(row: Mapping[str, Any], plain: Prompt) -> Rollout:
     """Restore a rollout: the inverse of `rollout_to_dict`. plain: the data's prompt with that uid."""
-    return _rollout(row, _prompt(row, plain))
-
-
-def _call(call: WorkflowCall) -> list[Any]:
-    return [[list(record) for record in call.calls], call.number, call.compared, call.cut]
-
-
-def _prompt_values(prompt: Prompt) -> list[Any]:
-    """Return a prompt's text, tokens, adapter and image positions; the images themselves are in the data."""
-    images = prompt.images
-    return [prompt.text, list(prompt.ids), prompt.adapter, images and [list(images.short_ids), images.length]]
-
-
-def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
-    """Return the prompt that was sampled from: the data's, a variant of it, or a prompt that a shape made."""
-    if not row.get("sampled"):
-        return plain
-    (text, ids, *more), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
-    adapter, positions = [*more, None, None][:2]  # older files have neither; positions: of the prompt's images
-    images = None if positions is None else PromptImages(plain.shown, tuple(positions[0]), positions[1])
-    row = {**plain.row, **columns}
-    return dataclasses.replace(plain, row=row, text=text, ids=tuple(ids), adapter=adapter, images=images)
-
-
-def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
     stored = row.get("stored")
     lists: dict[str, Any] = {
         "stored": None
@@ -81,7 +59,18 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
         calls, *others = row["call"]
         lists["call"] = WorkflowCall(tuple(CallRecord(*call) for call in calls), *others)
     fields = {name: value for name, value in row.items() if name != "sampled"}
-    return Rollout(**{**fields, "prompt": prompt, **lists, **_variant_fields(row)})
+    return Rollout(**{**fields, "prompt": _prompt(row, plain), **lists, **_variant_fields(row)})
+
+
+def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
+    """Return the prompt that was sampled from: the data's, a variant of it, or a prompt that a shape made."""
+    if not row.get("sampled"):
+        return plain
+    (text, ids, *more), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
+    adapter, positions = [*more, None, None][:2]  # older files have neither; positions: of the prompt's images
+    images = None if positions is None else PromptImages(plain.shown, tuple(positions[0]), positions[1])
+    row = {**plain.row, **columns}
+    return dataclasses.replace(plain, row=row, text=text, ids=tuple(ids), adapter=adapter, images=images)
 
 
 def _variant_fields(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,11 +88,7 @@ def _turn(values: Mapping[str, Any]) -> Turn:
 
 def _segment(values: Mapping[str, Any]) -> Segment:
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    if fields.get("images") is not None:
-        fields["images"] = _images(fields["images"])
+    if (shown := fields.get("images")) is not None:
+        images = tuple(Image(**image) for image in shown["shown"])
+        fields["images"] = PromptImages(images, tuple(shown["short_ids"]), shown["length"])
     return Segment(**fields)
-
-
-def _images(values: Mapping[str, Any]) -> PromptImages:
-    images = tuple(Image(**image) for image in values["shown"])
-    return PromptImages(images, tuple(values["short_ids"]), values["length"])

@@ -120,7 +120,11 @@ def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
 
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
     """Divide the model in place; the result keeps a skeleton, from which `gather_model` builds an ordinary model."""
-    skeleton = without_storage(loaded.model)
+    # parameters of the skeleton are on the meta device; buffers are copied, since some are in no checkpoint
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in loaded.model.parameters()
+    }
+    skeleton = copy.deepcopy(loaded.model, memo)
     mesh, experts = (make(parallel, distributed.world(), device.type) for make in (weight_mesh, expert_mesh))
     assert mesh is not None
     if parallel.context > 1:
@@ -134,12 +138,6 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
     for parameter in adapter:
         parameter.data = parameter.data.to(device)
     return dataclasses.replace(loaded, skeleton=skeleton)
-
-
-def without_storage(model: nn.Module) -> nn.Module:
-    """Return a copy with parameters on the meta device; buffers are copied, since some are in no checkpoint."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
 
 
 def shard(

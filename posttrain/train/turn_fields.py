@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.advantage.steps import number_states
 from posttrain.advantage.turns import number_edges
 from posttrain.batch import Rollout, pad_rows
+from posttrain.train.load_balancing import group_rows
 
 
 def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:
@@ -42,19 +43,12 @@ def numbers_at_ends(rollouts: Sequence[Rollout], width: int, numbers: Sequence[S
     return torch.from_numpy(out)
 
 
-def _turn_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    return pad_rows([turn_of_each(r) for r in rollouts], width, 0, np.int64)
-
-
 def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
     """Number the turns of each group by (text shown before, text written, text shown after): equal turns share a
     number.
     """
-    members: dict[int, list[int]] = {}
-    for n, rollout in enumerate(rollouts):
-        members.setdefault(rollout.group, []).append(n)
     edges: dict[int, list[int]] = {}
-    for own in members.values():
+    for own in group_rows([rollout.group for rollout in rollouts]):
         edges |= zip(own, number_edges([_steps(rollouts[n]) for n in own]), strict=True)
     return pad_rows([_of_turn(r, edges[n] or [0]) for n, r in enumerate(rollouts)], width, 0, np.int64)
 
@@ -138,7 +132,7 @@ BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "new_tokens": lambda rollouts, width: pad_rows(
         [np.arange(len(r.ids)) >= r.older for r in rollouts], width, False, np.bool_
     ),
-    "turn_ids": _turn_ids,
+    "turn_ids": lambda rollouts, width: pad_rows([turn_of_each(r) for r in rollouts], width, 0, np.int64),
     "edge_ids": _edge_ids,
     "token_rewards": _token_rewards,
     "mc_values": _mc_values,

@@ -204,7 +204,10 @@ def run_micro_batches(
         sums.add(loss_stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
         if p.shares:
-            sums.add(count_shared_tokens(p, sequences.select(chosen)))
+            chosen_sequences = sequences.select(chosen)
+            prompts = prompts_of(p, chosen_sequences)  # tokens shared with another row's prompt need no pass
+            shared = 0 if prompts is None else sum(prompts.shared_token_counts(range(len(chosen))))
+            sums.add({"rows_tokens": sum(chosen_sequences.lengths), "shared_tokens": shared})
     return {name: float(value) for name, value in sums.items()}
 
 
@@ -215,13 +218,6 @@ def fresh_tokens(batch: RolloutBatch) -> Tensor:
     """
     mask = batch.mask if batch.new_tokens is None else batch.mask & batch.new_tokens
     return mask if batch.replayed is None else mask & ~batch.replayed[:, None]
-
-
-def count_shared_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
-    """Count the tokens of these rows, and those that need no pass because they are shared with another row's prompt."""
-    prompts = prompts_of(p, sequences)
-    skipped = 0 if prompts is None else sum(prompts.shared_token_counts(range(len(sequences))))
-    return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped}
 
 
 def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> None:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.batch import Rollout, Segment
+from posttrain.batch import Rollout
 from posttrain.rollout.continuation import generate_shaped
 from posttrain.rollout.engine import GenerationBatch
 from posttrain.seeds import derive
@@ -74,23 +74,20 @@ def continue_share(ctx: TrainContext, state: State, counts: dict[str, Any]) -> t
 
 
 def keep_unfinished(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Return `State.unfinished` after a step with these rollouts, as JSON values."""
-    return [rollout_to_dict(_with_versions(rollout)) for rollout in rollouts if rollout.unfinished]
+    """Return `State.unfinished` after a step with these rollouts, as JSON values.
 
-
-def _with_versions(rollout: Rollout) -> Rollout:
-    """Return the rollout with the policy version of each token, since tokens of the next step have another version."""
-    segments = tuple(_add_version(segment, rollout.version) for segment in rollout.segments)
-    return dataclasses.replace(rollout, segments=segments)
-
-
-def _add_version(segment: Segment, version: int) -> Segment:
-    return segment if segment.versions else dataclasses.replace(segment, versions=(version,) * len(segment.ids))
-
-
-def count_older(rollouts: Sequence[Rollout]) -> int:
-    """Count the prompt and completion tokens of a step's rollouts that earlier steps have counted."""
-    return sum(len(rollout.prompt.ids) + rollout.older for rollout in rollouts if rollout.older)
+    Each segment gets the policy version of each token, since tokens of the next step have another version.
+    """
+    found = []
+    for rollout in (rollout for rollout in rollouts if rollout.unfinished):
+        segments = tuple(
+            segment
+            if segment.versions
+            else dataclasses.replace(segment, versions=(rollout.version,) * len(segment.ids))
+            for segment in rollout.segments
+        )
+        found.append(rollout_to_dict(dataclasses.replace(rollout, segments=segments)))
+    return found
 
 
 def window_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

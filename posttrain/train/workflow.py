@@ -86,7 +86,12 @@ def learn_from(
     """
     assert shape.learn is not None
     if shape.key == "rollout.shape":
-        remembered = shape.learn(memory.get(shape.name), list(map(_as_ended, filter(_is_scored, rollouts))), step)
+        ended = [
+            Ended(r.prompt.uid, r.ids, r.is_given, r.reward, r.correct, r.finish)
+            for r in rollouts
+            if r.scored and not r.unfinished
+        ]
+        remembered = shape.learn(memory.get(shape.name), ended, step)
         if not isinstance(remembered, Remembered):
             raise _wrong_learned(shape, remembered, "posttrain.shapes.protocol.Remembered")
         return LearnedStep(list(rollouts), [], [], {**memory, shape.name: remembered.memory}, dict(remembered.metrics))
@@ -103,14 +108,6 @@ def learn_from(
 
 def _wrong_learned(shape: Shape, found: Any, allowed: str) -> RecipeError:
     return RecipeError(f"`learn` of {shape.key} `{shape.name}` returned {found!r:.60}", allowed=allowed)
-
-
-def _is_scored(rollout: Rollout) -> bool:
-    return rollout.scored and not rollout.unfinished
-
-
-def _as_ended(rollout: Rollout) -> Ended:
-    return Ended(rollout.prompt.uid, rollout.ids, rollout.is_given, rollout.reward, rollout.correct, rollout.finish)
 
 
 def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:

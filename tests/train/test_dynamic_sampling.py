@@ -8,7 +8,7 @@ import torch
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError
 from posttrain.train.dynamic_sampling import HINTS, classify_group
-from posttrain.train.objective import Objective
+from tests.preset_objectives import preset_objective
 
 
 def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
@@ -19,7 +19,7 @@ def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
 
 def test_groups_are_collected_until_there_are_enough() -> None:
     """Group 1 of the first batch and 2 of the second differ; of 4 and 5 only the first is still wanted."""
-    buffer = Objective.from_preset("dapo").sampling_buffer(3, 5)
+    buffer = preset_objective("dapo").sampling_buffer(3, 5)
     assert buffer.add(batch([1, 1, 0, 1], [0, 0, 1, 1])) == {1}
     assert not buffer.full
     assert buffer.add(batch([1, 0, 0, 0], [2, 2, 3, 3])) == {2}
@@ -28,7 +28,7 @@ def test_groups_are_collected_until_there_are_enough() -> None:
 
 
 def test_too_few_groups_end_the_run_with_numbers() -> None:
-    buffer = Objective.from_preset("dapo").sampling_buffer(2, 2)
+    buffer = preset_objective("dapo").sampling_buffer(2, 2)
     buffer.add(batch([1, 0, 0, 0], [0, 0, 1, 1]))
     with pytest.raises(RunError, match="only 1 of 2 groups passed `keep` in 2 generation batches") as told:
         buffer.add(batch([0, 0, 1, 1], [2, 2, 3, 3]))
@@ -53,7 +53,7 @@ def test_why_a_group_did_not_pass(correct: list[float], found: str) -> None:
 @pytest.mark.parametrize(("name", "max_batches"), [("dapo", 1), ("grpo", 10)])
 def test_one_batch_is_enough_where_nothing_is_refilled(name: str, max_batches: int) -> None:
     """All groups are taken; those that `keep` drops are dropped from the loss later."""
-    buffer = Objective.from_preset(name).sampling_buffer(2, max_batches)
+    buffer = preset_objective(name).sampling_buffer(2, max_batches)
     assert not buffer.full
     assert buffer.add(batch([1, 1, 0, 1], [7, 7, 4, 4])) == {7, 4}
     assert (buffer.full, buffer.batches) == (True, 1)

@@ -27,7 +27,7 @@ from posttrain.recipe.needs import MAKERS, SAMPLERS, given_by
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import rl
 from posttrain.train.objective import BoundComponent
-from posttrain.train.preset_recipe import preset_recipe
+from tests.preset_objectives import preset_recipe
 
 from .families import save_family
 

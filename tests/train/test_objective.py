@@ -14,6 +14,7 @@ from posttrain.errors import RecipeError, UserError
 from posttrain.recipe import presets
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
+from tests.preset_objectives import preset_objective
 
 NAN = float("nan")
 RL = ("dapo", "dr_grpo", "grpo")  # of the others, the sweep over all presets and the laws of their parts say more
@@ -54,7 +55,7 @@ def test_grpo_on_policy_by_hand() -> None:
     The loss is -(A_1 + A_2) / 2 = 0: a mean of centred advantages. Nothing to see there, all in the gradient.
     """
     rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
-    loss, found = gradient(Objective.from_preset("grpo", advantage={"eps": 0.0}), rows, logp)
+    loss, found = gradient(preset_objective("grpo", advantage={"eps": 0.0}), rows, logp)
     a = math.sqrt(0.5)
     assert loss == pytest.approx(0.0)
     torch.testing.assert_close(found, torch.tensor([[-a / 6] * 3, [a / 2, 0, 0]], dtype=F64))
@@ -63,14 +64,14 @@ def test_grpo_on_policy_by_hand() -> None:
 def test_dr_grpo_on_policy_by_hand() -> None:
     """A = +-1/2, norm_len 10: -A / (N * 10) a token, whatever the lengths are."""
     rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
-    _, found = gradient(Objective.from_preset("dr_grpo", rollout={"max_new_tokens": 10}), rows, logp)
+    _, found = gradient(preset_objective("dr_grpo", rollout={"max_new_tokens": 10}), rows, logp)
     torch.testing.assert_close(found, torch.tensor([[-1 / 40] * 3, [1 / 40, 0, 0]], dtype=F64))
 
 
 def test_dapo_on_policy_by_hand() -> None:
     """The second group is all right: it leaves, and 4 tokens remain. A = +-sqrt(1/2): -A / 4 a token."""
     rows, logp = batch([[1, 0], [1, 1]], [3, 1, 2, 2], old_logp=None)
-    objective = Objective.from_preset("dapo", advantage={"eps": 0.0})
+    objective = preset_objective("dapo", advantage={"eps": 0.0})
     _, found = gradient(objective, rows, logp)
     a = math.sqrt(0.5)
     torch.testing.assert_close(found, torch.tensor([[-a / 4] * 3, [a / 4, 0, 0], [0, 0, 0], [0, 0, 0]], dtype=F64))
@@ -79,7 +80,7 @@ def test_dapo_on_policy_by_hand() -> None:
 
 def test_dropped_rows_leave_both_denominators() -> None:
     """Also where rows are counted: two rows remain, not four with two empty ones."""
-    objective = Objective.from_preset("dapo", loss={"aggregation": "seq_mean_token_mean"})
+    objective = preset_objective("dapo", loss={"aggregation": "seq_mean_token_mean"})
     rows, _ = batch([[1, 0], [1, 1]], [3, 1, 2, 2])
     totals = objective.totals(objective.compute_advantages(rows))
     assert (totals.tokens, totals.rows) == (4.0, 2.0)
@@ -89,14 +90,14 @@ def test_dropped_rows_leave_both_denominators() -> None:
 def test_advantages_see_kept_rows_only(scale: str, expected: float) -> None:
     """The std of the batch too: with the dropped group of 5s it would be 2.6 and not sqrt(1/2)."""
     rows, _ = batch([[1, 0], [5, 5]], [1, 1, 1, 1])
-    assigned = Objective.from_preset("dapo", advantage={"scale": scale, "eps": 0.0}).compute_advantages(rows)
+    assigned = preset_objective("dapo", advantage={"scale": scale, "eps": 0.0}).compute_advantages(rows)
     assert assigned.advantages.tolist() == pytest.approx([expected, -expected, 0.0, 0.0])  # type: ignore[union-attr]
 
 
 def test_truncated_rows_carry_no_loss_but_count() -> None:
     """They stay in the group's mean and in the row count; their mask is empty."""
     truncated = torch.tensor([False, True])
-    objective = Objective.from_preset("grpo", loss={"mask_truncated": True}, advantage={"eps": 0.0})
+    objective = preset_objective("grpo", loss={"mask_truncated": True}, advantage={"eps": 0.0})
     rows, logp = batch([[1, 0]], [2, 2], truncated=truncated, old_logp=None)
     assigned = objective.compute_advantages(rows)
     assert assigned.advantages.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])  # type: ignore[union-attr]
@@ -112,7 +113,7 @@ def test_kl_in_the_loss_is_added_once_by_token() -> None:
     rows, _ = batch([[1, 1]], [2, 0])
     logp = torch.full((2, 2), -1.0, dtype=F64, requires_grad=True)
     rows = rows.replace(ref_logp=torch.tensor([[-1.5, -2.0], [NAN, NAN]], dtype=F64), old_logp=None)
-    objective = Objective.from_preset("grpo", kl={"use": "k2", "coef": 0.1})
+    objective = preset_objective("grpo", kl={"use": "k2", "coef": 0.1})
     assigned = objective.compute_advantages(rows)
     loss, stats = objective.loss(assigned, logp, objective.totals(assigned))
     assert loss.item() == pytest.approx(0.1 * (0.125 + 0.5) / 2 / 2)
@@ -125,7 +126,7 @@ def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
     old = torch.tensor([[-1.0, -1.0], [-1.0, NAN]], dtype=F64)
     ref = torch.tensor([[-1.5, -2.0], [-1.0, NAN]], dtype=F64)
     rows = rows.replace(old_logp=old, ref_logp=ref)
-    objective = Objective.from_preset(
+    objective = preset_objective(
         "dr_grpo", rollout={"max_new_tokens": 4}, kl={"use": "k1", "coef": 0.2, "where": "reward"}
     )
     assigned = objective.compute_advantages(rows)
@@ -140,7 +141,7 @@ def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
 
 def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
     rows, logp = batch([[1, NAN, 0]], [2, 2, 2], old_logp=None)
-    objective = Objective.from_preset("grpo", advantage={"eps": 0.0})
+    objective = preset_objective("grpo", advantage={"eps": 0.0})
     _, found = gradient(objective, rows, logp)
     a = math.sqrt(0.5)
     torch.testing.assert_close(found, torch.tensor([[-a / 6] * 2, [0, 0], [a / 6] * 2], dtype=F64))
@@ -150,7 +151,7 @@ def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
 @pytest.mark.parametrize("cut", [1, 3, 4])
 def test_split_equals_whole(name: str, cut: int) -> None:
     """Micro-batches of any rows and lengths add up to the whole batch: loss, gradient and statistics."""
-    objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
+    objective = preset_objective(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     rows, logp = batch([[1, 0, 0.2], [0, 0], [0, 1]], [5, 1, 0, 3, 2, 4, 4])
     assigned = objective.compute_advantages(rows)
     totals = objective.totals(assigned)
@@ -168,7 +169,7 @@ def test_split_equals_whole(name: str, cut: int) -> None:
 @pytest.mark.parametrize("name", RL)
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: float) -> None:
-    objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": coef})
+    objective = preset_objective(name, rollout={"max_new_tokens": 9}, kl={"coef": coef})
     rows, logp = batch([[1, 0], [1, 1], [0, 1, NAN]], [3, 2, 2, 2, 0, 4, 1], old_logp=None)
     _, found = gradient(objective, rows, logp)
     assert objective.has_signal(objective.compute_advantages(rows)).tolist() == found.ne(0).any(-1).tolist()
@@ -182,7 +183,7 @@ def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: f
 )
 def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[float]], lengths: list[int]) -> None:
     rows, logp = batch(rewards, lengths)
-    loss, found = gradient(Objective.from_preset(name, rollout={"max_new_tokens": 9}), rows, logp)
+    loss, found = gradient(preset_objective(name, rollout={"max_new_tokens": 9}), rows, logp)
     assert loss == 0.0
     assert not found.any()
 
@@ -190,7 +191,7 @@ def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[f
 @pytest.mark.parametrize("name", RL)
 def test_no_trained_token_gives_zero_and_not_nan(name: str) -> None:
     rows, logp = batch([[1, 0]], [2, 2])
-    objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
+    objective = preset_objective(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     loss, found = gradient(objective, rows.replace(mask=torch.zeros_like(rows.mask)), logp)
     assert loss == 0.0
     assert not found.any()
@@ -201,12 +202,12 @@ def test_presets_state_what_they_choose(name: str) -> None:
     preset = presets.preset(name)
     assert preset.title and preset.purpose and preset.not_stated and preset.stage == "rl"
     assert {"advantage", "loss", "kl"} <= preset.choices.keys()
-    assert Objective.from_preset(name).needs.isdisjoint({"ref_logp", "old_logp"})
+    assert preset_objective(name).needs.isdisjoint({"ref_logp", "old_logp"})
 
 
 def test_an_override_changes_one_key() -> None:
-    base = Objective.from_preset("dapo")
-    changed = Objective.from_preset("dapo", loss={"clip_high": 0.3})
+    base = preset_objective("dapo")
+    changed = preset_objective("dapo", loss={"clip_high": 0.3})
     assert base.surrogate.params == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
     assert changed.surrogate.params == {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
     assert changed.aggregation == "token_mean"
@@ -272,7 +273,7 @@ def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
 def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
     """kimi_length with weight 1/2 on two right rows of 3 and 1 tokens: -1/4 and + 1/4 on equal rewards."""
     rows, _ = batch([[1, 1]], [3, 1])
-    objective = Objective.from_preset("gdpo", group_rewards=[{"use": "kimi_length"}])
+    objective = preset_objective("gdpo", group_rewards=[{"use": "kimi_length"}])
     assigned = objective.compute_advantages(rows.replace(components={"accuracy": rows.rewards}))
     assert assigned.components["kimi_length"].tolist() == [-0.25, 0.25]
     assert assigned.advantages is not None and assigned.advantages[0] < 0 < assigned.advantages[1]
@@ -281,9 +282,9 @@ def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
 def test_copo_leaves_rows_without_tokens_out_of_its_mean() -> None:
     """The mean over rows of the loss: an empty row is none of them, so that the others weigh 1/3 and not 1/4."""
     rows, logp = batch([[1, 0], [1, 0]], [3, 1, 2, 0], old_logp=None, answer_ids=torch.tensor([0, 1, 0, 1]))
-    objective = Objective.from_preset("copo")
+    objective = preset_objective("copo")
     assert objective.totals(objective.compute_advantages(rows)).rows == 3
     loss, found = gradient(objective, rows, logp)
-    loss_4, found_4 = gradient(Objective.from_preset("copo", loss={"count_empty_rows": True}), rows, logp)
+    loss_4, found_4 = gradient(preset_objective("copo", loss={"count_empty_rows": True}), rows, logp)
     assert loss == pytest.approx(loss_4 * 4 / 3)
     torch.testing.assert_close(found, found_4 * 4 / 3)

@@ -15,6 +15,7 @@ from posttrain.train.controls import Controls
 from posttrain.train.logprobs import micro_batches
 from posttrain.train.objective import Objective
 from posttrain.train.update import minibatches
+from tests.preset_objectives import preset_objective
 
 F64 = torch.float64
 
@@ -249,7 +250,7 @@ def test_a_controlled_coefficient_of_0_keeps_its_term() -> None:
 def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
     """It would do nothing."""
     batch, _ = rows()
-    objective = Objective.from_preset("copg", select=[{"use": "high_entropy_tokens"}])
+    objective = preset_objective("copg", select=[{"use": "high_entropy_tokens"}])
     with pytest.raises(UserError, match="`copg` has one value per group"):
         objective.compute_advantages(batch.replace(entropy=torch.zeros(4, 2)))
 
@@ -264,7 +265,7 @@ def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
 )
 def test_losses_over_groups_split_between_groups(name: str, changes: dict[str, float]) -> None:
     """Two parts of whole groups add up to the whole: loss and gradient, for groups of different size."""
-    objective = Objective.from_preset(name, loss=changes)
+    objective = preset_objective(name, loss=changes)
     generator = torch.Generator().manual_seed(3)
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     right = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 0, 0], dtype=F64)

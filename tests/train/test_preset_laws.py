@@ -14,10 +14,11 @@ from posttrain.errors import UserError
 from posttrain.recipe import presets
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
+from tests.preset_objectives import preset_objective
 
 NAMES = presets.names("rl")
 F64 = torch.float64
-NORMALISED = [n for n in NAMES if "groups" in Objective.from_preset(n).advantage.needs]
+NORMALISED = [n for n in NAMES if "groups" in preset_objective(n).advantage.needs]
 # A square of a mean over the groups of one pass (disco, drpo); a mean over the tokens of one pass, which is TRL's bnpo.
 BY_PASS = {
     "disco": {"loss": {"kl_beta": 0.0}},
@@ -108,7 +109,7 @@ def policy(garbage: float = 0.0, dtype: torch.dtype = F64) -> torch.Tensor:
 
 def objective_of(name: str, **changes: Any) -> Objective:
     smaller = {"riskpo": {"advantage": {"bundle_size": 5}}}.get(name, {})
-    return Objective.from_preset(name, **{"rollout": {"max_new_tokens": 6}, **smaller, **changes})
+    return preset_objective(name, **{"rollout": {"max_new_tokens": 6}, **smaller, **changes})
 
 
 def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.models.load import LoadedModel
 from posttrain.train.objective import Objective
-from posttrain.train.preset_recipe import preset_recipe
 from posttrain.train.reference import describe_reference, frozen_copy, reference_policy
+from tests.preset_objectives import preset_recipe
 
 
 def llama(tied: bool) -> Any:

@@ -30,6 +30,7 @@ from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.objective import Objective
 from posttrain.verify.score import combine
+from tests.preset_objectives import preset_objective
 
 GROUPS, SIZE, LIMIT = 4, 4, 10
 ROWS = GROUPS * SIZE
@@ -185,7 +186,7 @@ def our_step(objective: Objective, batch: RolloutBatch, given: dict[str, Tensor]
 
 
 def ours(method: str, **changes: Any) -> Objective:
-    return Objective.from_preset(method, rollout={"max_new_tokens": LIMIT}, **{**OURS.get(method, {}), **changes})
+    return preset_objective(method, rollout={"max_new_tokens": LIMIT}, **{**OURS.get(method, {}), **changes})
 
 
 def part(values: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -292,7 +293,7 @@ def test_dapo_drops_groups_without_a_signal(made: Made) -> None:
     """The preset filters, as the paper does: the second group's 15 tokens leave the denominator of the same sum."""
     trainer, given = made("dapo"), logps("dapo")
     expected, by_logp = trl_step(trainer, scored(trainer), given)
-    found, ours_by_logp = our_step(Objective.from_preset("dapo"), our_batch(), given)
+    found, ours_by_logp = our_step(preset_objective("dapo"), our_batch(), given)
     tokens = sum(LENGTHS)
     assert sum(LENGTHS[SIZE : 2 * SIZE]) == 15
     assert_close(found * (tokens - 15), expected * tokens)

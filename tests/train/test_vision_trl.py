@@ -21,7 +21,7 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import Sequences
 from posttrain.train.image_batches import image_inputs, with_images
 from posttrain.train.logprobs import completion_scores
-from posttrain.train.objective import Objective
+from tests.preset_objectives import preset_objective
 
 from .vision_families import save_seeing
 
@@ -120,7 +120,7 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
     ids = tuple(np.array([*prompt.ids, *words]) for prompt, words in zip(each, done, strict=True))
     shown = tuple(prompt.images.shown if prompt.images else () for prompt in each)
     sequences = Sequences(ids, tuple(len(prompt.ids) for prompt in each), shown)
-    objective = Objective.from_preset("grpo", rollout={"max_new_tokens": 8})
+    objective = preset_objective("grpo", rollout={"max_new_tokens": 8})
     ours = objective.compute_advantages(ours)
     assert use_packed_attention(loaded.model)
     for packed in (False, True):

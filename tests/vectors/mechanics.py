@@ -23,9 +23,9 @@ from posttrain.merge.rules import merge_state
 from posttrain.path_resolution import shipped_folder
 from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
-from posttrain.train.preset_recipe import preset_recipe
 from posttrain.train.rl_metrics import update_metrics
 from posttrain.verify.score import combine
+from tests.preset_objectives import preset_objective, preset_recipe
 
 Names = Mapping[str, str]
 Case = Mapping[str, Any]
@@ -137,7 +137,7 @@ def rl_step(
     """
 
     def adapter(case: Case) -> dict[str, Any]:
-        objective = Objective.from_preset(preset, **sections({**(start or {}), **_mapped(case["params"], params)}))
+        objective = preset_objective(preset, **sections({**(start or {}), **_mapped(case["params"], params)}))
         logp = tensor(case["inputs"]["logp"]).requires_grad_()
         batch = objective.compute_advantages(rollouts(case["inputs"], fields or {}))
         loss, stats = objective.loss(batch, logp, objective.totals(batch))
@@ -500,7 +500,7 @@ def staged(
         values = given(arguments({**case, "params": translated(case["params"], words or {})}))
         inside = {n: f for n in values if (f := (fields or {}).get(n, n)).split(".")[0] in _FIELDS or f == "logp"}
         keys = {**(start or {}), **_mapped({n: v for n, v in values.items() if n not in inside}, params)}
-        objective = Objective.from_preset(preset, **over(choices or {}, sections(keys)))
+        objective = preset_objective(preset, **over(choices or {}, sections(keys)))
         if as_given:
             same = dataclasses.replace(objective.advantage, function=lambda batch, **_: batch.advantages)
             objective = dataclasses.replace(objective, advantage=same)
@@ -743,7 +743,7 @@ def optimised(
             given_on = {n: tensor(v) if isinstance(v, list) else v for n, v in given_on.items()}
             batch = batch.replace(**{field: function(batch, **given_on)})
         controls = Controls.from_recipe(preset_recipe(preset, **written))
-        objective = Objective.from_preset(preset, **written).at(controls.numbers(controls.start(), batch.step))
+        objective = preset_objective(preset, **written).at(controls.numbers(controls.start(), batch.step))
         space = _namespace(objective, batch, policy)
         reading = {"loss": of, **(outputs or {})}
         found = {n: _read(space, space["loss"], path) for n, path in reading.items()}

@@ -36,6 +36,7 @@ from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.train.objective import Objective
 from posttrain.verify.score import combine
+from tests.preset_objectives import preset_objective
 
 Scored = tuple[Callable[..., Any], Names, Mapping[str, Any], Sequence[str]]  # function, names, constants, required
 
@@ -123,7 +124,7 @@ def through(
         keys = {key: value for name, value in values.items() for key in listed(params.get(name, ()))}
         made, components = components_of(rewards or {}, values)
         batch, logp = batch_of(case, fields or {}, objects or {}, by_prompt, made, components, width)
-        objective = Objective.from_preset(preset, **sections(keys))
+        objective = preset_objective(preset, **sections(keys))
         full, objective = (
             objective,
             dataclasses.replace(objective, **{step: empty(objective, step) for step in without}),
@@ -259,7 +260,7 @@ def split_first(preset: str, outputs: tuple[str, str], step: Adapter) -> Adapter
         batch, logp = batch_of(case, {}, {}, (), None, {}, None)
         assert logp is not None
         clip = {"loss": {"clip_low": case["params"]["clip"]}} if "clip" in case["params"] else {}
-        objective = Objective.from_preset(preset, **clip)
+        objective = preset_objective(preset, **clip)
         values = objective.surrogate(batch.replace(advantages=step(case)["advantages"]), logp).values.detach()
         at_start = torch.arange(batch.mask.shape[1]) == 0
         masks = torch.where(at_start, batch.mask, False), torch.where(at_start, False, batch.mask)

@@ -1,4 +1,4 @@
-"""Minimal recipe of a preset, with an objective and nothing to run: for tests, and for inspecting a method."""
+"""Minimal recipe and objective of a preset, with nothing to run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from typing import Any
 
 from posttrain.recipe.presets import of_stage
 from posttrain.recipe.stages import RlRecipe
+from posttrain.train.objective import Objective
 
 # Keys without a default, so that a preset alone validates.
 _REQUIRED = {"model": {"path": "tiny"}, "data": {"source": "none"}, "rewards": [{"use": "none"}]}
 
 
+def preset_objective(name: str, **overrides: Any) -> Objective:
+    """Build the objective of `algorithm: name`.
+
+    overrides: keys of recipe sections, e.g. loss={"clip_high": 0.3}; list entries are addressed by their index,
+    advantage_transforms={"0": {"alpha": 0.5}}.
+    """
+    return Objective.from_recipe(preset_recipe(name, **overrides))
+
+
 def preset_recipe(name: str, **overrides: Any) -> RlRecipe:
-    """Return a recipe of `algorithm: name` that has an objective and nothing to run; see `Objective.from_preset`."""
+    """Return a recipe of `algorithm: name` that has an objective and nothing to run; see `preset_objective`."""
     return RlRecipe.model_validate(_merge(_merge(_REQUIRED, of_stage(name, "rl").choices), overrides))
 
 
