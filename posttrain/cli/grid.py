@@ -221,8 +221,13 @@ def rank_settings(
 
     settings: setting -> seed -> run. done: the runs that have ended. table: accuracies of an evaluation, or empty.
     """
-    from posttrain.evaluate.over_seeds import summarise_settings
-    from posttrain.evaluate.setting_ranks import choose_criterion, describe_ranking, measure_setting, rank_rows
+    from posttrain.evaluate.setting_ranks import (
+        choose_criterion,
+        describe_ranking,
+        measure_setting,
+        rank_rows,
+        summarise_settings,
+    )
     from posttrain.run.atomic_io import read_json
     from posttrain.run.table import settings_table
 

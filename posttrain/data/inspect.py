@@ -115,7 +115,7 @@ def _examples(
     """Prepare sft examples and return them with their lengths, checks and samples."""
     prepared = prepare.prepare_examples(section, tokenizer, base_dir, reader=reader)
     items: list[Example] = prepared.items
-    last = [_last_trained(e) for e in items]
+    last = [e.ids[max(n for n, on in enumerate(e.trained) if on)] for e in items]  # the last trained token
     return prepared, {
         "lengths": {
             "prompt": summarize_lengths([e.trained.index(True) for e in items]),
@@ -257,11 +257,6 @@ def _answer_parts(pair: Pair, label: int, tokenizer: Any) -> dict[str, Any]:
     return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
 
 
-def _last_trained(example: Example) -> int:
-    """Return the id of the last trained token."""
-    return next(i for i, t in zip(reversed(example.ids), reversed(example.trained), strict=True) if t)
-
-
 def _check(name: str, ok: bool, text: str) -> dict[str, Any]:
     """Return one entry of the report's checks."""
     return {"name": name, "ok": ok, "text": text}
@@ -300,7 +295,8 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
         for uid in uids
     }
     kept = f"{len(prepared.rows) - len(left_out)} of {count_noun(len(prepared.rows), 'row')}"
-    parts = [f"{kept} with all of its texts in the rendering", *_with_counts(lost)]
+    counts = (f"{cause.removeprefix('LOOK: ')} ({count_noun(len(uids), 'row')})" for cause, uids in lost.items())
+    parts = [f"{kept} with all of its texts in the rendering", *counts]
     if prepared.frames:
         most = sorted(prepared.frames.items(), key=lambda frame: -frame[1])
         shown = ", ".join(f"{frame!r} ({count})" for frame, count in most[:FRAMES])
@@ -311,11 +307,6 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
         text = f"an empty thought in {count_noun(len(added), 'row')}: the model learns to answer without thinking"
         found.append(_check("nothing is added", False, text))
     return found
-
-
-def _with_counts(lost: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each cause with its number of rows."""
-    return [f"{cause.removeprefix('LOOK: ')} ({count_noun(len(uids), 'row')})" for cause, uids in lost.items()]
 
 
 def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:

@@ -13,12 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from posttrain import source_locations
 from posttrain.data import pairs
-from posttrain.data.guidance import guided_pairs
 from posttrain.errors import DataError
 from posttrain.recipe.builder_keys import Builder
 
 Record = Mapping[str, Any]
 Flag = Literal["consistent", "repetitive", "reflective"]
+
+Attempts = Sequence[Sequence[bool | float | None]]  # outcomes of the attempts at each task; None = not judged
+Source = Literal["guided", "first"]
 
 
 class BuildResult(NamedTuple):
@@ -303,3 +305,31 @@ def _read_answer_tag(text: str) -> str | None:
     """Return the text inside the answer tags, or None."""
     found = re.search(r"<answer>(.+?)</answer>", text, re.DOTALL)
     return found[1].strip() if found else None
+
+
+# --- pairs from tasks that an agent solves only with guidance (Agent-RLVR) ---
+
+
+class GuidedPair(NamedTuple):
+    """A passed guided attempt (chosen) and a failed attempt at the same task (rejected), by task and attempt index."""
+
+    task: int
+    chosen_source: Source
+    chosen: int
+    rejected_source: Source
+    rejected: int
+
+
+def guided_pairs(first_pass: Attempts, guided_pass: Attempts) -> list[GuidedPair]:
+    """Pair passed guided attempts in order with failed ones: failed guided attempts first, then failed first attempts.
+
+    Each attempt is used once. A task without a passed guided attempt or without a failure yields no pair; surplus
+    passes are not used. The order is this project's guess: the paper does not state it.
+    """
+    found = []
+    for task, (first, guided) in enumerate(zip(first_pass, guided_pass, strict=True)):
+        wins = [n for n, ok in enumerate(guided) if ok]
+        failures: list[tuple[Source, int]] = [("guided", n) for n, ok in enumerate(guided) if ok is not None and not ok]
+        failures += [("first", n) for n, ok in enumerate(first) if ok is not None and not ok]
+        found += [GuidedPair(task, "guided", win, *failure) for win, failure in zip(wins, failures, strict=False)]
+    return found

@@ -10,7 +10,7 @@ from posttrain.data import pairs
 from posttrain.data.messages import get_answer
 from posttrain.data.pair_builders import Options, Record, build
 from posttrain.data.pairs import Texts
-from posttrain.data.row_causes import format_causes
+from posttrain.data.rows import format_causes
 from posttrain.errors import DataError
 from posttrain.recipe.builder_keys import OTHERS, Builder
 
@@ -64,10 +64,13 @@ def pair_rows(
             found.dropped.setdefault(f"prompts: {made.reason}", []).append(uid)
         for chosen, rejected in made.choices:
             found.rows.append({**_build_row(sources[uid], pool, chosen, rejected), "uid": uid})
-    _drop_empty(found)
+    kept = [row for row in found.rows if row["chosen"].strip() and row["rejected"].strip()]
+    _keep_rows(found, kept, "pairs: an empty side")
     _drop_known(found, earlier)
     if max_gap is not None:
-        _keep_rows(found, [row for row in found.rows if length_ratio(row) <= max_gap], "pairs: lengths too far apart")
+        lengths = ((row, _lengths(row)) for row in found.rows)
+        kept = [row for row, sides in lengths if max(sides) / max(min(sides), 1) <= max_gap]
+        _keep_rows(found, kept, "pairs: lengths too far apart")
     if balance_lengths:
         _keep_rows(found, pairs.balance_by_length(found.rows, length_gap), "pairs: left out to balance lengths")
     if not found.rows:
@@ -83,12 +86,6 @@ def length_gap(row: Mapping[str, Any]) -> float:
     """Return the chosen side's length minus the rejected side's, in tokens (characters if unknown)."""
     chosen, rejected = _lengths(row)
     return chosen - rejected
-
-
-def length_ratio(row: Mapping[str, Any]) -> float:
-    """Return the length of the longer side divided by the length of the shorter side."""
-    lengths = _lengths(row)
-    return max(lengths) / max(min(lengths), 1)
 
 
 def _lengths(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -148,12 +145,6 @@ def _build_row(source: Mapping[str, Any], pool: Sequence[Record], chosen: int, r
     if {"own", "past"} == {row["chosen_source"], row["rejected_source"]}:
         row["ref_sample_is_chosen"] = row["chosen_source"] == "past"
     return row
-
-
-def _drop_empty(found: PairRows) -> None:
-    """Drop pairs with an empty side."""
-    kept = [row for row in found.rows if row["chosen"].strip() and row["rejected"].strip()]
-    _keep_rows(found, kept, "pairs: an empty side")
 
 
 def _drop_known(found: PairRows, earlier: Sequence[Mapping[str, Any]]) -> None:

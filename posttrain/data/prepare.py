@@ -13,9 +13,8 @@ from posttrain.data import images, render
 from posttrain.data.binary_labels import label_rows
 from posttrain.data.images import Reader
 from posttrain.data.render import Example, Pair
-from posttrain.data.row_causes import format_causes
 from posttrain.data.row_formats import template_fields
-from posttrain.data.rows import Row, load_rows
+from posttrain.data.rows import Row, format_causes, load_rows
 from posttrain.data.sft_rows import drop_thought
 from posttrain.data.turns import EMPTY_COMPLETION, Text
 from posttrain.errors import DataError, count_noun

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from posttrain import source_locations
 from posttrain.data import files, images, row_formats, sources
-from posttrain.data.identity import row_uid
 from posttrain.data.messages import describe_value
 from posttrain.data.select import select_rows
 from posttrain.errors import DataError, Problem, count_noun
@@ -85,17 +86,15 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
             if not rows:  # the first row fails: the others probably fail alike
                 raise _add_rename_hint(error, record, source.columns) from None
             continue
-        uid = row_uid(record, _stable_name(str(source.source)), position)
+        name = str(source.source)
+        if not name.startswith(("gym:", "task:")):  # a file without its folder: ids survive a move of the project
+            name = name.rpartition("/")[2]
+        uid = row_uid(record, name, position)
         source_locations.record_location(uid, where)
         rows.append({**row, "uid": uid})
     if wrong:
         raise files.summarize_problems(wrong, "row")
     return rows
-
-
-def _stable_name(source: str) -> str:
-    """Return a file's name without its folder, so that ids survive a move of the project."""
-    return source if source.startswith(("gym:", "task:")) else source.rpartition("/")[2]
 
 
 def _rename_columns(record: Row, columns: dict[str, str], where: str) -> Row:
@@ -171,3 +170,21 @@ def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: in
         if count < len(part) and size is None:
             log.warning("data.mix: %d of %s of %s used, to keep the weights", count, count_noun(len(part), "row"), name)
     return mixed
+
+
+def row_uid(row: dict[str, Any], source: str, position: int) -> str:
+    """Return 16 hex digits hashed from a row's content, its source's name and its position in the source."""
+    text = json.dumps([source, position, row], sort_keys=True, ensure_ascii=True, default=_as_text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_text(value: Any) -> str:
+    """Return a text for a value without a JSON form: a hash of the pixels for a Pillow image, else str()."""
+    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "getbbox") else str(value)
+
+
+def format_causes(causes: Mapping[str, Sequence[str]]) -> str:
+    """Format causes with counts and rows: `empty completion: 2 (rows 3, 12); empty prompt: 1 (row 7)`."""
+    return "; ".join(
+        f"{cause}: {len(uids)} ({source_locations.describe_rows(uids)})" for cause, uids in causes.items() if uids
+    )

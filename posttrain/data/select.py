@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.curriculum.selection import choose_pass_rates, fold_copies, select_lowest_pass_rates, split_by_reasoning
-from posttrain.data.decontaminate import flag_contaminated
+from posttrain.data.duplicates import flag_contaminated
 from posttrain.errors import DataError, count_noun
 from posttrain.path_resolution import find
 from posttrain.recipe.select_sections import Decontaminate, Failed, PassRate, Reasoning, Selection

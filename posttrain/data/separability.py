@@ -41,10 +41,11 @@ def separability(
     # Summing differences keeps the contribution of a pair with equal sides at exactly 0.
     weights = np.linalg.solve(normal, np.concatenate([[0.0], (chosen - rejected).sum(0)]))
     scores = z @ weights
+    ours, theirs = chosen @ weights[1:], rejected @ weights[1:]  # projected scores
     return Separability(
         float((scores * y > 0).mean()),
         _leave_one_out_accuracy(z, y, scores, np.linalg.solve(normal, z.T)),
-        _fisher_ratio(chosen @ weights[1:], rejected @ weights[1:]),
+        float((ours.mean() - theirs.mean()) ** 2 / (ours.var() + theirs.var() + 1e-12)),
     )
 
 
@@ -72,9 +73,3 @@ def _leave_one_out_accuracy(z, y, scores, solved) -> float:  # type: ignore[no-u
         left_out = y[rows] - np.linalg.solve(np.eye(2) - hat, y[rows] - scores[rows])
         hits += int((left_out * y[rows] > 1e-12).sum())  # rounding of an exact 0
     return hits / (2 * pairs)
-
-
-def _fisher_ratio(chosen, rejected) -> float:  # type: ignore[no-untyped-def]  # arrays
-    """Return the Fisher ratio of the projected scores."""
-    spread = chosen.var() + rejected.var() + 1e-12
-    return float((chosen.mean() - rejected.mean()) ** 2 / spread)

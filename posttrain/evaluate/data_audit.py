@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain import source_locations
 from posttrain.data import duplicates
-from posttrain.data.decontaminate import flag_contaminated
+from posttrain.data.duplicates import flag_contaminated
 from posttrain.data.inspect import check_dropped
 from posttrain.data.rows import Row
 from posttrain.errors import count_noun

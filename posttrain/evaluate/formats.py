@@ -4,19 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from posttrain.batch import Prompt
-from posttrain.evaluate.consensus import arm_consensus
 from posttrain.evaluate.sampling import Record, sample
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import load_tokenizer
 from posttrain.recipe.eval_sections import FormatConsensus
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.run.directory import RunDirectory
+from posttrain.verify.text import qa_norm
 
 CHEAP_FILE, LONG_FILE = "consensus.jsonl", "consensus_long.jsonl"
 Grade = Callable[[Sequence[Any]], Sequence[dict[str, Any]]]
+
+
+class Consensus(NamedTuple):
+    """The answer, and whether it comes from the agreement of the cheap formats or from the long chain."""
+
+    answer: str | None
+    used: Literal["consensus", "long_cot"]
+
+
+def arm_consensus(
+    direct: str | None,
+    short_cot: str | None,
+    code: str | None,
+    long_cot: str | Callable[[], str | None] | None,
+    *,
+    equal: Callable[[str, str], bool] | None = None,
+) -> Consensus:
+    """Return the direct answer if all three cheap formats gave equal answers, else the answer of the long chain.
+
+    long_cot may be a function, called only if the long chain is needed. A missing or blank answer counts as
+    disagreement. equal: the verifier's equality; by default text equality ignoring case, punctuation and articles.
+    """
+    cheap = [answer for answer in (direct, short_cot, code) if answer is not None and answer.strip()]
+    same = equal or (lambda a, b: qa_norm(a) == qa_norm(b))
+    if len(cheap) == 3 and all(same(cheap[0], other) for other in cheap[1:]):
+        return Consensus(direct, "consensus")
+    return Consensus(long_cot() if callable(long_cot) else long_cot, "long_cot")
 
 
 def consensus_of_formats(

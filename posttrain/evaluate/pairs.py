@@ -10,7 +10,7 @@ from posttrain import terminal
 from posttrain.batch.records import sample_fields_of_record
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
-from posttrain.data.row_causes import format_causes
+from posttrain.data.rows import format_causes
 from posttrain.data.separability import FEWEST_PAIRS, separability, style_features
 from posttrain.errors import DataError, count_noun
 from posttrain.evaluate.compare import PROBLEMS
@@ -24,6 +24,7 @@ from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
 
 PAIRS_FILE = "pairs.jsonl"
+BUILDER_OPTIONS = ("max_pairs", "prefer_teacher", "min_positive", "margin", "margin_student", "min_length", "flags")
 MAX_PROBE_PAIRS = 300  # pairs that the style probe is tested on
 OTHER_COMPLETIONS = ("past", "future", "teacher")
 
@@ -43,7 +44,7 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
         records,
         recipe.builder,
         others=others,
-        options=builder_options(recipe),
+        options=Options(**{name: getattr(recipe, name) for name in BUILDER_OPTIONS}),
         balance_lengths=recipe.balance_lengths,
         max_gap=recipe.max_gap,
         earlier=[row for path in recipe.not_in for row in read_earlier_pairs(path, recipe.base_dir)],
@@ -62,12 +63,6 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
     for line in remarks(found, summary, recipe.separability):
         terminal.note(line)
     return summary
-
-
-def builder_options(recipe: PairsRecipe) -> Options:
-    """Return the settings of the pair builders."""
-    names = ("max_pairs", "prefer_teacher", "min_positive", "margin", "margin_student", "min_length", "flags")
-    return Options(**{name: getattr(recipe, name) for name in names})
 
 
 def read_completions(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:

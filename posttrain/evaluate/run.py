@@ -14,19 +14,14 @@ from posttrain import terminal
 from posttrain.batch import Rollout
 from posttrain.batch.records import sample_fields
 from posttrain.errors import RecipeError, count_noun
-from posttrain.evaluate.answers import extract_voted_answer, find_vote_extractors
-from posttrain.evaluate.baseline import compare_with_baseline, compute_efficiency, find_baseline
 from posttrain.evaluate.best_of import WEIGHTED_SUM, best_of, check_reward_name, make_best_of_table
-from posttrain.evaluate.compare import PROBLEMS
+from posttrain.evaluate.compare import PROBLEMS, compare_with_baseline, compute_efficiency, find_baseline
+from posttrain.evaluate.contamination import count_trained_rows, probe_contamination
 from posttrain.evaluate.formats import consensus_of_formats
-from posttrain.evaluate.habits import compute_habit_rates
-from posttrain.evaluate.labels import label_report
-from posttrain.evaluate.probe import probe_contamination
-from posttrain.evaluate.reward_stability import reward_stability
+from posttrain.evaluate.measures import compute_habit_rates, label_report, reward_stability
 from posttrain.evaluate.sampling import COMPLETIONS, Record, open_print_log, prepare, prompt_rows, sample
 from posttrain.evaluate.summary import problem_rows, summarise
-from posttrain.evaluate.trained_rows import count_trained_rows
-from posttrain.evaluate.votes import match_votes
+from posttrain.evaluate.votes import extract_voted_answer, find_vote_extractors, match_votes
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.run.atomic_io import write_text
@@ -75,7 +70,10 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     rows = [{**row, **prompt} for row, prompt in zip(problem_rows(records), prompts, strict=True)]
     trained = count_trained_rows(recipe.model.path, [p.row for p in prepared.items], recipe.base_dir)
     write_text(directory.path / PROBLEMS, to_lines(rows))
-    _write_samples(directory, records, recipe.run.samples_per_step)
+    with closing(directory.samples(resume_after=None)) as log:  # the first sample of the first problems
+        firsts = [{k: v for k, v in r.items() if k != "step"} for r in records if r["sample"] == 0]
+        log.write(0, firsts[: recipe.run.samples_per_step])
+    golds = {str(row["uid"]): row.get("answer") for row in prepared.rows}
     comparison = baseline and compare_with_baseline(baseline, directory.path, records, settings, recipe.run.seed)
     summary = {
         "model": recipe.model.path,
@@ -87,7 +85,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         **({} if seen is None else {"contamination": seen}),
         **(summarise_best_of(records, recipe) if settings.best_of else {}),
         **({"stability": compute_stability(records, recipe)} if settings.stability else {}),
-        **({"labels": label_report(records, golds_by_uid(prepared.rows), settings.labels)} if settings.labels else {}),
+        **({"labels": label_report(records, golds, settings.labels)} if settings.labels else {}),
         **({"habits": compute_habit_rates([r["completion"] for r in records])} if settings.habits else {}),
         "samples": n,
         "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
@@ -112,11 +110,6 @@ def compute_stability(records: Sequence[Record], recipe: EvalRecipe) -> dict[str
     """Compute the summary's key `stability`."""
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards if reward.weight}
     return reward_stability(records, weights, share=recipe.eval.stability or 0.0)
-
-
-def golds_by_uid(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return uid -> answer of the data's rows."""
-    return {str(row["uid"]): row.get("answer") for row in rows}
 
 
 def grade(
@@ -163,12 +156,6 @@ def grade(
         }
         for i in range(len(rollouts))
     ]
-
-
-def _write_samples(directory: RunDirectory, records: Sequence[Record], count: int) -> None:
-    """Write the first sample of the first `count` problems to samples.jsonl."""
-    with closing(directory.samples(resume_after=None)) as log:
-        log.write(0, [{k: v for k, v in r.items() if k != "step"} for r in records if r["sample"] == 0][:count])
 
 
 def show(summary: Mapping[str, Any]) -> None:

@@ -197,7 +197,8 @@ def _sample_chunks(
             asked, seed = [prompts[i] for i in part], derive(recipe.run.seed, "eval", number)
             rollouts = engine.generate(asked, n, recipe.sampling, seed=seed, first_group=part.start, logprobs=False)
             rows = [
-                {**_make_record(r, number, i % n), **g} for i, (r, g) in enumerate(_pair_with_grades(rollouts, grade))
+                {**_make_record(rollout, number, i % n), **grades}
+                for i, (rollout, grades) in enumerate(zip(rollouts, grade(rollouts), strict=True))
             ]
             log.append(rows)
             records += rows
@@ -209,11 +210,6 @@ def _sample_chunks(
                     number=stop.number,
                 )
     return records
-
-
-def _pair_with_grades(rollouts: Sequence[Rollout], grade: Grade) -> list[tuple[Rollout, Mapping[str, Any]]]:
-    """Return each rollout with its grade."""
-    return list(zip(rollouts, grade(rollouts), strict=True))
 
 
 def _make_record(rollout: Rollout, chunk: int, sample: int) -> Record:

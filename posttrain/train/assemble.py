@@ -18,7 +18,7 @@ from posttrain import registry
 from posttrain.batch import Prompt
 from posttrain.data import columns
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.data.row_causes import format_causes
+from posttrain.data.rows import format_causes
 from posttrain.errors import count_noun
 from posttrain.evaluate import shaped
 from posttrain.models import load as models

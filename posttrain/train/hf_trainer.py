@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from posttrain import source_locations
 from posttrain.data.prepare import Prepared
-from posttrain.data.row_causes import format_causes
+from posttrain.data.rows import format_causes
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, NonFiniteError, RunError, count_noun
 from posttrain.models.load import LoadedModel

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.cli.grid import visible_gpus
 from posttrain.errors import RecipeError
-from posttrain.evaluate.over_seeds import seed_interval, summarise_settings
+from posttrain.evaluate.setting_ranks import seed_interval, summarise_settings
 from posttrain.recipe.grid import grid, split_values
 
 Call = Callable[..., Any]

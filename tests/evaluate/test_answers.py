@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.evaluate.answers import extract_voted_answer, find_vote_extractors
+from posttrain.evaluate.votes import extract_voted_answer, find_vote_extractors
 from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.load import load_reward
 

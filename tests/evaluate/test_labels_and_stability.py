@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.errors import UserError
-from posttrain.evaluate.labels import expected_calibration_error, label_report
-from posttrain.evaluate.reward_stability import reward_stability
+from posttrain.evaluate.measures import expected_calibration_error, label_report, reward_stability
 from posttrain.run.jsonl import to_lines
 from posttrain.run.scaling import fit_scaling, scaling_curve
 

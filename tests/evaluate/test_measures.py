@@ -16,10 +16,10 @@ import pytest
 from posttrain.data import random_calculation
 from posttrain.data.rows import load_rows
 from posttrain.errors import DataError, RecipeError
-from posttrain.evaluate.consensus import arm_consensus
 from posttrain.evaluate.contamination import contamination_check, probe_question, split_text
 from posttrain.evaluate.efficiency import accuracy_capability, efficiency_metrics
-from posttrain.evaluate.habits import compute_habit_rates, count_habits
+from posttrain.evaluate.formats import arm_consensus
+from posttrain.evaluate.measures import compute_habit_rates, count_habits
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Data
 

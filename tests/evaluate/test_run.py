@@ -13,8 +13,8 @@ import pytest
 from posttrain.data.rows import load_rows
 from posttrain.errors import Interrupted, RecipeError, RewardError, UserError
 from posttrain.evaluate.compare import compare, read_problem_values
+from posttrain.evaluate.contamination import count_trained_rows
 from posttrain.evaluate.run import remarks
-from posttrain.evaluate.trained_rows import count_trained_rows
 from posttrain.recipe.sections import Data
 from posttrain.run.jsonl import read_rows
 
