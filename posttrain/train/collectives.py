@@ -8,6 +8,8 @@ backward, and vice versa.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,25 +17,47 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+Collective = Callable[[Tensor], Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    """Applies `forward` to a tensor, and `backward` to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Collective, backward: Collective) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.of_gradient(grad), None, None
+
+
+def collective(tensor: Tensor, forward: Collective, backward: Collective) -> Tensor:
+    """Return `forward(tensor)`, whose gradient passes through `backward`."""
+    return _Collective.apply(tensor, forward, backward)  # type: ignore[no-any-return]
+
 
 def sum_gradients_of(whole: Tensor, group: Any) -> Tensor:
     """Identity forward, all-reduce of the gradient backward: for a replicated activation before sharded weights."""
-    return _SumBackward.apply(whole, group) if whole.requires_grad else whole  # type: ignore[no-any-return]
+    if not whole.requires_grad:
+        return whole
+    return collective(whole, lambda x: x.view_as(x), partial(reduce, group=group))
 
 
-def sum_parts(partial: Tensor, group: Any) -> Tensor:
+def sum_parts(part: Tensor, group: Any) -> Tensor:
     """All-reduce the ranks' terms; identity backward, since each term has the gradient of the sum."""
-    return _SumForward.apply(partial, group)  # type: ignore[no-any-return]
+    return collective(part, partial(reduce, group=group), lambda grad: grad)
 
 
 def gather_last(part: Tensor, group: Any) -> Tensor:
     """All-gather equal parts along the last dimension; backward each rank takes its slice of the gradient."""
-    return _GatherLast.apply(part, group)  # type: ignore[no-any-return]
+    return collective(part, partial(_gather_parts, group=group), partial(_take_own, group=group))
 
 
 def own_last(whole: Tensor, group: Any) -> Tensor:
     """Return this rank's slice of the last dimension; backward all-gathers the gradients of the slices."""
-    return _OwnLast.apply(whole, group)  # type: ignore[no-any-return]
+    return collective(whole, partial(_take_own, group=group), partial(_gather_parts, group=group))
 
 
 def local(tensor: Any) -> Any:
@@ -56,46 +80,3 @@ def _gather_parts(part: Tensor, group: Any) -> Tensor:
 
 def _take_own(whole: Tensor, group: Any) -> Tensor:
     return whole.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
-
-
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return reduce(grad, ctx.group), None
-
-
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Any) -> Tensor:  # noqa: ARG004
-        return reduce(partial, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ARG004
-        return grad, None
-
-
-class _GatherLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _gather_parts(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _take_own(grad, ctx.group), None
-
-
-class _OwnLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _take_own(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gather_parts(grad, ctx.group), None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from posttrain.models.adapters import backbone, causal_of
+from posttrain.train.collectives import collective
 from posttrain.train.packed_line import Packed
 
 # Names in torch 2.13; the names of torch 2.11 still exist, but warn in every process.
@@ -118,22 +119,16 @@ def _keys_of_rows(packed: Packed, starts: Sequence[int]) -> list[Any]:
 
 def gather_line(part: Tensor, dim: int, group: Any) -> Tensor:
     """Concatenate the parts [1,...] of all ranks along `dim`; backward sums the gradients of all ranks."""
-    gathered: Tensor = _Gather.apply(part.movedim(dim, 0).contiguous(), group)
-    return gathered.movedim(0, dim)
+    count = dist.get_world_size(group)
 
-
-class _Gather(torch.autograd.Function):
-    """All-gather along the first dimension; reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        whole = part.new_empty((dist.get_world_size(group) * part.shape[0], *part.shape[1:]))
+    def gather(part: Tensor) -> Tensor:
+        whole = part.new_empty((count * part.shape[0], *part.shape[1:]))
         _all_gather(whole, part, group=group)
         return whole
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        part = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
-        _reduce_scatter(part, grad.contiguous(), group=ctx.group)
-        return part, None
+    def scatter(grad: Tensor) -> Tensor:
+        part = grad.new_empty((grad.shape[0] // count, *grad.shape[1:]))
+        _reduce_scatter(part, grad.contiguous(), group=group)
+        return part
+
+    return collective(part.movedim(dim, 0).contiguous(), gather, scatter).movedim(0, dim)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from posttrain.train.collectives import reduce, sum_gradients_of, sum_parts
 
-Chunks = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -76,65 +74,20 @@ def _gather_own_tokens(values: Tensor, tokens: Tensor, first: int) -> Tensor:
     return values.gather(-1, index.where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
 
 
-class ShardedTokenScores(torch.autograd.Function):
-    """Compute (logp, entropy) [M] in float32 of targets [M] from a sharded head.
+def sharded_scores(logits: Tensor, tokens: Tensor, own: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (logp of `tokens`, entropy, log of the sum of exp(logits)) [M] of this rank's logits [M,V/n], float32."""
+    largest = reduce(logits.max(-1).values, own.group, dist.ReduceOp.MAX)
+    weights = (logits - largest[:, None]).exp()
+    means = torch.linalg.vecdot(weights, logits)
+    chosen = _gather_own_tokens(logits, tokens, own.first)
+    total, means, chosen = reduce(torch.stack([weights.sum(-1), means, chosen]), own.group)
+    log_total = largest + total.log()
+    return chosen - log_total, log_total - means / total, log_total
 
-    hidden: [M,H]. weight: this rank's rows [V/n,H] of the head. Logits are computed in the dtype of hidden and
-    recomputed in the backward pass; the gradient of the weight is summed in float32. chunks: yields hidden states,
-    targets and scales a few tokens at a time. scaled: logits / scale.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        scale: float | Tensor,
-        own: VocabularyShard,
-        chunks: Chunks,
-        scaled: Chunks,
-    ) -> tuple[Tensor, Tensor]:
-        logp, entropy, totals, w = [], [], [], weight.to(hidden.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for h, t, s in chunks(hidden, targets, scale):
-                logits = scaled(h @ w.T, s).float()
-                largest = reduce(logits.max(-1).values, own.group, dist.ReduceOp.MAX)
-                weights = (logits - largest[:, None]).exp()
-                means = torch.linalg.vecdot(weights, logits)
-                chosen = _gather_own_tokens(logits, t, own.first)
-                total, means, chosen = reduce(torch.stack([weights.sum(-1), means, chosen]), own.group)
-                totals.append(largest + total.log())
-                logp.append(chosen - totals[-1])
-                entropy.append(totals[-1] - means / total)
-        ctx.save_for_backward(
-            hidden, weight, targets, torch.cat(totals), *([scale] if isinstance(scale, Tensor) else [])
-        )
-        ctx.scale, ctx.own = None if isinstance(scale, Tensor) else scale, own
-        ctx.chunks, ctx.scaled = chunks, scaled
-        found = torch.cat(entropy)
-        ctx.mark_non_differentiable(found)
-        return torch.cat(logp), found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, targets, totals, *scales = ctx.saved_tensors
-        scale = scales[0] if scales else ctx.scale
-        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        w, at = weight.to(hidden.dtype), 0
-        for h, t, s in ctx.chunks(hidden, targets, scale):
-            rows = slice(at, at + len(h))
-            g = (grad[rows].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
-            to_logits = (ctx.scaled(h @ w.T, s).float() - totals[rows, None]).exp_().mul_(-g)
-            index = t - ctx.own.first
-            is_own = (index >= 0) & (index < len(w))
-            to_logits.scatter_add_(-1, index.where(is_own, 0)[:, None], g * is_own[:, None])
-            to_logits = to_logits.to(w.dtype)
-            if to_hidden is not None:
-                to_hidden[rows] = to_logits @ w
-            if to_weight is not None:
-                to_weight += to_logits.T @ h
-            at += len(h)
-        summed = None if to_hidden is None else reduce(to_hidden, ctx.own.group)
-        return summed, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None, None
+def sharded_gradient(logits: Tensor, log_total: Tensor, tokens: Tensor, grad: Tensor, own: VocabularyShard) -> Tensor:
+    """Return the gradient of this rank's logits [M,V/n], given that of the log-probs of `tokens`, grad [M,1]."""
+    to_logits = (logits - log_total[:, None]).exp_().mul_(-grad)
+    index = tokens - own.first
+    is_own = (index >= 0) & (index < logits.shape[-1])
+    return to_logits.scatter_add_(-1, index.where(is_own, 0)[:, None], grad * is_own[:, None])

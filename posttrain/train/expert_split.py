@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ModelError
 from posttrain.models.adapters import strip_base_layer
+from posttrain.train.collectives import collective
 from posttrain.train.tensor_split import Part, base_layer, run_experts, wild_name
 
 WEIGHTS = "grouped_gemm"  # plan style of weights whose first dimension is the experts
@@ -86,30 +87,22 @@ def _exchange_tokens(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sizes, back = sent.sum(1).tolist(), received.sum(1).tolist()
-    tokens = _Exchange.apply(hidden[order // index.shape[-1]], sizes, back, group)
+    tokens = _exchange(hidden[order // index.shape[-1]], sizes, back, group)
     experts = torch.arange(local, device=hidden.device).repeat(count).repeat_interleave(received.reshape(-1))
     if missing := not len(tokens):  # a rank without tokens must still take part in the backward exchange
         tokens, experts = tokens.sum(0, keepdim=True), experts.new_zeros(1)
     found = run(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))
-    found = _Exchange.apply(found[:0] if missing else found, back, sizes, group)
+    found = _exchange(found[:0] if missing else found, back, sizes, group)
     placed = torch.empty_like(found).index_copy(0, order, found).view(*index.shape, -1)
     return (placed * weights[..., None].to(placed.dtype)).sum(-2)
 
 
-class _Exchange(torch.autograd.Function):
+def _exchange(rows: Tensor, sizes: list[int], back: list[int], group: Any) -> Tensor:
     """All-to-all of rows [T,H], ordered by rank, within the group; the backward pass sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], back: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.back, ctx.group = sizes, back, group
-        return _send(rows, sizes, back, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _send(grad, ctx.back, ctx.sizes, ctx.group), None, None, None
+    return collective(rows, partial(_send, sizes, back, group), partial(_send, back, sizes, group))
 
 
-def _send(rows: Tensor, sizes: list[int], back: list[int], group: Any) -> Tensor:
+def _send(sizes: list[int], back: list[int], group: Any, rows: Tensor) -> Tensor:
     received = rows.new_empty(sum(back), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), back, sizes, group=group)
     return received

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from operator import call
 from typing import Any, NamedTuple
@@ -30,8 +29,16 @@ from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, uses_packed_attention
 from posttrain.train.collate import Sequences, completion_positions, pad_right
-from posttrain.train.collectives import local
-from posttrain.train.divided_head import ShardedTokenScores, gather_tokens, log_softmax, sum_over_vocabulary, topk
+from posttrain.train.collectives import local, reduce
+from posttrain.train.divided_head import (
+    VocabularyShard,
+    gather_tokens,
+    log_softmax,
+    sharded_gradient,
+    sharded_scores,
+    sum_over_vocabulary,
+    topk,
+)
 from posttrain.train.load_balancing import group_rows, partition
 from posttrain.train.packed_pass import borders_of, image_inputs, prompts_end_in_text, run_packed
 from posttrain.train.prompt_sharing import Prompts
@@ -294,11 +301,7 @@ def token_scores(
         scale = temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        if head.own is None:
-            logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
-        else:
-            chunks = partial(_chunks, size=size)
-            logp, detached = ShardedTokenScores.apply(hidden, weight, targets, scale, head.own, chunks, _scale_logits)
+        logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size, head.own)
         return {"logp": logp, "entropy": detached}
     options: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
     return _token_scores_autograd(head, hidden, targets, temperature, size, **options)
@@ -307,43 +310,65 @@ def token_scores(
 class _TokenScores(torch.autograd.Function):
     """Compute (logp, entropy) [M] in float32 from hidden [M,H] and weight [V,H].
 
-    Matmuls run in the dtype of hidden; the gradient of the weight is accumulated in float32. The memory saved for
-    backward does not grow with the vocabulary.
+    own: this rank's shard of the vocabulary, whose rows `weight` has; None = the whole vocabulary. Matmuls run in the
+    dtype of hidden; the gradient of the weight is accumulated in float32. The memory saved for backward does not grow
+    with the vocabulary.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float | Tensor, size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float | Tensor,
+        size: int,
+        own: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        logp, entropy, w = [], [], weight.to(hidden.dtype)
+        logp, entropy, log_totals = list[Tensor](), list[Tensor](), list[Tensor]()
+        w = weight.to(hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # autocast would compute the entropy in half precision
             for h, t, s in _chunks(hidden, targets, scale, size):
-                every = _scale_logits(h @ w.T, s).log_softmax(-1, dtype=torch.float32)
-                logp.append(every.gather(-1, t[:, None])[:, 0])
-                entropy.append(-torch.linalg.vecdot(every.exp(), every))
-        ctx.save_for_backward(hidden, weight, targets, *([scale] if isinstance(scale, Tensor) else []))
-        ctx.scale, ctx.size = None if isinstance(scale, Tensor) else scale, size
+                logits = _scale_logits(h @ w.T, s)
+                if own is None:
+                    every = logits.log_softmax(-1, dtype=torch.float32)
+                    logp.append(every.gather(-1, t[:, None])[:, 0])
+                    entropy.append(-torch.linalg.vecdot(every.exp(), every))
+                else:
+                    chunk_logp, chunk_entropy, log_total = sharded_scores(logits.float(), t, own)
+                    logp.append(chunk_logp)
+                    entropy.append(chunk_entropy)
+                    log_totals.append(log_total)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.scale, ctx.size, ctx.own = scale, size, own
+        ctx.log_totals = torch.cat(log_totals) if log_totals else None
         found = torch.cat(entropy)
         ctx.mark_non_differentiable(found)
         return torch.cat(logp), found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
-        hidden, weight, targets, *scales = ctx.saved_tensors
-        scale = scales[0] if scales else ctx.scale
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, targets = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         w, at = weight.to(hidden.dtype), 0
-        for h, t, s in _chunks(hidden, targets, scale, ctx.size):
-            g = (grad[at : at + len(h)].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
-            to_logits = _scale_logits(h @ w.T, s).softmax(-1, dtype=torch.float32).mul_(-g)
-            to_logits = to_logits.scatter_add_(-1, t[:, None], g).to(w.dtype)
+        for h, t, s in _chunks(hidden, targets, ctx.scale, ctx.size):
+            rows = slice(at, at + len(h))
+            g = (grad[rows].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
+            logits = _scale_logits(h @ w.T, s)
+            if ctx.own is None:
+                to_logits = logits.softmax(-1, dtype=torch.float32).mul_(-g).scatter_add_(-1, t[:, None], g)
+            else:
+                to_logits = sharded_gradient(logits.float(), ctx.log_totals[rows], t, g, ctx.own)
+            to_logits = to_logits.to(w.dtype)
             if to_hidden is not None:
-                to_hidden[at : at + len(h)] = to_logits @ w
+                to_hidden[rows] = to_logits @ w
             if to_weight is not None:
                 to_weight += to_logits.T @ h
             at += len(h)
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
+        if to_hidden is not None and ctx.own is not None:
+            to_hidden = reduce(to_hidden, ctx.own.group)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(hidden: Tensor, targets: Tensor, scale: float | Tensor, size: int) -> Any:

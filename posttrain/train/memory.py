@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 GIB = 1 << 30
 CONTEXT = GIB // 2  # CUDA context and libraries of one process
-CELL = 10  # bytes per logit of a chunk: bf16 and float32 logits, log-softmax (`head._TokenScores`)
+CELL = 10  # bytes per logit of a chunk: bf16 and float32 logits, log-softmax (`logprobs._TokenScores`)
 GRAPH_CELL = 18  # bytes per logit with autograd: probabilities and their gradient as well
 TRL_TILE = 4096, 32768  # of TRL's kernel (sft, dpo): tokens and columns of the logits held at the same time
 TRL_CELL = 2  # bytes per logit of a tile
