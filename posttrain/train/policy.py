@@ -147,7 +147,20 @@ def compute_logprobs(
         found = _policy_scores(p, sequences, rows, width, extras)
         batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
     if p.reference is not None and missing & {*BY_REFERENCE, *(("values",) if frozen else ())}:
-        batch = _by_reference(p, batch, sequences, rows, missing)
+        with torch.no_grad(), p.reference() as model:
+            frozen_values = frozen and "values" in missing
+            if "ref_logp" in missing or frozen_values:
+                extras = Extras(value_head=p.critic if frozen_values else None)
+                found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, extras))
+                batch = batch.replace(ref_logp=found["logp"], **({"values": found["values"]} if frozen_values else {}))
+            if "ref_hidden" in missing:
+                found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras(hidden=True)))
+                batch = batch.replace(ref_hidden=found["hidden"])
+            if "tempered_ref_logp" in missing:
+                part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
+                power = reference_power(batch, **part.params).float()
+                found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))
+                batch = batch.replace(tempered_ref_logp=found["logp"])
     for name, weights in (("opponent_logp", p.opponent), ("prox_logp", p.proximal)):
         if weights is not None and name in missing:
             with weights.in_place(p.loaded.model) as model:
@@ -234,28 +247,6 @@ def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Te
             length = min(len(p.solutions[rollout.prompt.uid]), width)
             found[row, :length] = passed["logp"][n, :length].cpu()
     return found
-
-
-def _by_reference(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], missing: Collection[str]
-) -> RolloutBatch:
-    assert p.reference is not None
-    width = batch.mask.shape[1]
-    with torch.no_grad(), p.reference() as model:
-        frozen_values = "values" in missing and p.recipe.critic.path is not None
-        if "ref_logp" in missing or frozen_values:
-            extras = Extras(value_head=p.critic if frozen_values else None)
-            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, extras))
-            batch = batch.replace(ref_logp=found["logp"], **({"values": found["values"]} if frozen_values else {}))
-        if "ref_hidden" in missing:
-            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras(hidden=True)))
-            batch = batch.replace(ref_hidden=found["hidden"])
-        if "tempered_ref_logp" in missing:
-            part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
-            power = reference_power(batch, **part.params).float()
-            found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))
-            batch = batch.replace(tempered_ref_logp=found["logp"])
-    return batch
 
 
 # field of the batch -> (function that changes the images of its pass, purpose of its random seed)
