@@ -1,4 +1,4 @@
-"""Controllers of a KL coefficient, by hand."""
+"""Controllers of a KL coefficient: hand-computed values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.control.safe import Safe, classify_phase
 from posttrain.control.schedules import GrpoD, RemixConvex
 
 
-def test_grpo_d_falls_and_rises() -> None:
+def test_grpo_d_coefficient_falls_and_rises() -> None:
     """low 0, high 0.02, turn at 30 of 100: 0.01 at 0, 0.005 at 15, 0 at 30, 0.01 half way up, 0.02 at the end and
     after."""
     controller = GrpoD(total_steps=100)
@@ -25,7 +25,7 @@ def test_grpo_d_without_exploration_only_rises_and_with_nothing_else_only_falls(
     assert [falls.value({}, step) for step in (0, 10)] == pytest.approx([0.01, 0.0])
 
 
-def test_remix_moves_from_one_leash_to_the_other() -> None:
+def test_remix_coefficient_moves_linearly_between_its_limits() -> None:
     to_reference, to_old = RemixConvex(), RemixConvex(complement=True)
     states = to_reference.start(0.1), to_old.start(0.1)
     steps = (0, 50, 51, 61, 95, 500)
@@ -40,7 +40,7 @@ def after(controller: Safe, metrics: list[dict[str, float]]) -> dict[str, Any]:
     return state
 
 
-def test_safe_is_the_derivative_of_its_penalty() -> None:
+def test_safe_coefficient_is_the_derivative_of_its_penalty() -> None:
     """KL 10 -> kl_short 1; threshold min(0.3 * 1.5, 0.6) = 0.45; entropy 0.4 -> pressure 2 / 0.5 = 4.
     penalty 0.1 * 0.55^2 * 4, coefficient 0.2 * 0.55 * 4."""
     state = after(Safe(), [{"kl": 10.0, "entropy": 0.4, "reward": 0.1}])
@@ -49,7 +49,7 @@ def test_safe_is_the_derivative_of_its_penalty() -> None:
     assert Safe().value(state, 1) == state["coef"]
 
 
-def test_safe_is_silent_below_the_threshold_and_never_leaves_its_range() -> None:
+def test_safe_is_zero_below_the_threshold_and_stays_in_range() -> None:
     calm = after(Safe(), [{"kl": 0.1, "entropy": 1.0, "reward": 0.0}] * 3)
     assert (calm["coef"], calm["penalty"]) == (0.0, 0.0)
     for reward in (-100.0, 100.0):
@@ -63,7 +63,7 @@ def test_safe_follows_the_velocity_of_the_reward() -> None:
     assert state["threshold"] == pytest.approx((0.1 + 0.36 * 0.049) * 1.5)
 
 
-def test_a_step_without_measurements_changes_nothing() -> None:
+def test_step_without_metrics_changes_nothing() -> None:
     controller = Safe()
     state = after(controller, [{"kl": 10.0, "entropy": 0.4, "reward": 0.1}])
     assert controller.update(state, {"kl": 1.0, "entropy": float("nan"), "reward": 0.0}, 1) == state
@@ -80,5 +80,5 @@ def test_a_step_without_measurements_changes_nothing() -> None:
         ([0.8] * 50 + [0.805] * 50, "CONVERGED"),
     ],
 )
-def test_phases(rewards: list[float], phase: str) -> None:
+def test_phases_change_at_their_steps(rewards: list[float], phase: str) -> None:
     assert classify_phase(rewards) == phase

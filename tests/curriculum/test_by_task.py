@@ -1,4 +1,4 @@
-"""How many rollouts a task gets and how long they may be."""
+"""Per-task curriculum: number and maximum length of rollouts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from posttrain.errors import UserError
 
 
 @pytest.mark.parametrize(("rate", "count"), [(None, 8), (0.0, 8), (0.6, 8), (0.7, 6), (0.8, 4), (0.9, 2), (1.0, 2)])
-def test_rollouts_fall_from_the_threshold_on(rate: float | None, count: int) -> None:
-    """8 * (1 - rate) / 0.4 above 0.6: 6, 4, 2, and 0, which is `least`."""
+def test_number_of_rollouts_falls_above_the_threshold(rate: float | None, count: int) -> None:
+    """8 * (1 - rate) / 0.4 above 0.6: 6, 4, 2, and 0, which becomes `least`."""
     assert rollouts_by_rate(rate, 8, least=2, above=0.6) == count
 
 
 @pytest.mark.parametrize(("longest", "limit"), [(None, 100), (10, 20), (21, 32), (90, 100)])
-def test_a_success_limits_what_comes_after_it(longest: int | None, limit: int) -> None:
+def test_longest_success_limits_later_rollouts(longest: int | None, limit: int) -> None:
     assert limit_by_success(longest, 100, slack=1.5, shortest=20) == limit
 
 
-def test_a_task_is_known_by_its_newest_rollouts_and_its_longest_success() -> None:
+def test_task_state_has_newest_rollouts_and_longest_success() -> None:
     sampler = ByTask(window=3, above=0.5, least=1, slack=1.0, shortest=1)
     pool = Pool(["a", "b"], [{}, {}])
     state = sampler.start(pool)

@@ -1,4 +1,4 @@
-"""Properties of the formulas of prompt samplers; their numbers are in tests/vectors."""
+"""Properties of prompt-sampler formulas; their values are in tests/vectors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_quantiles_of_students_t(share: float, freedom: int, quantile: float) ->
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_the_choice_of_arms_is_the_best_of_all_choices(case: int) -> None:
-    """Against trying every choice: the closest total, and of those the likeliest."""
+def test_choice_of_arms_equals_brute_force(case: int) -> None:
+    """The closest total, and of those the likeliest."""
     draw = random.Random(case)
     arms = list(range(2, 2 + draw.randint(2, 4)))
     counts = {str(b): draw.randint(1, 3) for b in range(draw.randint(1, 3))}
@@ -48,7 +48,7 @@ def test_the_choice_of_arms_is_the_best_of_all_choices(case: int) -> None:
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_the_variance_allocation_is_the_best_of_all_choices(case: int) -> None:
+def test_variance_allocation_equals_brute_force(case: int) -> None:
     draw = random.Random(case)
     rates = [draw.random() for _ in range(3)]
     budget = draw.randint(6, 15)
@@ -67,7 +67,7 @@ def test_the_variance_allocation_is_the_best_of_all_choices(case: int) -> None:
     )
 
 
-def test_grants_go_to_the_widest_interval_and_stop_at_the_cap() -> None:
+def test_grants_go_to_the_widest_interval_up_to_the_cap() -> None:
     assert allocation.grant_rollouts([4, 4, 4], [0.1, 0.5, 0.3], budget=1, explore=0.0) == [0, 1, 0]
     given = allocation.grant_rollouts([4, 4], [0.5, 0.5], budget=100, most=6)
     assert given == [2, 2], "the rest of the budget is not spent"
@@ -75,7 +75,7 @@ def test_grants_go_to_the_widest_interval_and_stop_at_the_cap() -> None:
     assert allocation.grant_rollouts([4, 4], [0.5, 0.1], budget=5, at_once=3) == [3, 2]
 
 
-def test_a_bin_is_left_by_the_margin_only() -> None:
+def test_bin_changes_only_beyond_the_margin() -> None:
     edges = [0.4, 0.75]
     assert [difficulty.assign_bin(a, edges) for a in (0.0, 0.4, 0.74, 0.75, 1.0)] == [0, 1, 1, 2, 2]
     wobble = [0.42, 0.38, 0.41, 0.39] * 5
@@ -90,8 +90,8 @@ def test_a_bin_is_left_by_the_margin_only() -> None:
 
 @pytest.mark.parametrize("beta", [0.05, 0.5, 1.0, 10.0])
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 1.0])
-def test_the_divergence_of_the_tilted_policy(rate: float, beta: float) -> None:
-    """log sum p0 exp(r/beta) - E[r]/beta, and its second-order term, which it tends to."""
+def test_divergence_of_the_tilted_policy(rate: float, beta: float) -> None:
+    """log sum p0 exp(r/beta) - E[r]/beta, and its limit, the second-order term."""
     bound, exact = difficulty.learnability(rate, beta)
     assert bound == pytest.approx(rate * (1 - rate) / (2 * beta**2))
     assert exact >= -1e-12 and (exact == pytest.approx(bound, rel=0.05, abs=1e-9) if beta == 10 else True)
@@ -108,7 +108,7 @@ def test_stages_nest_and_sum_to_one() -> None:
     assert nothing.probabilities == [0.5, 0.5] and not any(nothing.allowed)
 
 
-def test_draws_without_replacement_follow_the_weights() -> None:
+def test_sampling_without_replacement_follows_the_weights() -> None:
     draw = random.Random(1)
     first = [selection.draw_weighted([1, 0, 3], 1, draw.random)[0] for _ in range(4000)]
     assert set(first) == {0, 2} and first.count(2) / 4000 == pytest.approx(0.75, abs=0.03)
@@ -126,7 +126,7 @@ def test_weights_of_bins_average_to_one_and_rise_with_the_loss() -> None:
     assert selection.update_bin_losses({"0": 1.0}, [1, 1], [0.5, 1.5]) == {"0": 1.0, "1": 1.0}
 
 
-def test_what_is_set_aside_comes_back_once() -> None:
+def test_set_aside_prompts_return_once() -> None:
     first = set_aside([0.9, 0.5], ["a", "b"], ["z", "a"], threshold=0.5, interval=3, step=1)
     assert first == ([False, True], ["z", "a"], [])
     back = set_aside([0.9], ["c"], first.buffer, threshold=0.5, interval=3, step=3)
@@ -134,12 +134,12 @@ def test_what_is_set_aside_comes_back_once() -> None:
     assert set_aside([], [], ["z"], threshold=0.5, interval=3, step=0).reintroduced == []
 
 
-def test_the_middle_falls_back_to_ranks_where_ties_would_leave_nothing() -> None:
+def test_select_middle_falls_back_to_ranks_for_ties() -> None:
     assert difficulty.select_middle([1.0] * 4) == [False] * 4
     assert difficulty.select_middle([1.0] * 4, min_keep=1) == [True, True, True, False]
 
 
-def test_pools_shrink_and_an_unmeasured_prompt_is_an_error() -> None:
+def test_lowest_pass_rates_are_selected_and_unknown_rates_raise() -> None:
     rates = {0: 0.5, 1: 0.0, 2: None, 3: 0.0}
     assert selection.select_lowest_pass_rates([0, 1, 3], rates.get, 2) == [1, 3]
     assert selection.select_lowest_pass_rates([0, 1], rates.get, 9) == [1, 0]
@@ -147,7 +147,7 @@ def test_pools_shrink_and_an_unmeasured_prompt_is_an_error() -> None:
         selection.select_lowest_pass_rates([1, 2], rates.get, 1)
 
 
-def test_a_split_is_a_partition() -> None:
+def test_split_is_a_partition() -> None:
     scores = [1, None, 3, 4.5, float("nan"), 2]
     for middle in ("sft", "rl", "drop"):
         split = selection.split_by_reasoning(scores, middle=middle)

@@ -1,4 +1,4 @@
-"""Samplers whose levels follow the policy, by hand: when a level ends, and where an environment's difficulty goes."""
+"""Samplers whose levels follow the policy: when a level ends, and how an environment's difficulty moves."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_pass_at_k_is_unbiased() -> None:
     assert estimate_pass_at_k(Group(prompt=0, uid="0", rewards=(1.0,), correct=(None,)), 1) is None
 
 
-def test_a_level_ends_when_enough_of_its_newest_problems_are_solved() -> None:
+def test_level_ends_when_enough_of_its_newest_problems_are_solved() -> None:
     sampler, of = NextLevel(threshold=0.75, window=4, earlier=0.25), pool()
     state = sampler.start(of)
     assert levels(sampler.propose(state, request(), of), of) == {0: 4}
     state = sampler.update(state, [group(n, 1, 1) for n in range(3)], of, step=0, planned=1)
-    assert (state["stage"], len(state["seen"])) == (0, 3)  # not enough seen
+    assert (state["stage"], len(state["seen"])) == (0, 3)  # not enough results
     state = sampler.update(state, [group(3, 0, 0), group(4, 1, 0)], of, step=1, planned=2)
     assert state["stage"] == 0  # 1, 1, 0, 1/2: below the threshold
     state = sampler.update(state, [group(n, 1, 1) for n in range(4)], of, step=2, planned=3)
@@ -51,13 +51,13 @@ def test_a_level_ends_when_enough_of_its_newest_problems_are_solved() -> None:
     assert levels(plan, of) == {1: 3, 0: 1}  # a quarter of earlier levels
     before = state
     state = sampler.update(state, [group(0, 1, 1)] * 9, of, step=3, planned=4)
-    assert state == before  # problems of another level measure nothing
+    assert state == before  # problems of another level do not count
     for step in range(4, 7):
         state = sampler.update(state, [group(20 if state["stage"] == 2 else 10, 1, 1)] * 4, of, step=step, planned=9)
-    assert state["stage"] == 2  # the last one stays
+    assert state["stage"] == 2  # the last level stays
 
 
-def test_a_step_draws_each_problem_once_and_none_that_it_has() -> None:
+def test_step_samples_each_problem_once() -> None:
     sampler, of = NextLevel(), pool(each=6)
     plan = sampler.propose(sampler.start(of), request(prompts=4, taken=[0, 1]), of)
     assert len(set(plan.prompts)) == 4
@@ -87,7 +87,7 @@ def test_difficulty_rises_above_the_target_and_falls_below_it() -> None:
     assert sampler.metrics(state)["difficulty"] == 0.375
 
 
-def test_an_environment_that_never_succeeds_gives_its_place_away() -> None:
+def test_environment_without_success_is_replaced() -> None:
     names = ("a", "b", "c")
     sampler, of = Scaler(active=1, zero_limit=2, history_len=5), pool(tasks=names)
     state = sampler.start(of)
@@ -102,10 +102,10 @@ def test_an_environment_that_never_succeeds_gives_its_place_away() -> None:
     alone = Scaler(active=3, zero_limit=1)
     state = alone.start(of)
     state = alone.update(state, [group(0, 0, 0)], of, step=0, planned=1)
-    assert state["active"] == ["a", "b", "c"]  # nobody waits
+    assert state["active"] == ["a", "b", "c"]  # no environment is waiting
 
 
-def test_by_weight_those_that_wait_are_drawn() -> None:
+def test_pick_by_weight_samples_waiting_environments() -> None:
     sampler, of = Scaler(pick="weight", active=1, alpha=0.0, beta=1.0, age_scale=10), pool(tasks=("a", "b"))
     state = {**sampler.start(of), "last": {"a": 4}}
     drawn = Counter(
@@ -116,7 +116,7 @@ def test_by_weight_those_that_wait_are_drawn() -> None:
     assert drawn["b"] > 150  # weight 1 against 1/10
 
 
-def test_rows_without_a_level_are_told() -> None:
+def test_rows_without_a_level_raise() -> None:
     of = Pool(["0"], [{"prompt": "x"}])
     for sampler in (NextLevel(), Scaler()):
         with pytest.raises(UserError, match="a row has no"):

@@ -1,4 +1,4 @@
-"""A model for tests of engines on several GPUs: two of them can divide its heads."""
+"""A model for tests of engines on several GPUs: its heads are divisible by two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def small_llama(tokenizer: Any) -> Any:
-    """A Llama of two layers in bfloat16, with the same random weights at every call."""
+    """Return a Llama of two layers in bfloat16, with the same random weights at every call."""
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(
         LlamaConfig(

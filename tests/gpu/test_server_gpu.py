@@ -1,6 +1,6 @@
-"""Servers on other GPUs than the trainer's: weights by NCCL, adapters, log-probs, and a sync in the middle of a call.
+"""Servers on other GPUs than the trainer's: weights by NCCL, adapters, log-probs, and a sync during generation.
 
-    pytest tests/gpu/test_server_gpu.py
+pytest tests/gpu/test_server_gpu.py
 
 On two GPUs one trains and one serves; with three, two serve together.
 """
@@ -70,8 +70,9 @@ def engine_of(loaded: LoadedModel, scratch: Path, size: int, devices: list[int],
 
 @SERVING
 @KINDS
-def test_servers_hold_the_weights(tmp_path: Path, size: int, kind: str) -> None:
-    """Before a sync, after it, and after one in the middle of a call; a sync keeps nothing of the trainer's GPU."""
+def test_servers_have_the_trainers_weights(tmp_path: Path, size: int, kind: str) -> None:
+    """Before a sync, after it, and after a sync during generation; a sync leaves no memory allocated on the trainer's
+    GPU."""
     loaded = model_of(kind != "full")
     engine = engine_of(loaded, tmp_path, size, list(range(1, 1 + size)), merge=kind == "merged")
     try:
@@ -107,8 +108,8 @@ def test_servers_hold_the_weights(tmp_path: Path, size: int, kind: str) -> None:
         engine.close()
 
 
-def test_two_engines_on_one_gpu(tmp_path: Path) -> None:
-    """Each has a group of its own with the trainer: NCCL takes no GPU twice into one."""
+def test_two_engines_on_one_gpu_have_separate_groups(tmp_path: Path) -> None:
+    """NCCL does not accept the same GPU twice in one group."""
     loaded = model_of(lora=False)
     engine = engine_of(loaded, tmp_path, 1, [1, 1], merge=False)
     try:
@@ -119,8 +120,8 @@ def test_two_engines_on_one_gpu(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_a_server_that_is_killed_does_not_hold_the_trainer(tmp_path: Path) -> None:
-    """kill -9 while it is to receive weights: the sync ends with an error, the trainer's GPU goes on."""
+def test_killed_server_does_not_block_the_trainer(tmp_path: Path) -> None:
+    """kill -9 while it receives weights: the sync ends with an error, and the trainer's GPU still works."""
     loaded = model_of(lora=False)
     engine = engine_of(loaded, tmp_path, 1, [1], merge=False)
     try:
@@ -144,8 +145,9 @@ def test_a_server_that_is_killed_does_not_hold_the_trainer(tmp_path: Path) -> No
 
 
 @KINDS
-def test_three_steps(tmp_path: Path, kind: str) -> None:
-    """`posttrain rl` on GPU 0 with `posttrain serve` on GPU 1. Every sync is probed: a stale engine ends the run."""
+def test_rl_run_with_a_server_takes_three_steps(tmp_path: Path, kind: str) -> None:
+    """`posttrain rl` on GPU 0 with `posttrain serve` on GPU 1. Every sync is probed: stale weights would end the
+    run."""
     loaded = model_of(lora=False)
     loaded.model.save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")

@@ -1,8 +1,9 @@
 """One vLLM engine over the GPUs of two training processes: weights by CUDA IPC on each GPU, adapters, sleep, memory.
 
-    pytest tests/gpu/test_tensor_parallel_gpu.py
+pytest tests/gpu/test_tensor_parallel_gpu.py
 
-Needs two GPUs; about a minute a test. Two H200s synced the first kind; the others have not been seen to their end yet.
+Needs two GPUs; about a minute per test. On two H200s the first kind has synced; the other kinds have not run to their
+end yet.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a Llama in bfloat16 whose heads two GPUs can divide."""
+    """A folder with a bfloat16 Llama whose heads are divisible by two GPUs."""
     tokenizer = tiny.build_tokenizer()
     model = small_llama(tokenizer)
     model.save_pretrained(tmp_path / "model")
@@ -46,15 +47,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def gpu_processes() -> set[str]:
-    """The processes that have memory on a GPU, as the driver says."""
+    """Return the processes with memory on a GPU, as reported by the driver."""
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     return set(subprocess.run(command, capture_output=True, text=True).stdout.split())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_share_an_engine(folder: Path, kind: str) -> None:
-    """The probe on both ranks after every sync, requests that a sync cuts short, sleep, and the memory of
-    each GPU once the engine is closed."""
+    """The probe on both ranks after every sync, requests interrupted by a sync, sleep, and the memory of each GPU after
+    the engine is closed."""
     before = gpu_processes()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -98,8 +99,8 @@ def test_two_ranks_share_an_engine(folder: Path, kind: str) -> None:
     assert gpu_processes() <= before, "a process of vLLM is left on a GPU"
 
 
-def test_three_steps_by_the_command_line(folder: Path) -> None:
-    """`posttrain rl --gpus 2`: every sync is probed on both ranks, and the trained log-probs are the engine's."""
+def test_rl_run_with_a_shared_engine_takes_three_steps(folder: Path) -> None:
+    """`posttrain rl --gpus 2`: every sync is probed on both ranks, and the training log-probs equal the engine's."""
     before = gpu_processes()
     changes = [f"model.path={folder / 'model'}", "rollout.engine=vllm", "run.steps=3", "rollout.vllm.tensor_parallel=2"]
     changes += ["rollout.vllm.enforce_eager=true", "rollout.vllm.gpu_memory=0.1"]

@@ -1,4 +1,4 @@
-"""Recipes written to a temporary folder that is the working directory, so that places read `r.yaml:3:1`."""
+"""Fixtures that write recipes to a temporary working directory, so that error positions read `r.yaml:3:1`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Write a file of the folder; the text is dedented."""
+    """Return a function that writes a file of the folder; the text is dedented."""
 
     def write_file(text: str, name: str = "r.yaml") -> Path:
         path = tmp_path / name
@@ -35,7 +35,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def loads(write: Callable[..., Path]) -> Callable[..., Loaded]:
-    """Write a recipe and load it."""
+    """Return a function that writes a recipe and loads it."""
 
     def load_text(text: str, *overrides: str, stage: str | None = None) -> Loaded:
         write(text)
@@ -46,7 +46,7 @@ def loads(write: Callable[..., Path]) -> Callable[..., Loaded]:
 
 @pytest.fixture
 def errors(loads: Callable[..., Loaded]) -> Callable[..., str]:
-    """Write a recipe that is wrong, and give the text of its error."""
+    """Return a function that writes a wrong recipe and returns the text of its error."""
 
     def error_text(text: str, *overrides: str, stage: str | None = None) -> str:
         with pytest.raises(RecipeError) as caught:

@@ -1,4 +1,4 @@
-"""What cannot stand beside `model.parallel`, `model.compile` and `model.offload_reference` is refused with a reason."""
+"""Combinations with `model.parallel`, `model.compile` and `model.offload_reference` that are refused with a reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BASE: dict[str, Any] = {
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
     ],
 )
-def test_what_cannot_work_together_is_refused(model: dict[str, Any], others: dict[str, Any], told: str) -> None:
+def test_incompatible_settings_are_refused(model: dict[str, Any], others: dict[str, Any], told: str) -> None:
     values = {**BASE, **others, "model": {"path": "tiny", **model}}
     values = {key: value for key, value in values.items() if value is not None}
     with pytest.raises(RecipeError) as error:
@@ -60,7 +60,7 @@ def test_what_cannot_work_together_is_refused(model: dict[str, Any], others: dic
     assert told in str(error.value)
 
 
-def test_what_a_stage_has_no_use_for_is_refused() -> None:
+def test_settings_unused_by_the_stage_are_refused() -> None:
     values = {
         "stage": "sft",
         "model": {"path": "tiny", "offload_reference": True},
@@ -71,7 +71,7 @@ def test_what_a_stage_has_no_use_for_is_refused() -> None:
         load_dict(values, base_dir=Path.cwd(), where="r")
 
 
-def test_one_process_has_nobody_to_share_with() -> None:
+def test_parallel_settings_with_one_process_are_refused() -> None:
     from posttrain.recipe.sections import Model
     from posttrain.train import sharding
 

@@ -1,4 +1,4 @@
-"""Mistakes: all at once, each with its place, what is allowed and the nearest name, in people's words."""
+"""Recipe errors: reported together, each with its position, the allowed values and the nearest name, without jargon."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ run:
 """
 
 
-def test_five_mistakes_at_once(errors: Errors) -> None:
+def test_all_errors_are_reported_together(errors: Errors) -> None:
     assert errors(FIVE) == "\n".join(
         [
             "r.yaml:4:16  model.lora.rank: must be a whole number, not 8.5",
@@ -106,12 +106,12 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
          "  hint: did you mean `packing`?"),
     ],
 )  # fmt: skip
-def test_wrong_values(override: str, told: str, errors: Errors) -> None:
+def test_wrong_values_are_reported_with_allowed_ones(override: str, told: str, errors: Errors) -> None:
     first, _, _ = errors(SFT, override).partition("\n\n")
     assert first.replace("command line", "").strip().endswith(told)
 
 
-def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
+def test_missing_keys_are_reported_at_their_section(errors: Errors) -> None:
     text = "stage: sft\nmodel:\n  dtype: auto\nrun: {steps: 1}\n"
     assert errors(text) == (
         "r.yaml:1:1  data: is missing\n  Rows, how they become tokens, and which tokens are trained on\n"
@@ -122,14 +122,14 @@ def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
 
 
 @pytest.mark.parametrize("written", ["", "rewards: []\n", "rewards: null\n"])
-def test_rewards_that_are_missing_are_shown(written: str, errors: Errors) -> None:
-    """The lines to write are right as they stand."""
+def test_missing_rewards_error_shows_valid_lines(written: str, errors: Errors) -> None:
+    """The shown lines can be copied unchanged."""
     told = errors(RL.replace("rewards: [{use: math.accuracy}]\n", written))
     lines = told.partition("hint: write\n")[2]
     assert yaml.safe_load(lines) == {"rewards": [{"use": "math.accuracy"}]}
 
 
-def test_a_component_without_a_name(errors: Errors) -> None:
+def test_component_without_a_name_raises(errors: Errors) -> None:
     told = errors(RL + "keep: {metric: reward}\n")
     known = ", ".join(sorted(registry.load_index()["keep"]))
     assert told.startswith(f"r.yaml:6:1  keep.use: is missing\n  known: {known}")
@@ -153,7 +153,7 @@ def test_a_component_without_a_name(errors: Errors) -> None:
         (RL + "grop_size: 4\n", "did you mean `rollout.group_size`?"),
     ],
 )  # fmt: skip
-def test_where_a_key_belongs(text: str, hint: str, errors: Errors) -> None:
+def test_misplaced_key_names_its_section(text: str, hint: str, errors: Errors) -> None:
     assert errors(text).endswith(f"hint: {hint}")
 
 
@@ -167,11 +167,11 @@ def test_where_a_key_belongs(text: str, hint: str, errors: Errors) -> None:
          "batch.packing: not used by stage dpo: only sft packs rows"),
     ],
 )  # fmt: skip
-def test_keys_that_a_stage_does_not_use(text: str, told: str, errors: Errors) -> None:
+def test_keys_unused_by_the_stage_raise(text: str, told: str, errors: Errors) -> None:
     assert told in errors(text)
 
 
-def test_the_stage_must_fit_the_verb(errors: Errors) -> None:
+def test_stage_must_match_the_command(errors: Errors) -> None:
     told = errors(SFT, stage="rl")
     assert told == (
         "r.yaml:1:8  stage: this is a recipe for `posttrain sft`, not for `posttrain rl`\n  hint: posttrain sft r.yaml"
@@ -183,11 +183,11 @@ def test_the_stage_must_fit_the_verb(errors: Errors) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "{}\n"])
-def test_an_empty_recipe_is_called_empty(text: str, errors: Errors) -> None:
+def test_empty_recipe_is_reported_as_empty(text: str, errors: Errors) -> None:
     assert errors(text).startswith("r.yaml  the recipe is empty: it has no key\n  allowed: sft, dpo, reward_model, rl")
 
 
-def test_a_recipe_of_another_toolkit_is_told_what_to_write_for_each_key(errors: Errors) -> None:
+def test_keys_of_another_toolkit_get_their_replacement(errors: Errors) -> None:
     told = errors("base_model: tiny\ndatasets: [{path: x.jsonl, type: alpaca}]\nmicro_batch_size: 2\nfoo: 1\n")
     assert told.startswith("r.yaml  stage: is missing\n")
     assert "r.yaml:1:1  base_model: only merge has this key\n  hint: write `model.path`" in told
@@ -198,7 +198,7 @@ def test_a_recipe_of_another_toolkit_is_told_what_to_write_for_each_key(errors: 
 
 
 @pytest.mark.parametrize(("text", "stage"), [(SFT, "sft"), (RL, "rl")])
-def test_a_missing_stage_is_guessed_from_the_keys(text: str, stage: str, errors: Errors) -> None:
+def test_missing_stage_is_guessed_from_the_keys(text: str, stage: str, errors: Errors) -> None:
     found = re.search(r"its keys are those of (.*): write e.g. `stage: (\w+)`", errors(re.sub("stage: .*\n", "", text)))
     assert found and stage in found[1].split(" or ") and found[2] in found[1]
 
@@ -207,12 +207,12 @@ def test_a_missing_stage_is_guessed_from_the_keys(text: str, stage: str, errors:
     ("name", "stage", "algorithm"),
     [("grpo", "rl", "grpo"), ("GRPO", "rl", "grpo"), ("simpo", "dpo", "simpo"), ("dr-grpo", "rl", "dr_grpo")],
 )
-def test_an_algorithm_in_the_place_of_the_stage(name: str, stage: str, algorithm: str, errors: Errors) -> None:
+def test_algorithm_given_as_stage_gets_a_hint(name: str, stage: str, algorithm: str, errors: Errors) -> None:
     told = errors(RL.replace("stage: rl", f"stage: {name}"))
     assert f"hint: it is an algorithm: write `stage: {stage}` and `algorithm: {algorithm}`" in told
 
 
-def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., Loaded]) -> None:
+def test_command_sets_a_missing_stage(loads: Callable[..., Loaded]) -> None:
     assert loads(SFT.replace("stage: sft\n", ""), stage="sft").resolved["stage"] == "sft"
 
 
@@ -250,7 +250,7 @@ def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., 
         ("stage: merge\nmerge_method: task_arithmetic\nmodels: [{model: a}]\n", "write `base_model`"),
     ],
 )  # fmt: skip
-def test_values_that_cannot_work_together(text: str, told: str, errors: Errors) -> None:
+def test_incompatible_values_raise(text: str, told: str, errors: Errors) -> None:
     assert told in errors(text)
 
 
@@ -273,18 +273,18 @@ MERGE = "stage: merge\nmerge_method: {}\nbase_model: c\nmodels: [{{model: a}}, {
         ("checkpoint_average", "k: 0", "parameters.k: must be greater than 0"),
     ],
 )
-def test_merge_numbers_have_a_range(method: str, written: str, told: str, errors: Errors) -> None:
-    """In lists over the layers and behind filters too."""
+def test_merge_numbers_are_range_checked(method: str, written: str, told: str, errors: Errors) -> None:
+    """Also in lists over layers and after filters."""
     assert told in errors(MERGE.format(method, written))
 
 
-def test_a_model_s_own_number_has_the_same_range(errors: Errors) -> None:
+def test_per_model_numbers_are_range_checked(errors: Errors) -> None:
     text = "stage: merge\nmerge_method: ties\nbase_model: c\nmodels: [{model: a, parameters: {density: 3}}]\n"
     assert "models.0.parameters.density: must be a share from 0 to 1, not 3" in errors(text)
 
 
-def test_what_a_preset_chose_is_no_mistake_of_the_user(loads: Callable[..., Loaded]) -> None:
-    """Without `keep`, dapo's max_gen_batches is idle; the user did not write it."""
+def test_unused_value_of_a_preset_is_no_error(loads: Callable[..., Loaded]) -> None:
+    """Without `keep`, dapo's max_gen_batches is unused; the user did not write it."""
     assert loads(RL + "algorithm: dapo\nkeep: null\n").recipe.keep is None
 
 
@@ -293,7 +293,7 @@ ANSWERED = sorted(set(words.common_names()) - {key for model in STAGES.values() 
 
 @pytest.mark.parametrize("name", ANSWERED)
 @pytest.mark.parametrize("base", [SFT, RL], ids=["sft", "rl"])
-def test_every_old_name_answers_with_a_sentence(name: str, base: str, errors: Errors) -> None:
+def test_every_old_name_gets_a_hint(name: str, base: str, errors: Errors) -> None:
     stage = "sft" if base == SFT else "rl"
     for text in (f"{base}{name}: 1\n", f"{base}optim: {{{name}: 1}}\n"):
         told = errors(text)
@@ -302,8 +302,8 @@ def test_every_old_name_answers_with_a_sentence(name: str, base: str, errors: Er
         assert said and said in told
 
 
-def test_old_names_lead_to_keys_that_exist() -> None:
-    """Every `section.key` in a sentence is a key of some stage; so a renamed key cannot leave a false hint behind."""
+def test_hints_for_old_names_name_existing_keys() -> None:
+    """Every `section.key` in a hint is a key of some stage, so that renaming a key cannot leave a wrong hint behind."""
     known = {path for model in STAGES.values() for path in keys.all_paths(model)}
     components = {f"{key}.{parameter}"
                   for stage in keys.BY_NAME for key, section in keys.components_of(stage).items()
@@ -327,18 +327,18 @@ JARGON = re.compile(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def leaf_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in items:
-        yield from places(below, (*path, key))
+        yield from leaf_paths(below, (*path, key))
 
 
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+def replace_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     if not path:
         return new
     copied = value.copy()
-    copied[path[0]] = replaced(value[path[0]], path[1:], new)
+    copied[path[0]] = replace_at(value[path[0]], path[1:], new)
     return copied
 
 
@@ -355,16 +355,17 @@ BASES = {
 
 
 @pytest.mark.parametrize("stage", BASES)
-def test_any_wrong_value_anywhere_is_told_in_plain_words(stage: str, tmp_path: Any) -> None:
-    """Each value of a whole resolved recipe is replaced by each wrong one: it loads, or is told without jargon."""
+def test_any_wrong_value_anywhere_gives_a_readable_error(stage: str, tmp_path: Any) -> None:
+    """Each value of a complete resolved recipe is replaced by each wrong value: it loads, or gives an error without
+    jargon."""
     base = load_dict({"stage": stage, **BASES[stage]}, base_dir=tmp_path, where="r").resolved
     refused = 0
-    for path in places(base):
+    for path in leaf_paths(base):
         if not path or path == ("stage",):
             continue
         for wrong in WRONG:
             try:
-                load_dict(replaced(base, path, wrong), base_dir=tmp_path, where="r")
+                load_dict(replace_at(base, path, wrong), base_dir=tmp_path, where="r")
             except RecipeError as error:
                 refused += 1
                 assert not JARGON.search(str(error)), (path, wrong, str(error))
@@ -372,7 +373,7 @@ def test_any_wrong_value_anywhere_is_told_in_plain_words(stage: str, tmp_path: A
     assert refused > 100
 
 
-def test_all_that_a_search_cannot_stand_beside_is_told_with_its_line(errors: Errors) -> None:
+def test_all_settings_incompatible_with_a_search_are_reported_with_their_lines(errors: Errors) -> None:
     found = errors(
         """
         stage: generate

@@ -1,4 +1,4 @@
-"""Hints: a typo names what was meant, a word of another tool what it is called here, and a strange word nothing."""
+"""Hints: a typo gets the intended name, a term of another tool its name here, and an unknown word none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Errors = Callable[..., str]
 EVAL = "stage: eval\nmodel: {path: tiny}\ndata: {source: x}\nrewards: [{use: math.accuracy}]\n"
 
 KEYS = [
-    # slips of the pen, in our words
+    # typos of our keys
     (SFT, "modle: {path: tiny}", "did you mean `model`?"),
     (SFT, "optmi: {lr: 1.0}", "did you mean `optim`?"),
     (SFT, "optim: {lrr: 1.0}", "did you mean `lr`?"),
@@ -43,7 +43,7 @@ KEYS = [
     (RL, "group_size: 4", "`group_size` belongs to `rollout`"),
     (EVAL, "sampling: {batch_size: 4}", "write `engine.batch_size`"),
     (EVAL, "batch_size: 4", "write `engine.batch_size`"),
-    # words of other tools
+    # keys of other tools
     (SFT, "learning_rate: 1.0", "write `optim.lr`"),
     (SFT, "num_train_epochs: 1", "write `run.epochs`"),
     (SFT, "output_dir: x", "write `run.output`"),
@@ -51,7 +51,7 @@ KEYS = [
     (RL, "num_generations: 8", "rollout.group_size"),
     (RL, "loss: {epsilon: 0.2}", "clip_low"),
     (RL, "beta: 0.1", "kl.coef"),
-    # slips in those
+    # typos of those keys
     (SFT, "learnin_rate: 1.0", "write `optim.lr`"),
     (SFT, "learning_rat: 1.0", "write `optim.lr`"),
     (SFT, "lerning_rate: 1.0", "write `optim.lr`"),
@@ -70,14 +70,14 @@ NOTHING = ["xyzzy", "foo", "q", "customer", "banana_split", "aaaaaaaa", "zzz_top
 
 
 @pytest.mark.parametrize(("recipe", "line", "hint"), KEYS, ids=[line for _, line, _ in KEYS])
-def test_a_key(recipe: str, line: str, hint: str, errors: Errors) -> None:
+def test_unknown_key_gets_its_hint(recipe: str, line: str, hint: str, errors: Errors) -> None:
     told = errors(f"{recipe}{line}\n")
     assert "unknown key" in told
     assert hint in told.partition("hint: ")[2]
 
 
 @pytest.mark.parametrize("line", ["data.tokenizer=x", "model.size=3", "optim.path=x"])
-def test_a_key_that_only_other_sections_or_stages_have_is_not_offered(line: str, errors: Errors) -> None:
+def test_keys_of_other_sections_or_stages_are_not_suggested(line: str, errors: Errors) -> None:
     told = errors(SFT, line)
     assert "unknown key" in told and "hint" not in told
 
@@ -85,7 +85,7 @@ def test_a_key_that_only_other_sections_or_stages_have_is_not_offered(line: str,
 @pytest.mark.parametrize(
     ("line", "hint"), [("run.name=x", "write `run.output`"), ("data.path=x", "write `data.source`")]
 )
-def test_a_section_and_a_key_may_be_one_word_elsewhere(line: str, hint: str, errors: Errors) -> None:
+def test_terms_that_mean_a_section_or_a_key_elsewhere_get_a_hint(line: str, hint: str, errors: Errors) -> None:
     assert f"hint: {hint}" in errors(SFT, line)
 
 
@@ -93,13 +93,13 @@ def test_a_section_and_a_key_may_be_one_word_elsewhere(line: str, hint: str, err
     ("line", "word"),
     [("model.dtype=fp16", "float16"), ("model.device=gpu", "cuda"), ("optim.use=adamw_torch", "adamw")],
 )
-def test_a_value_in_the_words_of_another_tool(line: str, word: str, errors: Errors) -> None:
+def test_value_of_another_tool_gets_its_hint(line: str, word: str, errors: Errors) -> None:
     assert f"did you mean `{word}`?" in errors(SFT, line)
 
 
 @pytest.mark.parametrize("word", NOTHING)
 @pytest.mark.parametrize("recipe", [SFT, RL, EVAL], ids=["sft", "rl", "eval"])
-def test_a_strange_word_has_no_hint(word: str, recipe: str, errors: Errors) -> None:
+def test_unknown_word_gets_no_hint(word: str, recipe: str, errors: Errors) -> None:
     assert "hint" not in errors(f"{recipe}{word}: 1\n")
 
 
@@ -117,7 +117,7 @@ def test_a_strange_word_has_no_hint(word: str, recipe: str, errors: Errors) -> N
         ("zzz", ""),
     ],
 )
-def test_a_reward(use: str, meant: str) -> None:
+def test_unknown_reward_gets_its_hint(use: str, meant: str) -> None:
     with pytest.raises(RewardError) as error:
         locate(use, None)
     assert error.value.problems[0].hint == (f"did you mean `{meant}`?" if meant else "")
@@ -134,7 +134,7 @@ def test_a_reward(use: str, meant: str) -> None:
         ("scale", ["prompt", "output"], "if `scale` is a setting, write it under params"),
     ],
 )
-def test_a_column(needed: str, known: list[str], hint: str) -> None:
+def test_unknown_column_gets_its_hint(needed: str, known: list[str], hint: str) -> None:
     reward = LoadedReward("mine", "mine.py:mine", lambda _: 1.0, columns=(needed,))
     with pytest.raises(RewardError) as error:
         check_columns([reward], known)

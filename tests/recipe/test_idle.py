@@ -1,4 +1,5 @@
-"""Settings that nothing reads: the marks of the schema, and that every key of every stage was thought of."""
+"""Unused settings: the conditions declared in the schema, and a check that every key of every stage has one or is
+always used."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def recipe(stage: str, *overrides: str) -> Loaded:
 
 STORED = ["rollout.engine=stored", "rollout.group_size=1", "advantage=reward"]
 NOTES = [
-    # stage, overrides, the note, what makes it act
+    # stage, overrides, the note, overrides with which the key is used
     ("rl", ["rollout.engine=vllm", "rollout.batch_size=8"], "rollout.batch_size: does nothing with rollout.engine vllm",
      ["rollout.engine=transformers"]),
     ("eval", ["engine.engine=vllm", "engine.batch_size=8"], "engine.batch_size: does nothing with engine.engine vllm",
@@ -139,7 +140,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("stage", "written", "told", "acting"), NOTES)
-def test_a_note(stage: str, written: list[str], told: str, acting: list[str] | None) -> None:
+def test_unused_key_gets_a_note_unless_its_condition_holds(
+    stage: str, written: list[str], told: str, acting: list[str] | None
+) -> None:
     (note,) = recipe(stage, *written).notes
     assert note.what.startswith(told)
     assert note.where == "command line" and note.hint
@@ -148,7 +151,9 @@ def test_a_note(stage: str, written: list[str], told: str, acting: list[str] | N
 
 
 @pytest.mark.parametrize(("stage", "written", "told", "acting"), REFUSED)
-def test_a_refusal(stage: str, written: list[str], told: str, acting: list[str] | None) -> None:
+def test_unused_key_is_refused_unless_its_condition_holds(
+    stage: str, written: list[str], told: str, acting: list[str] | None
+) -> None:
     with pytest.raises(RecipeError, match=re.escape(told)):
         recipe(stage, *written)
     if acting is not None:
@@ -156,15 +161,14 @@ def test_a_refusal(stage: str, written: list[str], told: str, acting: list[str] 
 
 
 @pytest.mark.parametrize("stage", [stage for stage in BASE if stage != "pipeline"])
-def test_nothing_that_is_not_written_is_told(stage: str) -> None:
-    """Also where all defaults are spelt out."""
+def test_defaults_give_no_notes(stage: str) -> None:
+    """Also if all defaults are written out."""
     loaded = recipe(stage)
     again = load_dict(loaded.resolved, base_dir=Path.cwd(), where="r")
     assert loaded.notes == again.notes == ()
 
 
-def test_a_line_of_a_file_and_a_preset(tmp_path: Path) -> None:
-    """The user's lines are told, what a preset chose is not."""
+def test_notes_are_for_lines_of_the_user_not_for_presets(tmp_path: Path) -> None:
     text = "stage: rl\nmodel: {path: tiny}\ndata:\n  source: rows.jsonl\n  seed: 4\nrewards: [{use: math.accuracy}]\n"
     path = tmp_path / "a b.yaml"
     path.write_text(text + "run: {steps: 1}\n", encoding="utf-8")
@@ -174,8 +178,8 @@ def test_a_line_of_a_file_and_a_preset(tmp_path: Path) -> None:
     assert load(str(path), ["keep=null"]).notes == ()  # max_gen_batches of the preset refills nothing
 
 
-def test_defaults_of_a_pipeline_are_told_where_no_stage_reads_them() -> None:
-    """Once, under the key that was written; silently idle in some of the stages."""
+def test_pipeline_default_unused_by_all_stages_gets_one_note() -> None:
+    """At the key that was written; a default that only some stages use gets none."""
     vllm = {"engine": "vllm", "vllm": {"enforce_eager": True}}
     shared: dict[str, Any] = {"model": {"path": "tiny"}, "data": {"source": "r.jsonl"}}
     stages = [{"name": n, "stage": "generate"} for n in ("a", "b")]
@@ -190,7 +194,7 @@ def test_defaults_of_a_pipeline_are_told_where_no_stage_reads_them() -> None:
 
 
 def load_text(values: dict[str, Any]) -> Loaded:
-    """As from a file, where every value has a place of its own."""
+    """Load from a file, so that every value has its own position."""
     import yaml
 
     Path("p.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -266,8 +270,8 @@ defaults stages seeds table
 
 
 @pytest.mark.parametrize("stage", keys.BY_NAME)
-def test_every_key_was_thought_of(stage: str) -> None:
-    """It has a mark, or is in the list above: nobody adds a key without asking when it is idle."""
+def test_every_key_has_a_condition_or_is_listed_as_always_used(stage: str) -> None:
+    """A new key must declare when it is unused, or be added to the list above."""
     scored = r"(best_of|search\.evidence|search|tree|eval)"  # have the same sections as the stage itself
     rewards = re.compile(scored + r"\.(rewards|scoring)\.")
     forgotten = []
@@ -284,20 +288,21 @@ def test_every_key_was_thought_of(stage: str) -> None:
 
 
 def field_at(stage: str, path: str) -> FieldInfo:
-    """The field of a dotted key."""
+    """Return the field of a dotted key."""
     above, _, last = path.rpartition(".")
     section = keys.section_at(keys.BY_NAME[stage], above.split(".") if above else [])
     assert section is not None
     return keys.own_keys(section)[last]  # type: ignore[no-any-return]
 
 
-def test_the_list_holds_no_key_that_is_gone() -> None:
+def test_list_of_always_used_keys_contains_only_existing_keys() -> None:
     known = {path for model in STAGES.values() for path in keys.all_paths(model)}
     assert [key for key in ALWAYS if key not in known] == []
 
 
-def test_conditions_and_texts_name_keys_that_some_stage_has() -> None:
-    """In the section that holds the field or in one around it; a mark of a shared section may be for one stage."""
+def test_conditions_and_texts_name_existing_keys() -> None:
+    """Keys of the section that contains the field, or of a surrounding one; a mark in a shared section may be for one
+    stage."""
     named: dict[tuple[object, str], bool] = {}
     for stage in STAGES.values():
         for chain, mark in marks_below(stage, ()):
@@ -312,7 +317,7 @@ def test_conditions_and_texts_name_keys_that_some_stage_has() -> None:
 
 
 def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> Iterator[tuple[Any, Any]]:
-    """(the sections around it, mark) of every mark of a section and those in it."""
+    """Yield (surrounding sections, mark) for every mark of a section and its subsections."""
     chain = (*around, model)
     if issubclass(model, ComponentSection):
         yield from ((chain, mark) for arguments in model.idle_arguments.values() for mark in arguments.values())
@@ -327,7 +332,8 @@ def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> 
 
 
 def is_known(chain: Sequence[type[BaseModel]], key: str) -> bool:
-    """Whether a section of the chain has the key: a field, a property, or an argument of one of its components."""
+    """Return whether a section of the chain has the key: a field, a property, or an argument of one of its
+    components."""
     first, *rest = key.removeprefix(".").split(".")
     for model in reversed(chain):
         if first in model.model_fields:
@@ -363,24 +369,24 @@ def is_known(chain: Sequence[type[BaseModel]], key: str) -> bool:
         ("rewards.0.clip.1 > 0 or rewards.2", False),
     ],
 )
-def test_a_condition(condition: str, holds: bool) -> None:
+def test_evaluation_of_conditions(condition: str, holds: bool) -> None:
     scope = next(requirements.scopes(recipe("rl").recipe))
     assert scope.holds(condition) is holds
 
 
-def test_a_text_holds_values_and_places() -> None:
+def test_texts_are_filled_with_values_and_keys() -> None:
     *_, inner = (s for s in requirements.scopes(recipe("rl").recipe) if s.sections[-1][0] == ("rollout", "vllm"))
     assert inner.fill("{.engine} {engine} {gpu_memory} {add: x}") == "rollout.engine transformers null {add: x}"
     assert inner.fill("{#rewards}: {rewards row}, {group_size row}") == "1: 1 row, 8 rows"
 
 
-def test_a_condition_that_cannot_be_read_is_an_error() -> None:
+def test_unparsable_condition_raises() -> None:
     with pytest.raises(ValueError, match="is not a condition"):
         requirements.parse("engine == vllm")
 
 
-def test_every_key_is_read_somewhere() -> None:
-    """Outside of the schema: as an attribute, or by its name in quotes."""
+def test_every_key_is_read_outside_the_schema() -> None:
+    """As an attribute, or by its name in quotes."""
     root = Path(posttrain.__file__).parent
     schema = re.compile(r"sections?\.py$|stages\.py$|requirements\.py$|schema\.py$|checks\.py$")
     text = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if not schema.search(p.name))
@@ -392,7 +398,7 @@ def test_every_key_is_read_somewhere() -> None:
     assert unread == {"divide_by"}  # read as `divisor`
 
 
-def test_what_was_resolved_with_a_finished_critic_loads_again() -> None:
-    """As a stage of a pipeline that runs apart does, and the look at the first rows."""
+def test_resolved_recipe_with_a_finished_critic_loads_again() -> None:
+    """As in a pipeline stage that runs in a separate process, and in the check of the first rows."""
     resolved = recipe("rl", "loss=direct_advantage", "critic.path=c", "scoring.split=lines").resolved
     assert load_dict(resolved, base_dir=Path.cwd(), where="again").resolved == resolved

@@ -1,4 +1,4 @@
-"""Numbers of prompt samplers and prompt variants have ranges, and what lies outside is refused with its key."""
+"""Ranges of numbers of prompt samplers and prompt variants; values outside are refused with their key."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BASE: dict[str, Any] = {
     "rewards": [{"use": "math.accuracy"}],
     "run": {"steps": 1},
 }
-ANY = {  # on a scale of the data or of the rewards
+ANY = {  # in units of the data or of the rewards
     "sampler/curriculum_stage.unseen",
     "sampler/self_curation.solved_value",
 }
 
 
 def problems(**changes: Any) -> str:
-    """What is said about a recipe, "" if nothing."""
+    """Return the error of a recipe, "" if there is none."""
     try:
         load_dict({**BASE, **changes}, base_dir=Path.cwd(), where="r")
     except RecipeError as error:
@@ -67,7 +67,7 @@ def test_every_number_has_a_range() -> None:
         ("prompt_variants", "trace_prefix", "longest", 1.5),
     ],
 )
-def test_a_number_outside_is_refused(key: str, name: str, argument: str, value: float) -> None:
+def test_number_outside_its_range_is_refused(key: str, name: str, argument: str, value: float) -> None:
     assert f"{key}.{argument}" in problems(**{key: {"use": name, argument: value}})
 
 
@@ -86,10 +86,10 @@ def test_a_number_outside_is_refused(key: str, name: str, argument: str, value: 
         ({"prompt_variants": {"use": "templates", "own": {"mine": "Go"}}}, "prompt_variants.own.mine: has no {prompt}"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_inconsistent_numbers_are_refused(changes: dict[str, Any], told: str) -> None:
     assert told in problems(**changes)
 
 
-def test_arguments_of_the_user_s_own_kind_are_the_user_s() -> None:
+def test_arguments_of_user_defined_components_are_not_range_checked() -> None:
     own = {"use": "mine.py:kind", "ratios": 5, "mixture": "x", "user": "Go", "own": [1]}
     assert problems(prompt_variants=own, advantage={"use": "mine.py:a", "bundle_size": "x"}) == ""

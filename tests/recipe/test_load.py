@@ -1,4 +1,4 @@
-"""Layers, origins, overrides, extends, presets."""
+"""Recipe loading: layers, origins, overrides, extends, presets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_value_has_its_origin(loads: Loads) -> None:
     assert loaded.recipe.loss.params["clip_low"] == 0.2
 
 
-def test_resolved_is_json_and_covers_every_origin(loads: Loads) -> None:
+def test_resolved_recipe_is_json_and_covers_every_origin(loads: Loads) -> None:
     loaded = loads(RL)
     assert json.loads(json.dumps(loaded.resolved)) == loaded.resolved
     for key in loaded.origins:
@@ -46,20 +46,20 @@ def test_resolved_is_json_and_covers_every_origin(loads: Loads) -> None:
     assert "train_on" not in loaded.resolved["data"], "a key that rl does not use"
 
 
-def test_loaded_knows_its_file(loads: Loads, tmp_path: Path) -> None:
+def test_loaded_recipe_has_its_path(loads: Loads, tmp_path: Path) -> None:
     loaded = loads(SFT)
     assert loaded.path == (tmp_path / "r.yaml").resolve()
     assert loaded.recipe.base_dir == tmp_path.resolve()
     assert (loaded.name, loaded.text) == ("r", SFT)
 
 
-def test_a_stage_keeps_its_own_defaults_when_a_neighbour_is_set(loads: Loads) -> None:
+def test_stage_defaults_are_kept_when_another_key_of_the_section_is_set(loads: Loads) -> None:
     """sft's learning rate stays sft's when only weight_decay is written."""
     assert loads(SFT + "optim: {weight_decay: 0.1}\n").recipe.optim.lr == 1e-5
     assert loads(RL + "optim: {weight_decay: 0.1}\n").recipe.optim.lr == 1e-6
 
 
-def test_overrides(loads: Loads) -> None:
+def test_overrides_set_typed_values(loads: Loads) -> None:
     text = RL.replace("[{use: math.accuracy}]", "[{use: math.accuracy}, {use: format.structure, name: tags}]")
     loaded = loads(
         text,
@@ -74,7 +74,7 @@ def test_overrides(loads: Loads) -> None:
     assert loaded.recipe.keep is None
 
 
-def test_a_later_override_wins(loads: Loads) -> None:
+def test_later_override_takes_precedence(loads: Loads) -> None:
     assert loads(SFT, "run.steps=4", "run.steps=5").recipe.run.steps == 5
 
 
@@ -82,21 +82,21 @@ def test_a_later_override_wins(loads: Loads) -> None:
     ("override", "stays", "goes"),
     [("run.epochs=2", "run.epochs", "run.steps"), ("data.mix=[{source: a.jsonl}]", "data.mix", "data.source")],
 )
-def test_an_override_takes_the_place_of_its_rival(loads: Loads, override: str, stays: str, goes: str) -> None:
-    """What the file says in the other way would otherwise have to be taken back by hand."""
+def test_override_replaces_an_alternative_key(loads: Loads, override: str, stays: str, goes: str) -> None:
+    """Otherwise the user would have to unset the file's alternative by hand."""
     loaded = loads(SFT, override)
     section, key = goes.split(".")
     assert loaded.resolved[section][key] is None and loaded.origins[goes].kind == "default"
     assert any(origin.kind == "command line" for name, origin in loaded.origins.items() if name.startswith(stays))
 
 
-def test_rivals_of_one_layer_are_both_told(loads: Loads, errors: Errors) -> None:
+def test_alternative_keys_in_one_layer_raise(loads: Loads, errors: Errors) -> None:
     assert "run: give either `steps` or `epochs`: remove one" in errors(SFT.replace("steps: 3", "steps: 3, epochs: 1"))
     assert "run: give either `steps` or `epochs`" in errors(SFT, "run.steps=2", "run.epochs=1")
     assert loads(SFT, "run.steps=null", "run.epochs=1").recipe.run.epochs == 1
 
 
-def test_a_stage_s_length_takes_the_place_of_the_defaults(loads: Loads) -> None:
+def test_length_of_a_stage_replaces_the_default_length(loads: Loads) -> None:
     text = """
 stage: pipeline
 defaults: {model: {path: tiny}, data: {source: rows.jsonl}, run: {epochs: 2}}
@@ -108,7 +108,7 @@ stages:
     assert [(s["run"]["steps"], s["run"]["epochs"]) for s in found] == [(5, None), (7, None)]
 
 
-def test_overrides_that_do_not_fit_are_told_together(errors: Errors) -> None:
+def test_invalid_overrides_are_reported_together(errors: Errors) -> None:
     assert errors(RL, "run.steps", "seed.x=1", "model.path.x=1", "rewards.3.weight=1", "run.seed=") == "\n".join(
         [
             "command line  `run.steps`: an override is written key.path=value",
@@ -139,8 +139,8 @@ def test_short_form_of_a_component(loads: Loads) -> None:
     assert str(loads(text).origins["keep.use"]) == "r.yaml:6"
 
 
-def test_another_component_drops_the_former_arguments(loads: Loads, write: Callable[..., Path]) -> None:
-    """`clip_low` was an argument of clip; `aggregation` is the section's own and stays."""
+def test_changing_the_component_drops_the_former_arguments(loads: Loads, write: Callable[..., Path]) -> None:
+    """`clip_low` was an argument of clip; `aggregation` belongs to the section and stays."""
     write("def mine(batch, logp, *, a: float = 1.0): ...\n", "mine.py")
     write(RL + "loss: {clip_low: 0.1, aggregation: token_mean}\n", "base.yaml")
     loaded = loads("extends: base.yaml\n", "loss.use=mine.py:mine", "loss.a=2.0")
@@ -160,19 +160,19 @@ def test_extends(write: Callable[..., Path], loads: Loads) -> None:
     assert str(loaded.origins["optim.weight_decay"]) == "sub/base.yaml:5"
 
 
-def test_extends_in_a_circle(write: Callable[..., Path]) -> None:
+def test_circular_extends_raises(write: Callable[..., Path]) -> None:
     write("extends: b.yaml\n", "a.yaml")
     write("extends: a.yaml\n", "b.yaml")
     with pytest.raises(RecipeError, match=r"^b.yaml:1:10  extends: a cycle: a.yaml extends b.yaml extends a.yaml$"):
         load("a.yaml")
 
 
-def test_extends_nothing(errors: Errors) -> None:
+def test_extends_of_a_missing_recipe_raises(errors: Errors) -> None:
     told = errors("extends: bse.yaml\n")
     assert told.startswith("r.yaml:1:10  extends: no recipe `bse.yaml`\n  searched: bse.yaml, and the shipped recipes")
 
 
-def test_what_a_recipe_extends_stands_in_its_file(errors: Errors) -> None:
+def test_extends_is_only_allowed_in_a_file(errors: Errors) -> None:
     told = errors(SFT, "extends=debug/sft")
     assert told == (
         "command line  extends: can only be set in the recipe file\n"
@@ -180,15 +180,14 @@ def test_what_a_recipe_extends_stands_in_its_file(errors: Errors) -> None:
     )
 
 
-def test_mistakes_of_an_extended_recipe_name_its_lines(write: Callable[..., Path], errors: Errors) -> None:
+def test_errors_of_an_extended_recipe_name_its_lines(write: Callable[..., Path], errors: Errors) -> None:
     write(SFT.replace("steps: 3", "stepz: 3"), "base.yaml")
     told = errors("extends: base.yaml\nrun: {steps: 2}\n")
     assert told.startswith("base.yaml:4:7  run.stepz: unknown key")
 
 
 @pytest.mark.parametrize("name", names())
-def test_presets(name: str, loads: Loads) -> None:
-    """Every preset gives a recipe that is right, and every choice arrives."""
+def test_preset_gives_a_valid_recipe_with_every_choice_set(name: str, loads: Loads) -> None:
     found = preset(name)
     base = RL if found.stage == "rl" else SFT.replace("sft", found.stage)
     needed = {key: value for key, value in found.example.items() if key in ("objective", "tools", "environment")}
@@ -204,7 +203,7 @@ def test_presets(name: str, loads: Loads) -> None:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(path, value) of everything in mappings and in lists of mappings that is neither."""
+    """Yield (path, value) of every value that is neither a mapping nor a list of mappings."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -215,7 +214,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
-def test_there_are_presets_and_they_suit_a_stage(errors: Errors) -> None:
+def test_presets_exist_and_belong_to_a_stage(errors: Errors) -> None:
     assert {"grpo", "dr_grpo", "dapo", "dpo", "simpo"} <= set(names())
     told = errors(RL + "algorithm: simpo\n")
     place, known = told.splitlines()[:2]
@@ -224,7 +223,7 @@ def test_there_are_presets_and_they_suit_a_stage(errors: Errors) -> None:
     assert "hint: did you mean `dr_grpo`?" in errors(RL + "algorithm: dr_grp\n")
 
 
-def test_load_dict(tmp_path: Path) -> None:
+def test_load_dict_with_overrides(tmp_path: Path) -> None:
     values = {"name": "first", "stage": "sft", "model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}}
     loaded = load_dict(values, base_dir=tmp_path, where="stage first", overrides=["optim.lr=1.0"])
     assert (loaded.name, loaded.recipe.base_dir, loaded.recipe.optim.lr) == ("first", tmp_path, 1.0)
@@ -233,41 +232,41 @@ def test_load_dict(tmp_path: Path) -> None:
         load_dict(values | {"model": {"path": "tiny", "pth": 1}}, base_dir=tmp_path, where="stage first")
 
 
-def test_a_recipe_as_one_of_its_stage(loads: Loads) -> None:
+def test_recipe_is_loaded_as_its_stages_class(loads: Loads) -> None:
     loaded = loads(RL)
     assert loaded.require(RlRecipe) is loaded.recipe
     with pytest.raises(RecipeError, match=r"r.yaml.*this is a recipe for `posttrain rl`, not for `posttrain sft`"):
         loaded.require(SftRecipe)
 
 
-def test_a_recipe_that_is_not_there() -> None:
+def test_missing_recipe_raises_with_similar_names() -> None:
     with pytest.raises(RecipeError) as caught:
         load("quickstrat")
     assert str(caught.value).startswith("no recipe `quickstrat`: it is neither a file nor the name of a shipped recipe")
     assert "hint: did you mean `quickstart`?" in str(caught.value)
 
 
-def test_a_name_that_is_near_no_recipe_has_no_hint() -> None:
+def test_name_similar_to_no_recipe_gets_no_hint() -> None:
     with pytest.raises(RecipeError) as caught:
         load("axc_mine.yaml")
     assert "did you mean" not in str(caught.value)
 
 
-def test_the_file_beside_is_meant_by_a_wrong_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("sft.csv", "sft.yaml", "sft.jsonl"):  # of several the one whose ending is most alike
+def test_wrong_file_ending_suggests_the_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sft.csv", "sft.yaml", "sft.jsonl"):  # of several, the most similar ending
         (tmp_path / name).write_text("stage: sft\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=r"did you mean `sft\.yaml`\?"):
         load("sft.yml")
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_binary_file_raises(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_bytes(b"a: \xff\n")
     with pytest.raises(RecipeError, match=r"^r.yaml  the file is not UTF-8 text"):
         load("r.yaml")
 
 
-def test_a_reward_and_a_tool_may_be_their_names_alone() -> None:
+def test_reward_and_tool_can_be_given_by_name_only() -> None:
     values = {"stage": "rl", "model": {"path": "tiny"}, "data": {"source": "x.jsonl"}, "run": {"steps": 1}}
     short = {**values, "rewards": ["math.accuracy", {"use": "length.truncation", "weight": 0}], "tools": ["calculator"]}
     recipe = load_dict(short, base_dir=Path.cwd(), where="test").recipe
@@ -276,8 +275,9 @@ def test_a_reward_and_a_tool_may_be_their_names_alone() -> None:
     assert recipe.tools[0].use == "calculator"
 
 
-def test_an_extended_recipe_finds_what_stands_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shipped one names ../quickstart_data.py; who extends it is elsewhere. What is beside the recipe comes first."""
+def test_extended_recipe_resolves_paths_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped recipe names ../quickstart_data.py, while the extending recipe is elsewhere. Files beside the extending
+    recipe come first."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("extends: debug/rl\n")
     source = load("r.yaml").resolved["data"]["source"]
@@ -292,7 +292,7 @@ def test_an_extended_recipe_finds_what_stands_beside_it(tmp_path: Path, monkeypa
     assert load("own.yaml").resolved["data"]["source"] == "rows.jsonl"
 
 
-def test_an_empty_mapping_clears_the_names_of_columns(loads: Loads) -> None:
+def test_empty_mapping_clears_column_names(loads: Loads) -> None:
     text = SFT.replace("{source: rows.jsonl}", "{source: rows.jsonl, columns: {prompt: q}}")
     assert loads(text, "data.columns={answer: a}").resolved["data"]["columns"] == {"prompt": "q", "answer": "a"}
     assert loads(text, "data.columns={}").resolved["data"]["columns"] == {}

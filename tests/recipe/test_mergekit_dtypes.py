@@ -1,4 +1,4 @@
-"""mergekit's two dtypes: `out_dtype` is the one that is written, `dtype` where it stands alone."""
+"""mergekit's two dtypes: the model is written in `out_dtype`, or in `dtype` if only that is given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.recipe.merging import rename_out_dtype
         ({"dtype": "torch.bfloat16"}, "bfloat16"),
     ],
 )
-def test_out_dtype_is_what_is_written(tmp_path: Any, values: dict[str, Any], dtype: str) -> None:
+def test_model_is_written_in_out_dtype(tmp_path: Any, values: dict[str, Any], dtype: str) -> None:
     assert rename_out_dtype(values) == {"dtype": dtype}
     models = [{"model": "tiny"}, {"model": "other"}]
     recipe = {"stage": "merge", "merge_method": "linear", "models": models, **values}

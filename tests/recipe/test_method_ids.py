@@ -1,4 +1,4 @@
-"""Every method of the literature is found by the name that its descriptions have: `posttrain methods show ID`."""
+"""Every method of the literature is found by its common id: `posttrain methods show ID`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.cli.app import app
 from posttrain.recipe import catalogue
 
 IDS = Path(__file__).with_name("method_ids.txt").read_text().split()
-PENDING = {  # nothing has them yet; what brings one takes it out
+PENDING = {  # not implemented yet; remove the id when its method is added
     "agent_rlvr", "dereason", "drive", "guide_grpo", "inspo", "prior_prompt", "prompt_augmentation", "seele",
     "skywork_ssb", "xrpo_icl_seeding",
 }  # fmt: skip
@@ -28,13 +28,13 @@ def test_every_id_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", ["toolrl", "apc", "drqa", "urpo", "a_parl"])
-def test_the_command_shows_it(name: str) -> None:
+def test_command_shows_the_method(name: str) -> None:
     result = CliRunner().invoke(app, ["methods", "show", name])
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) > 2
 
 
 @pytest.mark.parametrize("name", sorted(catalogue.FORMULAS))
-def test_a_formula_is_where_it_is_said_to_be(name: str) -> None:
+def test_formula_path_exists(name: str) -> None:
     module, _, function = catalogue.FORMULAS[name][1].partition(":")
     assert callable(getattr(importlib.import_module(f"posttrain.{module}"), function))

@@ -1,4 +1,5 @@
-"""What a recipe names outside of itself: the schema says it, completely, and functions are found without an import."""
+"""Files, models and functions that a recipe names: declared completely by the schema, and functions are found without
+an import."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ from posttrain.recipe.section import CompletionsName, ComponentSection, CriticNa
 from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.registry import load_function
 
-# Keys that speak of files or models and name none that can be looked for: checked elsewhere, or written by the run.
+# Keys about files or models whose values cannot be looked up: checked elsewhere, or written by the run.
 OTHERS = {
     "run.output",  # written
     *("tokenizer_source", "tokenizer.source", "tokenizer.tokens.source"),  # one of the models
     "chat_template",  # a word, or the text itself
-    "tools.command",  # looked for on the PATH
-    *("rollout.vllm.server.file", "engine.vllm.server.file"),  # may change: looked for when a run is prepared
+    "tools.command",  # looked up on the PATH
+    *("rollout.vllm.server.file", "engine.vllm.server.file"),  # may change: looked up when a run is prepared
     *(
         "data.split",
         "data.mix.split",
         "eval.data.split",
         "data.select.decontaminate.benchmarks.split",
-    ),  # a part of a data set
+    ),  # a configuration of a data set
     *(
         "tools.name",
         "tools.description",
@@ -45,14 +46,14 @@ OTHERS = {
 
 
 def _texts(annotation: Any) -> bool:
-    """Text or a list of it; not a mapping."""
+    """Return whether the type is text or a list of text; not a mapping."""
     if getattr(annotation, "__origin__", None) is dict:
         return False
     return annotation is str or any(_texts(part) for part in getattr(annotation, "__args__", ()))
 
 
 def _keys() -> Iterator[tuple[str, type, str, Any]]:
-    """(dotted key, section, key, field) of every key of every stage whose value may be text."""
+    """Yield (dotted key, section, key, field) of every key of every stage whose value may be text."""
     for stage in keys.BY_NAME.values():
         for dotted in keys.all_paths(stage):
             above, _, key = dotted.rpartition(".")
@@ -61,8 +62,8 @@ def _keys() -> Iterator[tuple[str, type, str, Any]]:
                 yield dotted, section, key, field
 
 
-def test_every_key_that_speaks_of_files_or_models_is_looked_up() -> None:
-    """A new one must be marked (`section.Names`), have a `use` that is looked up, or stand among the others above."""
+def test_every_key_for_a_file_or_model_is_looked_up() -> None:
+    """A new key must be marked (`section.Names`), have a `use` that is looked up, or be in the list above."""
     speaks = re.compile(r"\b(files?|director(y|ies)|models?|runs?|path|completions of|function)\b|\.py:|Jinja")
     found = []
     for dotted, section, key, field in _keys():
@@ -75,7 +76,7 @@ def test_every_key_that_speaks_of_files_or_models_is_looked_up() -> None:
     assert set(found) == OTHERS, "neither marked nor known to be something else"
 
 
-def test_what_directories_must_hold_is_what_is_read() -> None:
+def test_required_files_of_directories_are_those_that_are_read() -> None:
     from posttrain.evaluate.compare import PROBLEMS
     from posttrain.evaluate.pairs import PAIRS_FILE
     from posttrain.evaluate.sampling import COMPLETIONS
@@ -99,7 +100,7 @@ raise AssertionError("must not be imported")
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An importable package `lk_pkg` beside the scripts, which must not be run to be looked at."""
+    """An importable package `lk_pkg` beside the scripts, which must not be run by the lookup."""
     (tmp_path / "mine.py").write_text(SCRIPT.replace("LIMIT, NAMES = 3, ", "NAMES = "), encoding="utf-8")
     (tmp_path / "star.py").write_text("from math import *\n", encoding="utf-8")
     (tmp_path / "broken.py").write_text("def f(:\n", encoding="utf-8")
@@ -112,7 +113,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def imported(folder: Path) -> Callable[[str, str], None]:
-    """What is asked where the text does not say enough; commands ask another process."""
+    """Return the description of a function by import, used if its source is not enough; commands ask another
+    process."""
     return lambda use, what: void(load_function(use, folder, what=what))
 
 
@@ -149,12 +151,12 @@ def test_functions_are_found_without_running_their_script(use: str, package: Pat
         ("mine.py", r"is not of the form"),
     ],
 )
-def test_functions_that_are_not_there(use: str, told: str, package: Path) -> None:
+def test_missing_functions_raise_with_similar_names(use: str, told: str, package: Path) -> None:
     with pytest.raises(UserError, match=told):
         find_definition(use, package, "loss", imported(package))
 
 
-def test_arguments_of_a_function_that_was_only_read(package: Path) -> None:
+def test_arguments_are_checked_from_the_source(package: Path) -> None:
     (package / "f.py").write_text("def f(size, seed, terms=2, *, deep=1): ...\ndef g(**rest): ...\n", encoding="utf-8")
     function = find_definition("f.py:f", package, "loss", imported(package))
     open_one = find_definition("f.py:g", package, "loss", imported(package))
@@ -180,12 +182,12 @@ def test_arguments_of_a_function_that_was_only_read(package: Path) -> None:
         ("size, seed, *, terms: int | None = None", {"terms": None}, 3, {}),
         ("size, seed, *, terms: list[int]", {"terms": [1, 2]}, 3, {}),
         ("size, seed, *, how: Literal['a', 'b']", {"how": "c"}, 3, {"how": "Input should be 'a' or 'b'"}),
-        ("size, seed, *, tensor: torch.Tensor", {"tensor": "c"}, 3, {}),  # what only an import could tell
+        ("size, seed, *, tensor: torch.Tensor", {"tensor": "c"}, 3, {}),  # known only after an import
         ("size, seed, *, odd: [print(1)]", {"odd": "c"}, 3, {}),
         ("**anything", {"x": 1}, 3, {}),
     ],
 )
-def test_arguments_of_a_data_function(
+def test_arguments_of_a_data_function_are_checked(
     signature: str, given: dict[str, Any], size: int | None, told: dict[str, str], package: Path
 ) -> None:
     (package / "d.py").write_text(f"def f({signature}): ...\n", encoding="utf-8")
@@ -196,7 +198,7 @@ def test_arguments_of_a_data_function(
     assert all(told[key] in found[key] for key in told)
 
 
-def test_arguments_of_a_class_and_those_that_are_needed(package: Path) -> None:
+def test_arguments_of_a_class_and_required_ones_are_checked(package: Path) -> None:
     text = "class C:\n    def __init__(self, *, slope, base=0): ...\nclass D(C): ...\n"
     (package / "f.py").write_text(text, encoding="utf-8")
     made = find_definition("f.py:C", package, "controller", imported(package))

@@ -1,4 +1,4 @@
-"""Recipes that would be a silent no-op, or could not work, are refused with the reason."""
+"""Recipes that would silently do nothing, or cannot work, are refused with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {
 
 
 def problems(**changes: Any) -> str:
-    """What is told about a recipe, "" if nothing."""
+    """Return the error of a recipe, "" if there is none."""
     try:
         load_dict({**BASE, **changes}, base_dir=Path.cwd(), where="r")
     except RecipeError as error:
@@ -143,18 +143,19 @@ SUMMED = {**PARTED, "separate": False}
         ),
     ],
 )
-def test_refused_with_the_reason(changes: dict[str, Any], told: str, right: dict[str, Any]) -> None:
-    """And the recipe that does what the hint says is taken."""
+def test_recipe_is_refused_with_the_reason_and_the_hint_fixes_it(
+    changes: dict[str, Any], told: str, right: dict[str, Any]
+) -> None:
     assert told in problems(**changes)
     assert problems(**{**changes, **right}) == ""
 
 
-def test_a_preset_s_own_choice_is_refused_where_the_user_made_it_idle() -> None:
-    """It is told at `algorithm`, which the user wrote."""
+def test_preset_choice_made_unused_by_the_user_is_refused() -> None:
+    """The error is at `algorithm`, which the user wrote."""
     assert problems(algorithm="llds", batch={"minibatches": 1}).startswith("r  regularisers.0.use:")
 
 
-def test_one_filter_or_several(tmp_path: Path) -> None:
+def test_keep_accepts_one_filter_or_several(tmp_path: Path) -> None:
     one = load_dict({**BASE, "keep": "mixed"}, base_dir=tmp_path, where="r").recipe
     two = load_dict({**BASE, "keep": ["mixed", "some_right"]}, base_dir=tmp_path, where="r").recipe
     assert [k.use for k in one.keeps] == ["mixed"] and [k.use for k in two.keeps] == ["mixed", "some_right"]
@@ -170,7 +171,7 @@ def test_overrides_reach_into_lists_and_short_forms(tmp_path: Path) -> None:
     assert loaded.recipe.corrections[0].params["clip_max"] == 3.0
 
 
-def test_the_numbers_of_a_recipe(tmp_path: Path) -> None:
+def test_batch_arithmetic_of_a_recipe(tmp_path: Path) -> None:
     values = {**BASE, "regularisers": [{"use": "kl_old", "coef": 0.5}], "batch": TWO}
     recipe = load_dict(values, base_dir=tmp_path, where="r").recipe
     found = recipe.controllable_numbers()
@@ -206,7 +207,7 @@ BETWEEN = "rollouts are sampled between two updates, and no time is saved"
         ),
     ],
 )
-def test_what_a_run_says_of_stale_rollouts(
+def test_notes_on_stale_rollouts(
     rollout: dict[str, Any], others: dict[str, Any], told: list[str], tmp_path: Path
 ) -> None:
     values = {**BASE, "rollout": rollout, "corrections": ["tis"], **others}

@@ -1,4 +1,5 @@
-"""Pipelines: each stage is checked with its lines, defaults go where they are taken, references name earlier models."""
+"""Pipelines: each stage is checked with its lines, defaults apply to the stages that accept them, references name
+earlier models."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ table: [measured]
 """
 
 
-def test_defaults_go_to_the_stages_that_take_them(loads: Callable[..., Loaded]) -> None:
-    """eval has no optimiser, adapter or steps: those defaults are not for it."""
+def test_defaults_apply_to_the_stages_that_accept_them(loads: Callable[..., Loaded]) -> None:
+    """eval has no optimizer, adapter or steps, so those defaults do not apply to it."""
     loaded = loads(PIPELINE)
     sft, rl, longer, measured = loaded.recipe.stages
     assert sft["optim"] == {"lr": 1e-3, "warmup_steps": 3}
@@ -66,7 +67,7 @@ def test_resolved_stages_are_complete_and_have_origins(loads: Callable[..., Load
     assert str(loaded.origins["stages.1.loss.clip_high"]) == "preset dapo"
 
 
-def test_mistakes_of_stages_are_told_at_once_with_their_lines(errors: Callable[..., str]) -> None:
+def test_errors_of_all_stages_are_reported_together_with_their_lines(errors: Callable[..., str]) -> None:
     text = (
         PIPELINE.replace("lr: 1e-3", "lrr: 1e-3")
         .replace("warmup_steps: 3", "warmup_steps: 3.5")
@@ -95,7 +96,7 @@ def test_mistakes_of_stages_are_told_at_once_with_their_lines(errors: Callable[.
     )
 
 
-def test_references_need_a_model(errors: Callable[..., str]) -> None:
+def test_references_must_name_an_earlier_model(errors: Callable[..., str]) -> None:
     text = PIPELINE.rstrip() + "\n"
     text = text.replace("table:", "  - name: last\n    stage: sft\n    model: {path: 'stage:measured'}\n"
                         "    data: {source: 'stage:measured/completions.jsonl'}\ntable:")  # fmt: skip
@@ -105,7 +106,7 @@ def test_references_need_a_model(errors: Callable[..., str]) -> None:
     )
 
 
-def test_what_stages_must_have(errors: Callable[..., str]) -> None:
+def test_invalid_stages_and_defaults_are_reported_with_positions(errors: Callable[..., str]) -> None:
     head = "stage: pipeline\ndefaults: {optimm: {}, run: {seed: 1}}\nstages:\n"
     told = errors(head + "  - stage: sft\n  - {name: a/b, stage: rll}\n  - 3\n")
     assert "r.yaml:4:5  stages.0.name: is missing" in told
@@ -116,20 +117,20 @@ def test_what_stages_must_have(errors: Callable[..., str]) -> None:
     assert "r.yaml:2:30  defaults.run.seed: set by the pipeline's `seeds`" in told
 
 
-def test_a_default_that_nobody_takes(errors: Callable[..., str]) -> None:
+def test_default_accepted_by_no_stage_raises(errors: Callable[..., str]) -> None:
     told = errors(PIPELINE.replace("  optim: {lr: 1e-3}", "  optimm: {lr: 1e-3}"))
     assert told.startswith("r.yaml:5:3  defaults.optimm: no stage of this pipeline takes it\n  they take: advantage,")
     assert told.endswith("hint: did you mean `optim`?")
 
 
-def test_a_stage_of_a_pipeline_extends_nothing(errors: Callable[..., str]) -> None:
+def test_pipeline_stage_with_extends_raises(errors: Callable[..., str]) -> None:
     told = errors(PIPELINE.replace("  - name: sft", "  - extends: debug/sft\n    name: sft"))
     assert "stages.0.extends: a stage of a pipeline takes the pipeline's `defaults` alone" in told
     assert "stages.0.extends" in errors(PIPELINE, "stages.sft.extends=debug/sft")
 
 
-def test_eval_in_defaults_goes_to_the_stages_that_mean_it(tmp_path: Path) -> None:
-    """`eval` is what an eval stage measures, and how a stage that trains is evaluated as it goes on."""
+def test_eval_defaults_apply_to_eval_stages_or_training_evaluations(tmp_path: Path) -> None:
+    """`eval` configures the measurement of an eval stage, and the evaluations during a training stage."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2", "answer": "2"}\n')
     stages = [
         {"name": "warm", "stage": "sft", "run": {"steps": 1}},

@@ -1,4 +1,4 @@
-"""Recipes and run directories of older versions: keys that have another name today."""
+"""Recipes and run directories of older versions: renamed keys are read under their current names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tools: [{use: calculator}]
 """
 
 
-def test_an_old_recipe_is_read_with_the_names_of_today_and_a_note_says_them(tmp_path: Path) -> None:
+def test_old_recipe_is_read_with_current_names_and_a_note(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     old = "algorithm: xrpo_novelty\nbonuses: [{use: novelty, lam: 3.0}]\nspread: salt\n"
     path.write_text(f"{RL}{old}controllers: {{bonuses.0.lam: {{use: cosine}}}}\n")
@@ -36,7 +36,7 @@ def test_an_old_recipe_is_read_with_the_names_of_today_and_a_note_says_them(tmp_
     ]
 
 
-def test_overrides_extended_recipes_and_stages_of_pipelines(tmp_path: Path) -> None:
+def test_old_keys_in_overrides_extended_recipes_and_pipeline_stages(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(f"{RL}spread: salt\n")
     (tmp_path / "top.yaml").write_text("stage: rl\nextends: base.yaml\n")
     assert load(str(tmp_path / "top.yaml")).resolved["credit_assignment"]["use"] == "salt"
@@ -49,7 +49,7 @@ def test_overrides_extended_recipes_and_stages_of_pipelines(tmp_path: Path) -> N
     assert loaded.resolved["stages"][0]["advantage_transforms"][0]["use"] == "novelty"
 
 
-def test_a_key_beside_its_new_name_is_unknown(tmp_path: Path) -> None:
+def test_old_key_together_with_its_new_name_raises(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"{RL}spread: salt\ncredit_assignment: salt\n")
     with pytest.raises(UserError, match="spread: unknown key"):
         load(str(tmp_path / "r.yaml"))
@@ -80,5 +80,5 @@ def test_run_directories_of_older_versions_are_read_and_resumed(tmp_path: Path) 
         ("spreads", "spreads"),
     ],
 )
-def test_current_key(old: str, today: str) -> None:
+def test_current_key_of_an_old_key(old: str, today: str) -> None:
     assert current_key(old) == today

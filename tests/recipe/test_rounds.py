@@ -1,4 +1,4 @@
-"""Rounds are written out as stages: their names, what `round:` and `stage:` mean in each, and the reference by name."""
+"""Rounds expand into stages: stage names, meaning of `round:` and `stage:`, and references by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def anchors(found: dict[str, dict[str, Any]]) -> list[Any]:
     return [found[f"up.{n}.train"]["anchors"]["reference"] for n in (1, 2, 3)]
 
 
-def test_each_round_starts_from_the_model_before(loads: Loads) -> None:
+def test_each_round_starts_from_the_previous_model(loads: Loads) -> None:
     found = stages(loads)
     names = [f"up.{n}.{name}" for n in (1, 2, 3) for name in ("answers", "pairs", "train")]
     assert list(found) == ["sft", *names, "last", "first"]
@@ -57,7 +57,7 @@ def test_each_round_starts_from_the_model_before(loads: Loads) -> None:
     assert anchors(found) == [None, None, None]
 
 
-def test_values_by_round(loads: Loads) -> None:
+def test_values_can_be_lists_by_round(loads: Loads) -> None:
     found = stages(loads, ROUNDS.replace("rounds: 3", "rounds: 3\n    by_round: {train.optim.lr: [1e-6, 5e-7, 1e-7]}"))
     assert [found[f"up.{n}.train"]["optim"]["lr"] for n in (1, 2, 3)] == [1e-6, 5e-7, 1e-7]
 
@@ -71,12 +71,12 @@ def test_values_by_round(loads: Loads) -> None:
         ("extrapolated", [None, None, None]),
     ],
 )
-def test_the_reference_by_name(loads: Loads, reference: str, expected: list[Any]) -> None:
-    """None: the policy that the stage loads. In the first round all are the same model."""
+def test_reference_by_name_in_each_round(loads: Loads, reference: str, expected: list[Any]) -> None:
+    """None means the policy loaded by the stage. In the first round all references are the same model."""
     assert anchors(stages(loads, ROUNDS, f"stages.up.reference={reference}")) == expected
 
 
-def test_a_random_past_policy_is_one_of_those_so_far(loads: Loads) -> None:
+def test_random_past_policy_is_an_earlier_one(loads: Loads) -> None:
     text = ROUNDS.replace("rounds: 3", "rounds: 12\n    reference: random_past")
     found = stages(loads, text)
     assert found == stages(loads, text), "drawn once and for all"
@@ -86,8 +86,8 @@ def test_a_random_past_policy_is_one_of_those_so_far(loads: Loads) -> None:
         assert path in {None, "stage:sft", *(f"stage:up.{past}.train" for past in range(1, n))}
 
 
-def test_an_average_is_merged(loads: Loads) -> None:
-    """decay of the old average and the rest of the new model; none is made after the last round."""
+def test_average_reference_is_a_merge(loads: Loads) -> None:
+    """decay * old average + (1 - decay) * new model; none is made after the last round."""
     found = stages(loads, ROUNDS, "stages.up.reference=average", "stages.up.decay=0.75")
     merge = found["up.2.average"]
     assert merge["merge_method"] == "linear" and "up.3.average" not in found
@@ -95,8 +95,8 @@ def test_an_average_is_merged(loads: Loads) -> None:
     assert shares == {"stage:up.1.average": 0.75, "stage:up.2.train": 0.25}
 
 
-def test_an_extrapolated_model_is_where_the_next_round_starts(loads: Loads) -> None:
-    """trained + alpha (trained - what was trained in the round before), which the last round gives too."""
+def test_extrapolated_model_starts_the_next_round(loads: Loads) -> None:
+    """trained + alpha (trained - trained model of the previous round); the last round extrapolates too."""
     found = stages(loads, ROUNDS, "stages.up.reference=extrapolated")
     merge = found["up.2.extrapolated"]
     assert (merge["merge_method"], merge["base_model"]) == ("task_arithmetic", "stage:up.1.train")
@@ -107,7 +107,7 @@ def test_an_extrapolated_model_is_where_the_next_round_starts(loads: Loads) -> N
     assert found["last"]["model"]["path"] == "stage:up.3.extrapolated"
 
 
-def test_losses_get_what_they_read(loads: Loads) -> None:
+def test_losses_get_their_other_policies(loads: Loads) -> None:
     """mnpo plays against the newest two policies; inpo has the first as its reference; simpo has none."""
     initial = "stages.up.reference=initial"
     mnpo = stages(loads, ROUNDS.replace("loss: dpo", "algorithm: mnpo"), initial)
@@ -122,7 +122,7 @@ def test_losses_get_what_they_read(loads: Loads) -> None:
     assert anchors(stages(loads, own, initial)) == ["mine", "mine", "mine"]
 
 
-def test_an_extragradient_step_restarts_from_the_policy(loads: Loads) -> None:
+def test_extragradient_step_restarts_from_the_policy(loads: Loads) -> None:
     found = stages(loads, ROUNDS, "stages.up.extragradient=true")
     assert [name for name in found if name.startswith("up.1.")] == [
         *(f"up.1.half.{name}" for name in ("answers", "pairs", "train")),
@@ -154,8 +154,8 @@ stages:
 """
 
 
-def test_temporal_self_rewarding_is_a_list_of_rounds(loads: Loads) -> None:
-    """Phase 2 starts from the round's policy and not from the model of phase 1; the past is always the first model."""
+def test_temporal_self_rewarding_expands_to_rounds(loads: Loads) -> None:
+    """Phase 2 starts from the round's policy instead of phase 1's model; the past model is always the first."""
     found = stages(loads, TEMPORAL)
     assert found["up.2.train"]["model"]["path"] == found["up.2.ahead"]["model"]["path"] == "stage:up.1.train"
     assert found["up.2.past"]["model"]["path"] == "stage:sft"
@@ -163,7 +163,7 @@ def test_temporal_self_rewarding_is_a_list_of_rounds(loads: Loads) -> None:
     assert found["up.2.pairs2"]["future"] == "stage:up.2.future/completions.jsonl"
 
 
-def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
+def test_origins_are_lines_of_the_stage(loads: Loads) -> None:
     origins = loads(ROUNDS).origins
     assert str(origins["stages.4.model.path"]) == str(origins["stages.1.model.path"]) == "r.yaml:10"
 
@@ -194,13 +194,13 @@ def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
         ("name: pairs", "name: pairs, foo: 1", "stages.1.stages.1.foo: unknown key"),
     ],
 )
-def test_mistakes(errors: Callable[..., str], old: str, new: str, told: str) -> None:
+def test_errors_in_rounds(errors: Callable[..., str], old: str, new: str, told: str) -> None:
     found = errors(ROUNDS.replace(old, new))
     assert told in found
     assert "before this one" not in found.replace(told, ""), "what follows from a mistake is not told"
     assert found.count(told) == (2 if "polcy" in told else 1), "told once, not once a round"
 
 
-def test_what_nothing_reads_is_told_once_for_all_rounds(loads: Loads) -> None:
+def test_unused_key_is_noted_once_for_all_rounds(loads: Loads) -> None:
     (note,) = loads(ROUNDS.replace("        run: {steps: 1}", "        run: {steps: 1, keep_checkpoints: 3}")).notes
     assert "stages.1.stages." in note.what and "run.keep_checkpoints: does nothing" in note.what

@@ -1,4 +1,4 @@
-"""A recipe for a model of 7B parameters ships for every stage, says that we did not run it, and has a plan."""
+"""A recipe for a 7B model ships for every stage, says that we have not run it, and can be planned."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SHAPE = {
 
 
 @pytest.mark.parametrize("stage", RECIPES)
-def test_it_ships_and_says_that_it_was_not_run(stage: str) -> None:
+def test_recipe_ships_and_says_that_it_was_not_run(stage: str) -> None:
     loaded = load(RECIPES[stage], stage=stage)
     assert "7B" in loaded.text and "Not run by us" in loaded.text
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
-def test_its_plan(stage: str, tmp_path: Path) -> None:
-    """The plan needs the config alone; the data are a row of our own, since nothing is downloaded in tests."""
+def test_recipe_can_be_planned(stage: str, tmp_path: Path) -> None:
+    """The plan needs only the config; the data are a test row, because tests download nothing."""
     model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
     model.mkdir()
     tiny.build(0)[1].save_pretrained(model)

@@ -1,4 +1,4 @@
-"""The shelf: shipped recipes, the index of components, the schema."""
+"""Shipped recipes, the index of components, and the JSON schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPES = sorted(shipped_folder("recipes").rglob("*.yaml"))
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes may ask for variables without a default; any value will do here."""
+    """Set the variables without defaults that recipes require."""
     for path in RECIPES:
         for name in re.findall(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", path.read_text(encoding="utf-8")):
             monkeypatch.setenv(name, "tiny")
@@ -36,13 +36,13 @@ def validator() -> Any:
     return jsonschema.Draft7Validator(built)
 
 
-def test_there_are_recipes() -> None:
+def test_recipes_are_found() -> None:
     assert RECIPES
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(shipped_folder("recipes")).as_posix())
-def test_shipped_recipe(path: Path, validator: Any) -> None:
-    """It loads, fits the schema, and its first lines name the schema and say what it is and how to run it."""
+def test_shipped_recipe_loads_and_documents_itself(path: Path, validator: Any) -> None:
+    """It matches the schema, and its first lines name the schema, describe the recipe and give the command."""
     loaded = load(str(path))
     assert [error.message for error in validator.iter_errors(plain(read(path).tree))] == []
     first, second, *_ = loaded.text.splitlines()
@@ -57,7 +57,7 @@ def test_shipped_recipe(path: Path, validator: Any) -> None:
 FUNCTION = re.compile(r"([\w./-]+\.py):(\w+)")
 
 
-def test_functions_that_recipes_name_are_in_their_scripts() -> None:
+def test_functions_named_by_recipes_exist_in_their_scripts() -> None:
     missing, seen = [], 0
     for path in RECIPES:
         for script, name in FUNCTION.findall(path.read_text(encoding="utf-8")):
@@ -69,15 +69,15 @@ def test_functions_that_recipes_name_are_in_their_scripts() -> None:
     assert missing == []
 
 
-def test_the_schema_file_is_up_to_date() -> None:
-    """Else run `python -m posttrain.recipe.schema`."""
+def test_schema_file_is_up_to_date() -> None:
+    """Otherwise run `python -m posttrain.recipe.schema`."""
     assert json.loads((shipped_folder("recipes") / "schema.json").read_text(encoding="utf-8")) == json.loads(
         schema.text()
     )
 
 
-def test_the_index_is_what_the_code_registers() -> None:
-    """Else run `python -m posttrain.registry`."""
+def test_index_file_is_up_to_date() -> None:
+    """Otherwise run `python -m posttrain.registry`."""
     assert json.loads(registry.INDEX.read_text(encoding="utf-8")) == json.loads(json.dumps(registry.build_index()))
 
 
@@ -98,7 +98,7 @@ RL = {"stage": "rl", "model": {"path": "x"}, "data": {"source": "x"}, "rewards":
         {"run": {"steps": 3, "max_minutes": 1.5}},
     ],
 )
-def test_the_schema_takes_what_is_right(changes: dict[str, Any], validator: Any) -> None:
+def test_schema_accepts_valid_recipes(changes: dict[str, Any], validator: Any) -> None:
     assert validator.is_valid({**RL, **changes})
 
 
@@ -121,16 +121,16 @@ def test_the_schema_takes_what_is_right(changes: dict[str, Any], validator: Any)
         {"model": None},
     ],
 )
-def test_the_schema_refuses_what_is_wrong(changes: dict[str, Any], validator: Any) -> None:
+def test_schema_rejects_invalid_recipes(changes: dict[str, Any], validator: Any) -> None:
     assert not validator.is_valid({**RL, **changes})
 
 
-def test_the_schema_wants_sections_unless_they_are_inherited(validator: Any) -> None:
+def test_schema_requires_sections_unless_inherited(validator: Any) -> None:
     assert not validator.is_valid({"stage": "rl"})
     assert validator.is_valid({"stage": "rl", "extends": "other.yaml"})
 
 
-def test_the_schema_checks_the_entries_of_pipelines(validator: Any) -> None:
+def test_schema_checks_pipeline_entries(validator: Any) -> None:
     entry = {"name": "a", "stage": "sft", "data": {"source": "x"}}
     pipeline = {"stage": "pipeline", "defaults": {"model": {"path": "tiny"}}}
     assert validator.is_valid({**pipeline, "stages": [entry]})
@@ -140,8 +140,8 @@ def test_the_schema_checks_the_entries_of_pipelines(validator: Any) -> None:
     assert not validator.is_valid({**pipeline, "stages": [entry], "defaults": {"modle": {}}})
 
 
-def test_every_key_of_the_schema_has_a_place() -> None:
-    """`unused` names keys that exist: a renamed key cannot make it say nothing."""
+def test_unused_lists_only_existing_keys() -> None:
+    """Otherwise renaming a key would silently disable its entry in `unused`."""
     for stage in keys.BY_NAME.values():
         for path in stage.unused:
             section, _, key = path.partition(".")

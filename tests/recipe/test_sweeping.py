@@ -1,4 +1,4 @@
-"""What `--sweep` means: values, combinations, and which key of the recipe they go to."""
+"""`--sweep`: its values, combinations, and the recipe key they apply to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def recipe(method: str = "linear", **values: Any) -> MergeRecipe:
     return MergeRecipe.model_validate({"stage": "merge", "merge_method": method, "models": models, **values})
 
 
-def test_a_range_holds_both_ends_and_decimals_as_they_are_written() -> None:
+def test_range_includes_both_ends_and_exact_decimals() -> None:
     """In floats 0.1 * 3 is 0.30000000000000004."""
     written = ("0", "0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "1")
     assert parse("weight=0:1:0.1") == Axis("weight", written)
@@ -40,25 +40,25 @@ def test_a_range_holds_both_ends_and_decimals_as_they_are_written() -> None:
         ("weight=1,1.0", "twice"),
     ],
 )
-def test_what_is_no_sweep(text: str, match: str) -> None:
+def test_invalid_sweeps_raise(text: str, match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         parse(text)
 
 
-def test_the_weight_of_a_blend_of_two_leaves_the_rest_to_the_first() -> None:
+def test_weight_of_a_two_model_blend_sets_the_first_to_the_remainder() -> None:
     [_, second] = points([parse("weight=0,0.3")], recipe())
     assert second.name == "weight=0.3"
     assert second.overrides == ("models.0.parameters.weight=0.7", "models.1.parameters.weight=0.3")
 
 
-def test_other_keys_go_to_parameters_and_dotted_ones_where_they_say() -> None:
+def test_plain_keys_set_parameters_and_dotted_keys_set_their_path() -> None:
     [point] = points([parse("weight=0.5")], recipe("ties", base_model="c"))
     assert point.overrides == ("parameters.weight=0.5",)
     [point] = points([parse("models.1.parameters.density=0.2")], recipe("ties", base_model="c"))
     assert point.overrides == ("models.1.parameters.density=0.2",)
 
 
-def test_several_keys_make_all_combinations() -> None:
+def test_several_keys_give_all_combinations() -> None:
     found = points([parse("weight=0,1"), parse("density=0.2,0.4")], recipe("ties", base_model="c"))
     names = ["weight=0,density=0.2", "weight=0,density=0.4", "weight=1,density=0.2", "weight=1,density=0.4"]
     assert [point.name for point in found] == names
@@ -80,16 +80,16 @@ def test_several_keys_make_all_combinations() -> None:
         ),
     ],
 )
-def test_a_key_that_cannot_vary(keys: list[str], values: dict[str, Any], match: str) -> None:
+def test_key_that_cannot_be_swept_raises(keys: list[str], values: dict[str, Any], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         points([parse(key) for key in keys], recipe(**values))
 
 
-def test_the_best_is_the_first_of_the_highest() -> None:
+def test_best_is_the_first_maximum() -> None:
     assert best({"a": 0.1, "b": 0.4, "c": 0.4, "d": None}) == "b"
     assert best({"a": None}) is None
 
 
-def test_a_slim_recipe_keeps_zeros_and_drops_what_says_nothing() -> None:
+def test_slim_recipe_keeps_zeros_and_drops_empty_values() -> None:
     values = {"run": {"seed": 1}, "parameters": {"weight": 0.0, "t": None, "normalize": False}, "models": [{"x": {}}]}
     assert slim(values) == {"parameters": {"weight": 0.0, "normalize": False}, "models": [{}]}

@@ -1,4 +1,4 @@
-"""The YAML reader: what scalars mean, where things stand, and what is refused."""
+"""YAML reader: types of scalars, positions, and refused syntax."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from posttrain.recipe.yaml import parse, parse_value, scalar
         ("-.inf", float("-inf")),
     ],
 )
-def test_scalars(text: str, value: object) -> None:
-    """Numbers as people write them; YAML 1.1's traps (octal 007, 1:30 = 90, no = false) are text."""
+def test_scalar_types(text: str, value: object) -> None:
+    """Numbers in common notations; YAML 1.1's pitfalls (octal 007, 1:30 = 90, no = false) are text."""
     assert scalar(text) == value
     assert type(scalar(text)) is type(value)
 
 
-def test_quotes_make_text() -> None:
+def test_quoted_scalars_are_text() -> None:
     tree = parse("a: '1e-6'\nb: \"true\"\nc: !!str 5\nd: |\n  1\n", "x").tree
     assert plain(tree) == {"a": "1e-6", "b": "true", "c": "5", "d": "1\n"}
 
 
-def test_places() -> None:
+def test_positions_of_keys_and_values() -> None:
     tree = parse("a:\n  b: [1, 2]\n  cc:   x\n", "x.yaml").tree
     entry, _ = follow(tree, ("a", "b", 1))
     value, _ = follow(tree, ("a", "cc"))
@@ -59,8 +59,8 @@ def test_places() -> None:
     assert str(value.origin) == "x.yaml:3"
 
 
-def test_aliases_and_merge_keys() -> None:
-    """`<<` is weaker than the keys beside it, and the first of several mappings is the strongest."""
+def test_aliases_and_merge_key_precedence() -> None:
+    """`<<` has lower precedence than the keys beside it, and the first of several mappings has the highest."""
     text = "a: &a {x: 1, y: 2}\nb: &b {y: 3, z: 4}\nc: *a\nd: {<<: *a, y: 9}\ne:\n  <<: [*a, *b]\n"
     values = plain(parse(text, "x").tree)
     assert values["c"] == {"x": 1, "y": 2}
@@ -68,7 +68,7 @@ def test_aliases_and_merge_keys() -> None:
     assert values["e"] == {"x": 1, "y": 2, "z": 4}
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_substituted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole scalar is typed after substitution, unless it is quoted; `$${` is a literal `${`.
 
     Double quotes around nothing but a variable do not make it a text: inside braces it could be no number otherwise.
@@ -87,7 +87,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not document.problems
 
 
-def test_all_faults_of_a_text_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_syntax_errors_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOPE", raising=False)
     text = "a: 1\nb:\na: 2\nc: ${NOPE}\nd:\n  -\n  - !odd 1\ne: &x [*x]\n"
     told = [str(problem) for problem in parse(text, "x.yaml").problems]
@@ -118,7 +118,7 @@ def test_all_faults_of_a_text_are_collected(monkeypatch: pytest.MonkeyPatch) -> 
         ("- 1\n", "x.yaml:1:1", "a recipe is a mapping"),
     ],
 )
-def test_broken_yaml(text: str, where: str, words: str) -> None:
+def test_invalid_yaml_raises_with_its_position(text: str, where: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse(text, "x.yaml")
     assert str(caught.value).startswith(where)
@@ -129,7 +129,7 @@ def test_empty_file_is_an_empty_mapping() -> None:
     assert plain(parse("# nothing yet\n", "x").tree) == {}
 
 
-def test_values_of_the_command_line() -> None:
+def test_command_line_values_are_typed() -> None:
     origin = Origin("command line", "a=1")
     assert plain(parse_value("{a: 1e-3, b: [x, null]}", origin)) == {"a": 1e-3, "b": ["x", None]}
     with pytest.raises(RecipeError, match=r"^command line  not readable as YAML"):

@@ -1,4 +1,4 @@
-"""Rows that come on top: which are drawn, which are stored. By hand."""
+"""Replay buffer of added rows: which rows are sampled and which are stored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def at(step: int, seed: int = 0) -> Request:
     return Request(step, 10, seed)
 
 
-def test_as_many_are_drawn_as_rows_have_no_advantage() -> None:
-    """Two of four rows are empty, three stored rows have an advantage and are young: two of those, never the others."""
+def test_number_of_replayed_rows_equals_rows_without_advantage() -> None:
+    """Two of four rows have no advantage, three stored rows have one and are young: two of those, never others."""
     stored = [row(1.0), row(0.0), row(-2.0), row(0.5), row(3.0, step=-2)]
     fresh = [row(0.0, 1), row(1.0, 1), row(-1.0, 1), row(0.0, 1)]
     drawn = [tuple(SelectiveSampleBuffer().add(fresh, stored, at(1, seed))) for seed in range(300)]
@@ -29,15 +29,15 @@ def test_as_many_are_drawn_as_rows_have_no_advantage() -> None:
     assert SelectiveSampleBuffer().add(fresh, [row(0.0)], at(1)) == []
 
 
-def test_the_youngest_and_largest_stay() -> None:
+def test_youngest_rows_with_largest_advantages_are_kept() -> None:
     kept = SelectiveSampleBuffer(capacity=2).store([row(0.1, 1), row(0.0, 1)], [row(5.0), row(6.0)], at(1))
     assert (list(kept.stay), list(kept.join)) == ([1], [0])
     kept = SelectiveSampleBuffer(max_age=1).store([], [row(5.0), row(6.0, 1)], at(2))
     assert list(kept.stay) == [1]
 
 
-def test_recent_rows_make_up_their_share() -> None:
-    """0.4 of 10 rows are 4 beside 6 fresh ones."""
+def test_replayed_rows_make_up_their_share() -> None:
+    """0.4 of 10 rows are 4 with 6 fresh rows."""
     stored = [*(row(1.0, 0) for _ in range(6)), *(row(1.0, 1) for _ in range(6)), *(row(0.0, 2) for _ in range(6))]
     fresh = [row(1.0, 3)] * 6
     drawn = [Recent().add(fresh, stored, at(3, seed)) for seed in range(50)]
@@ -47,7 +47,7 @@ def test_recent_rows_make_up_their_share() -> None:
     assert list(kept.stay) == [*range(12, 18)] and list(kept.join) == [*range(6)]
 
 
-def test_replay_ends_where_it_is_said_to() -> None:
+def test_replay_ends_at_until() -> None:
     """until 3: steps 1 and 2 (0 and 1 from 0) replay, and nothing is stored for step 3."""
     kind, rows = Recent(until=3), [row(1.0)] * 6
     assert kind.add(rows, rows, at(1)) and not kind.add(rows, rows, at(2))
@@ -65,6 +65,6 @@ def test_replay_ends_where_it_is_said_to() -> None:
         (Recent, {"until": 0}),
     ],
 )
-def test_bounds_that_cannot_be(kind: type, wrong: dict[str, float]) -> None:
+def test_invalid_bounds_raise(kind: type, wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         kind(**wrong)

@@ -1,4 +1,4 @@
-"""Rows that were left out of a step: when a batch of them is full, how likely it is trained on. By hand."""
+"""Compensation batches of left-out rows: when a batch is full, and how likely it is trained on."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def at(step: int, seed: int = 0) -> Request:
     return Request(step, 10, seed)
 
 
-def test_rows_that_were_left_out_with_an_advantage_are_stored() -> None:
+def test_left_out_rows_with_an_advantage_are_stored() -> None:
     fresh = [row(0.5), row(0.0), row(-1.0), row(advantage=2.0)]
     kept = Compensation().store(fresh, [row()] * 3, at(0))
     assert (list(kept.stay), list(kept.join)) == ([0, 1, 2], [0, 2])
 
 
-def test_the_oldest_leave_the_store_once_a_batch_is_full() -> None:
-    """Of five stored rows the first four are a batch, as many as the step has fresh ones; they go whether they were
-    drawn or not."""
+def test_oldest_rows_leave_the_store_once_a_batch_is_full() -> None:
+    """Of five stored rows the first four form a batch, as many as the step has fresh rows; they leave whether the batch
+    was chosen for training or not."""
     kind, fresh, stored = Compensation(p_end=1.0), [row()] * 4, [row()] * 5
     assert kind.train_apart(fresh, stored[:3], at(1)) == []
     assert kind.train_apart(fresh, stored, at(1)) == [0, 1, 2, 3]
@@ -36,15 +36,15 @@ def test_the_oldest_leave_the_store_once_a_batch_is_full() -> None:
     assert Compensation(size=2, p_end=1.0).train_apart(fresh, stored, at(1)) == [0, 1]
 
 
-def test_rows_that_are_too_old_are_in_no_batch() -> None:
+def test_too_old_rows_are_in_no_batch() -> None:
     """max_age 2 in step 3: rows of steps 1 and 2 stay."""
     kind, stored = Compensation(size=2, max_age=2, p_end=1.0), [row(step=0), row(step=1), row(step=0), row(step=2)]
     assert kind.train_apart([], stored, at(3)) == [1, 3]
     assert list(Compensation(size=3, max_age=2).store([], stored, at(3)).stay) == [1, 3]
 
 
-def test_the_probability_falls_along_half_a_cosine() -> None:
-    """1 at step 0, 0.2 + 0.8 / 2 in the middle, 0.2 at the end; 600 draws at the middle."""
+def test_probability_follows_a_cosine() -> None:
+    """1 at step 0, 0.2 + 0.8 / 2 in the middle, 0.2 at the end; 600 samples at the middle."""
     kind = Compensation(size=1, p_start=1.0, p_end=0.2)
     assert [kind.probability(step, 10) for step in (0, 5, 10)] == pytest.approx([1.0, 0.6, 0.2])
     drawn = sum(bool(kind.train_apart([], [row()], at(5, seed))) for seed in range(600))
@@ -52,6 +52,6 @@ def test_the_probability_falls_along_half_a_cosine() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"max_age": 0}, {"p_start": 1.1}, {"p_end": -0.1}])
-def test_numbers_that_make_no_sense(wrong: dict[str, float]) -> None:
+def test_invalid_numbers_raise(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         Compensation(**wrong)  # type: ignore[arg-type]

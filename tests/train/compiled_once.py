@@ -1,6 +1,6 @@
-"""A program for `test_compiled`: one micro-batch through compiled layers.
+"""Program for `test_compiled`: one micro-batch through compiled layers.
 
-Prints what torch had to compile for it, and how far its gradients are from those of eager layers, as a share of them.
+Prints what torch had to compile, and the relative difference of its gradients from those of eager layers.
 """
 
 from __future__ import annotations

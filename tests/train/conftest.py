@@ -1,4 +1,4 @@
-"""Small recipes on `tiny`, their data written to the test's folder, and run directories."""
+"""Fixtures: small recipes on `tiny`, with their data in the test's folder, and run directories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMIT = functools.cache(environment.git)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors are slower on several threads."""
+    """Use one thread: tiny tensors are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,9 +43,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_other_folders_test_is_short(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A tiny run takes no longer than the start of a process, and a fifth of it is one look at the repository
-    (tests/run), and what the saved model generates until it ends (tests/models)."""
+def _skip_slow_parts_tested_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip two slow parts that other folders test: the git state of the repository (tests/run) takes a fifth of a tiny
+    run, and the saved model's generation is long (tests/models)."""
     request.getfixturevalue("scripts_described_here")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "git", COMMIT)
@@ -55,24 +55,24 @@ def _what_other_folders_test_is_short(request: pytest.FixtureRequest) -> Iterato
 
 @pytest.fixture
 def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed rows go through one kernel, as on a GPU, whose graphs are then to be looked at."""
+    """Run packed rows through one kernel, as on a GPU, to examine the graphs."""
     spec = importlib.util.spec_from_file_location("varlen_on_cpu", Path(__file__).with_name("varlen_on_cpu.py"))
     assert spec is not None and spec.loader is not None
     module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)
-    if spec.name not in sys.modules:  # an operator is defined once
+    if spec.name not in sys.modules:  # an operator can be defined only once
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     monkeypatch.setattr(attention, "varlen_attn", module.varlen_attn)
     monkeypatch.setattr(attention, "has_kernel", lambda _: True)
 
 
-def merged(base: Values, changes: Values) -> Values:
-    """Sections updated key by key."""
+def merge_sections(base: Values, changes: Values) -> Values:
+    """Return sections updated key by key."""
     return {**base, **{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()}}
 
 
 def write_rows(path: Path, n: int, *, pairs: bool) -> None:
-    """Sums of one-digit numbers; prompts and completions of uneven length."""
+    """Write sums of one-digit numbers with prompts and completions of uneven length."""
     draw = random.Random(0)
     with path.open("w") as file:
         for i in range(n):
@@ -95,7 +95,7 @@ def sft_recipe(tmp_path: Path) -> Callable[..., Stage]:
         "optim": {"lr": 3e-3},
         "run": {"steps": 6},
     }
-    return lambda **changes: load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+    return lambda **changes: load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
 
 @pytest.fixture
@@ -111,12 +111,12 @@ def dpo_recipe(tmp_path: Path) -> Callable[..., Stage]:
         "optim": {"lr": 3e-3},
         "run": {"steps": 6},
     }
-    return lambda **changes: load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+    return lambda **changes: load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[RunDirectory]]:
-    """Opens the run directory NAME under the test's folder."""
+    """Return a function that opens the run directory NAME under the test's folder."""
 
     def open_directory(name: str = "run", *, resume: bool = False) -> RunDirectory:
         return RunDirectory.open(tmp_path / name, name=name, text="", resolved={}, resume=resume)
@@ -126,7 +126,7 @@ def opened(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[Ru
 
 @pytest.fixture
 def rows_of(opened: Any, tmp_path: Path) -> Callable[..., list[Values]]:
-    """Runs a recipe and returns its metrics without what depends on the clock."""
+    """Return a function that runs a recipe and returns its metrics without times."""
 
     def run_and_read(run: Any, recipe: Stage, name: str = "run", *, resume: bool = False) -> list[Values]:
         with opened(name, resume=resume) as directory:
@@ -142,12 +142,12 @@ def without_time(rows: list[Values]) -> list[Values]:
 
 @pytest.fixture(scope="session")
 def answer() -> Iterator[Callable[..., Any]]:
-    """What forked.py answers to a job for a `program`. It collects no garbage while it imports."""
+    """Return forked.py's answer to a job for a `program`. The process collects no garbage while it imports."""
     run = "import gc, runpy, sys; gc.disable(); sys.path[0] = sys.argv[1]; "
     run += "runpy.run_path(sys.argv[2], run_name='__main__')"
     place = Path(__file__).with_name("forked.py")
     command = [sys.executable, "-c", run, str(place.parent), str(place)]
-    environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"}  # which would start a thread
+    environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"}  # otherwise it would start a thread
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def ask(program: str, **job: Any) -> Any:
@@ -163,7 +163,7 @@ def answer() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def train(answer: Callable[..., Any]) -> Callable[..., int]:
-    """Trains in a process of its own (killable.py); returns its exit status."""
+    """Train in a separate process (killable.py); return its exit status."""
 
     def run(recipe: dict[str, Any], output: Path, *, resume: bool = False, kill: Any = None) -> int:
         place = {"base_dir": str(output.parent), "output": str(output)}
@@ -173,7 +173,7 @@ def train(answer: Callable[..., Any]) -> Callable[..., int]:
 
 
 class Cli:
-    """`posttrain` as a user calls it, in this process."""
+    """Runs `posttrain` commands in this process."""
 
     @staticmethod
     def run(*command: str) -> str:
@@ -183,7 +183,7 @@ class Cli:
 
     @staticmethod
     def refused(*command: str) -> str:
-        """What is said of a command that cannot be, in one line."""
+        """Return the one-line error of a command that must fail."""
         done = CliRunner().invoke(app, list(command))
         assert done.exit_code != 0, done.output
         return " ".join(done.output.split())
@@ -195,7 +195,8 @@ class Cli:
 
     @staticmethod
     def resumed(run: Path, *command: str, steps: int = 20) -> list[Values]:
-        """The metrics of a whole run, which are those of one that is killed in its middle and goes on."""
+        """Return the metrics of an unbroken run after checking that a run killed in its middle and resumed has the
+        same."""
         Cli.run(*command, "--output", str(run))
         whole = Cli.rows_of(run)
         shutil.rmtree(run / "checkpoints" / f"step-{steps:08d}")
@@ -211,14 +212,14 @@ def cli() -> Cli:
 
 
 class Seen:
-    """The rollouts and batches that each step trained on."""
+    """Records the rollouts and batches that each step trained on."""
 
     def __init__(self) -> None:
         self.rollouts: list[list[Rollout]] = []
         self.batches: list[RolloutBatch] = []
 
     def trajectories(self, step: int = 0) -> list[list[tuple[Rollout, RolloutBatch]]]:
-        """(rollout, batch of one row) of each row, by trajectory."""
+        """Return (rollout, batch of one row) of each row, by trajectory."""
         found: dict[int | None, list[tuple[Rollout, RolloutBatch]]] = {}
         for n, rollout in enumerate(self.rollouts[step]):
             found.setdefault(rollout.trajectory, []).append((rollout, self.batches[step].select([n])))
@@ -244,7 +245,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 @pytest.fixture
 def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
-    """The metrics of a recipe of rl through the command line; the module has a fixture `home`, its folder."""
+    """Return a function that runs an rl recipe through the command line and returns its metrics; the test module
+    defines a fixture `home`, the folder."""
 
     def run(values: Values, name: str = "run", *options: str) -> list[Values]:
         (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML

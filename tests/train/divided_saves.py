@@ -1,4 +1,4 @@
-"""Saves of a divided model behind the training: what ranked.py runs on two ranks for test_divided_checkpoint.py."""
+"""Asynchronous saves of a sharded model, run by ranked.py on two ranks for test_divided_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from posttrain.run import checkpoints
 from posttrain.train import checkpoint, distributed, divided_checkpoint, model_folder, sharding
 
 
-def save_behind(root: Path) -> None:
-    """Step 1 is sealed behind step 2, and read where step 2 is damaged; step 3 fails on rank 1; in step 4 rank 1 is
-    killed while it writes."""
+def save_asynchronously(root: Path) -> None:
+    """Step 1 is sealed during step 2, and used if step 2's checkpoint is damaged; step 3 fails on rank 1; in step 4
+    rank 1 is killed while it writes."""
     with distributed.join_process_group():
         loaded = sharding.load(Model(path="tiny", shard=True), Path(), seed=0)
         optimizer = AdamW(loaded.model.parameters())
-        go_on(loaded, optimizer)
+        train_step(loaded, optimizer)
         first = sharding.full_tensor(next(loaded.model.parameters()).detach()).clone()
         may_write = threading.Event()
         write_with(lambda: may_write.wait(60))
         save(root, 1, loaded, optimizer)
-        go_on(loaded, optimizer)  # with the writer at the first file
+        train_step(loaded, optimizer)  # the writer is at the first file
         distributed.barrier()
         assert checkpoints.latest(root) is None
         may_write.set()
@@ -72,7 +72,7 @@ def fail_alone(root: Path, path: str) -> None:
         loaded = sharding.load(section, Path(), seed=0)
         optimizer = AdamW(loaded.model.parameters())
         for step in (1, 2):
-            go_on(loaded, optimizer)
+            train_step(loaded, optimizer)
             checkpoint.save(root, checkpoint.State(step=step), loaded, optimizer, 2)
         told: list[str] = []
         terminal.note = told.append  # type: ignore[assignment]
@@ -103,7 +103,7 @@ def fail_alone(root: Path, path: str) -> None:
 
 
 def save_adapters(root: Path) -> None:
-    """Two adapters over a base that is stored nowhere, with other weights each."""
+    """Save two adapters over a base that is stored nowhere, with other weights each."""
     with distributed.join_process_group():
         lora: Any = {"rank": 2, "adapters": ["one", "two"]}
         loaded = sharding.load(Model(path="tiny", parallel={"tensor": 2}, lora=lora), Path(), seed=0)  # type: ignore[arg-type]
@@ -127,15 +127,15 @@ def full_on_rank1(working: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def damage(folder: Path) -> None:
-    """Change a byte of what rank 1 has written."""
+    """Change one byte of a file written by rank 1."""
     file = folder / "divided" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def go_on(loaded: LoadedModel, optimizer: AdamW) -> None:
-    """A step."""
+def train_step(loaded: LoadedModel, optimizer: AdamW) -> None:
+    """Run one training step."""
     ids = torch.arange(12).view(1, 12) + 3
     loaded.model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -147,7 +147,7 @@ def save(root: Path, step: int, loaded: LoadedModel, optimizer: AdamW) -> None:
 
 
 def write_with(before: Callable[[], Any]) -> None:
-    """From now on `before` is called where a rank begins to write its files."""
+    """From now on, call `before` when a rank starts to write its files."""
 
     def write(share: model_folder.Share, folder: Path) -> None:
         before()

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from posttrain.models import tiny
 
 ROWS = len(tiny.build_tokenizer())
-# Whatever a configuration calls its sizes; keys that it does not know are left out.
+# Names of sizes in all configurations; keys unknown to a configuration are dropped.
 SIZES: dict[str, Any] = {
     **{"vocab_size": ROWS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2},
     **{"hidden_size": 32, "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32, "embedding_size": 32},
@@ -35,7 +35,7 @@ KEYS = {kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v
 
 
 def family(kind: str, *, seed: int = 0, **keys: Any) -> Any:
-    """A float32 model of two layers with a vocabulary of `ROWS`; `keys` change the configuration."""
+    """Return a float32 model of two layers with a vocabulary of `ROWS`; `keys` change the configuration."""
     config = _config(CONFIG_MAPPING[kind], keys)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,7 +58,7 @@ def _config(kind: Any, keys: dict[str, Any]) -> Any:
 
 
 def save_family(kind: str, folder: Path, **keys: Any) -> Path:
-    """Its folder, written by transformers alone, with the tokenizer of `tiny`."""
+    """Return the folder of the model, written by transformers alone, with the tokenizer of `tiny`."""
     family(kind, **keys).save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
     return folder

@@ -1,7 +1,7 @@
-"""Run as a program: forks for the runs of ranked.py and killable.py, so that a run costs a second and not ten.
+"""Program that forks for the runs of ranked.py and killable.py, so that a run costs a second instead of ten.
 
-Reads one JSON job a line, with the `program` whose `answer` it is for, and answers each with a line of JSON. The
-libraries are imported once, and what every run would do first is done once.
+Reads one JSON job per line, with the `program` whose `answer` it is for, and writes one line of JSON for each.
+Libraries are imported once, and the first-use work of a run is done once.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def main() -> None:
 
 
 def run_once() -> None:
-    """A step of SFT and one of RL in a folder that goes: transformers' tables of weights, page templates and schemas
-    are then made. No thread is left, no collection of a child goes over what is there by now, and none waits for the
-    disk: files of tests need not outlive a power cut."""
+    """Run a step of SFT and one of RL in a temporary folder, which builds transformers' weight tables, page templates
+    and schemas. Afterwards no thread remains, existing objects are frozen for garbage collection in children, and fsync
+    is disabled: files of tests need not outlive a power cut."""
     os.fsync = lambda _: None
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def run_once() -> None:
             with RunDirectory.open(folder / recipe["stage"], name="warm", text="", resolved={}) as directory:
                 pipeline.run_stage(loaded, directory)
     gc.collect()
-    gc.freeze()  # a collection of a child would copy their pages as well
+    gc.freeze()  # a garbage collection in a child would copy their pages
     gc.enable()
 
 

@@ -1,9 +1,9 @@
-"""Trains in child processes and kills them, with SIGKILL or another signal. See test_killed.py and forked.py.
+"""Trains in child processes and kills them with SIGKILL or another signal. See test_killed.py and forked.py.
 
-A job is {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"} (and "number" of a
-signal), {"file": what must have appeared below the output} or "in save". Whoever is to be killed after some rows does
-not get past its last but one, however long the kill takes to come on a busy machine: behind the last one nothing is
-left to do, since a step is saved before its row. The answer is the child's exit status, negative for a signal.
+A job is {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"} (and the "number" of
+a signal), {"file": path that must have appeared below the output} or "in save". A child to be killed after some rows
+stops before its last row, however late the kill comes on a busy machine: after the last row nothing remains to be done,
+because a step is saved before its row is written. The answer is the child's exit status, negative for a signal.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def answer(job: dict[str, Any]) -> int:
 
 
 def train(job: dict[str, Any], tell: int) -> None:
-    """In the child; never returns."""
+    """Train in the child; never returns."""
     code = 1
     try:
         if isinstance(job["kill"], dict) and "rows" in job["kill"]:
-            tell_rows(tell, job["recipe"]["run"]["steps"] - 1, for_ever="number" not in job["kill"])
+            report_rows(tell, job["recipe"]["run"]["steps"] - 1, for_ever="number" not in job["kill"])
         if job["kill"] == "in save":
             die_within_second_save()
         recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
@@ -68,8 +68,9 @@ def train(job: dict[str, Any], tell: int) -> None:
         os._exit(code)
 
 
-def tell_rows(tell: int, last: int, *, for_ever: bool) -> None:
-    """A byte to `tell` after each row; after that of step `last` we wait for our end, or for a signal to come."""
+def report_rows(tell: int, last: int, *, for_ever: bool) -> None:
+    """Write a byte to `tell` after each row; after the row of step `last`, wait to be killed, or for a signal to
+    arrive."""
     write = MetricsLog.write
 
     def telling(self: MetricsLog, step: int, values: Any) -> None:
@@ -78,16 +79,14 @@ def tell_rows(tell: int, last: int, *, for_ever: bool) -> None:
         while step == last and for_ever:
             signal.pause()
         if step == last:
-            time.sleep(PATIENCE_S)  # a signal that the run heeds comes meanwhile, or has come
+            time.sleep(PATIENCE_S)  # a signal handled by the run arrives meanwhile, or has arrived
 
     MetricsLog.write = telling
 
 
 def kill_later(child: int, told: int, rows: int, delay: float, number: int = signal.SIGKILL) -> None:
-    """The signal `delay` seconds after the child has written so many rows or its last but one, whatever it does then.
-
-    number: of the signal.
-    """
+    """Send the signal `delay` seconds after the child has written this number of rows, or all but one. number: the
+    signal's number."""
     while rows and (byte := os.read(told, 1)) != LAST:
         if not byte:
             return  # it failed
@@ -97,7 +96,7 @@ def kill_later(child: int, told: int, rows: int, delay: float, number: int = sig
 
 
 def kill_at(child: int, file: Path) -> None:
-    """SIGKILL as soon as the file is there."""
+    """Send SIGKILL as soon as the file exists."""
     while not file.exists():
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return  # it ended before
@@ -106,7 +105,7 @@ def kill_at(child: int, file: Path) -> None:
 
 
 def die_within_second_save() -> None:
-    """The second optimiser file is written to its half, and then the process is gone."""
+    """Write half of the second optimizer file, then end the process."""
     original, count = torch.save, 0
 
     def half(value: Any, path: Any, *args: Any) -> None:

@@ -1,8 +1,8 @@
 """Trains in child processes, as many as a job asks for. See test_distributed.py and forked.py.
 
-A job is {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync", "engine"}, or {"work",
-"ranks"} for a function of this file; lost_sync: null, or a rank and a version of the weights that its engine does not
-take; engine: null, or the name of one of versioned_engine.py to generate with. The answer is the exit statuses by rank.
+A job is {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync", "engine"}, or {"work", "ranks"} for a
+function of this file; lost_sync: null, or a rank and a version of the weights at which its engine's sync fails; engine:
+null, or the name of an engine of versioned_engine.py to generate with. The answer is the exit statuses by rank.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from posttrain.train import (
 from posttrain.train.collate import Sequences
 from posttrain.train.ranks import ranks_of_run
 
-SUMS = "sums of gradients"  # a file beside the run: how often the newest job added gradients up
-HELD = "rows of rank"  # files beside the run: of each step's rows, how many the rank trained on and had tokens of
+SUMS = "sums of gradients"  # a file beside the run: number of gradient reductions of the newest job
+HELD = "rows of rank"  # files beside the run: by step, numbers of rows, of trained rows and of rows with tokens
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
 
@@ -70,16 +70,16 @@ def answer(job: dict[str, Any]) -> list[int]:
             if child == 0:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                distributed.PEER_LOST_DELAY_S = 0.1  # nobody ends the others when one has failed
+                distributed.PEER_LOST_DELAY_S = 0.1  # no launcher ends the other ranks when one fails
                 end(partial(train, job) if "recipe" in job else work_of(job))
             children.append(child)
         return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def work_of(job: dict[str, Any]) -> Callable[[], None]:
-    """The function that a job names."""
-    if job["work"] == "save_behind":
-        return partial(divided_saves.save_behind, Path(job["root"]))
+    """Return the function that a job names."""
+    if job["work"] == "save_asynchronously":
+        return partial(divided_saves.save_asynchronously, Path(job["root"]))
     if job["work"] == "save_adapters":
         return partial(divided_saves.save_adapters, Path(job["root"]))
     if job["work"] == "fail_alone":
@@ -87,12 +87,13 @@ def work_of(job: dict[str, Any]) -> Callable[[], None]:
     if job["work"] == "split_families":
         return partial(split_families.compare, job["key"], job["kinds"])
     if job["work"] == "split_seeing":
-        return partial(split_families.compare_seeing, job["root"], job["kinds"])
-    return {"talk": talk, "lone": lone}[job["work"]]
+        return partial(split_families.compare_vision_families, job["root"], job["kinds"])
+    return {"talk": talk, "fail_without_rank_0": fail_without_rank_0}[job["work"]]
 
 
 def talk() -> None:
-    """A thread gathers objects over a group of its own, while the main thread communicates as well; then errors."""
+    """Gather objects in a thread over a separate group while the main thread communicates as well; then exchange
+    errors."""
     with distributed.join_process_group():
         group, heard = distributed.new_group(), list[list[int]]()
 
@@ -111,8 +112,8 @@ def talk() -> None:
         fail()
 
 
-def lone() -> None:
-    """Rank 1 fails where rank 0 does not look, and what it closes takes longer than rank 0's patience."""
+def fail_without_rank_0() -> None:
+    """Rank 1 fails while rank 0 does not check, and closing rank 1 takes longer than rank 0's timeout."""
     rank_failure_monitor.EXIT_GRACE_S = 0.3
     with distributed.join_process_group():
         waiting = distributed.gather(os.getpid())[0]
@@ -127,7 +128,7 @@ def lone() -> None:
 
 
 def fail() -> None:
-    """An error of one rank is everyone's, at the same place: they go on together."""
+    """An error of one rank is raised on every rank at the same call, and they continue together."""
     for work, told, by in (
         (lambda: distributed.run_on_rank0(broken, 0), "rank 0 failed: broken on 0", 0),
         (lambda: distributed.gather_or_raise(distributed.capture(broken, 1)), "rank 1 failed: broken on 1", 1),
@@ -188,7 +189,7 @@ def fail() -> None:
 
 
 def pass_over_too_few_rows() -> None:
-    """A pass over a row that all ranks have, and run each by itself; it fails on rank 1."""
+    """Run a pass over a row that all ranks have, each rank independently; the pass fails on rank 1."""
     batch = SimpleNamespace(micro_tokens=8)
     ctx: Any = SimpleNamespace(
         ranks=ranks_of_run(divided=False), recipe=SimpleNamespace(batch=batch), packed=False, shares=False
@@ -202,15 +203,15 @@ def pass_over_too_few_rows() -> None:
 
 
 def lose_sync(lost: int) -> None:
-    """From now on the transformers engine fails in the sync of version `lost`; of a divided model behind its first
-    weight, and so does the stand-in for vLLM (-1: in none)."""
+    """From now on the transformers engine fails in the sync of version `lost`; of a sharded model after its first
+    weight, and so does the stand-in for vLLM (-1: in no version)."""
     inner = TransformersEngine.sync
 
     def sync(self: TransformersEngine, model: Any, version: int) -> None:
         if version == lost and model is self.model:
             raise EngineError("the engine is gone")
         if version == lost:
-            hf.dense_weights = lambda *_: iter(())  # its own, into which it copies
+            hf.dense_weights = lambda *_: iter(())  # its own weights, into which it copies
         inner(self, model, version)
 
     class Client(engine_clients.TransformersClient):
@@ -227,7 +228,7 @@ def lose_sync(lost: int) -> None:
 
 
 def use_engine(name: str, recipe: Any) -> None:
-    """From now on rollouts come from that engine of versioned_engine.py."""
+    """From now on, generate rollouts with this engine of versioned_engine.py."""
     make: Any = versioned_engine.VersionedEngine
     if name == "LongRollouts":
         steps, seed = recipe.run.steps, recipe.run.seed
@@ -242,7 +243,7 @@ def broken(rank: int) -> None:
 
 
 def end(work: Callable[[], None]) -> None:
-    """In a child: do it and leave the process, with 0 if it went well; never returns."""
+    """Run the work in a child and exit with 0 if it succeeded; never returns."""
     code = 1
     try:
         work()

@@ -1,8 +1,8 @@
-"""Trains on servers that all ranks use, in child processes. See test_served_ranks.py and forked.py.
+"""Trains on servers shared by all ranks, in child processes. See test_served_ranks.py and forked.py.
 
-A job is one of ranked.py with {"servers", "spare", "dies_at"}: the servers that are there from the beginning (stand-ins
-that draw as transformers does), how many come when one dies, and the request in which the first of them kills itself.
-The answer is the exit statuses of the ranks, and the seeds that each server was asked to draw from until its end.
+A job is one of ranked.py with {"servers", "spare", "dies_at"}: the servers present from the start (stand-ins that
+sample as transformers does), the number of servers that join when one dies, and the request in which the first server
+kills itself. The answer is the exit statuses of the ranks, and the seeds requested from each server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     job["recipe"]["rollout"]["vllm"]["server"] = str(addresses)
     codes = ranked.answer(job)
     for child in children:
-        os.kill(child, signal.SIGTERM)  # one that no run has opened, or that is not waited for yet
+        os.kill(child, signal.SIGTERM)  # a server not opened by a run, or not waited for yet
         os.waitpid(child, 0)
     seeds = [json.loads(path.read_text()) for path in sorted(home.glob("seeds-*.json"))]
     return {"codes": codes, "seeds": seeds}
@@ -69,7 +69,7 @@ def serve(
     addresses: Path,
     urls: list[str],
 ) -> None:
-    """A server until its run has gone; or until a request in which it names all servers and kills itself."""
+    """Run a server until its run has ended, or until a request in which it announces all servers and kills itself."""
     torch.set_num_threads(1)
     one = serving.transformers_server(listener, KEY, home / "model", "float32", window, lora=lora)
     generate, drawn, lock = one.answers[serving.GENERATE], list[int](), threading.Lock()

@@ -1,4 +1,4 @@
-"""In two processes: log-probs and gradient norms of families whose weights are divided, against whole ones.
+"""Log-probs and gradient norms of architecture families with sharded weights on two processes, against whole weights.
 
 See ranked.py, test_tensor_split.py and test_vision_families.py.
 """
@@ -23,7 +23,7 @@ ROWS = Sequences(((5, 6, 7, 8, 9), (11, 12, 13), (21, 22, 23, 24, 25, 26, 27)), 
 
 
 def compare(key: str, kinds: list[str]) -> None:
-    """Raises AssertionError for families of `kinds` that do not agree with `model.parallel: {key: 2}`."""
+    """Raise AssertionError for families of `kinds` whose results with `model.parallel: {key: 2}` differ."""
     wrong = []
     with distributed.join_process_group():
         parallel = Parallel(**{key: 2})
@@ -35,22 +35,22 @@ def compare(key: str, kinds: list[str]) -> None:
             sharding.shard(model, weight_mesh(parallel, 2, "cpu"), None, set(), expert_mesh(parallel, 2, "cpu"))
             gap = float((measure(model) - expected).abs().max())
             norm = float(optim.clip_gradients(model, None))
-            norm /= parallel.expert  # these ranks run the same rows here, and add up their gradients
+            norm /= parallel.expert  # these ranks run the same rows here, and sum their gradients
             if gap > 1e-5 or abs(norm / float(optim.clip_gradients(whole, None)) - 1) > 2e-6:
                 wrong.append(kind)
         assert not wrong, wrong
 
 
 def measure(model: Any, rows: Sequences = ROWS, reader: Any = None) -> Any:
-    """Log-probs; the gradient of their sum is added to the weights'."""
+    """Return log-probs; adds the gradient of their sum to the weights' gradients."""
     logp, _ = completion_logprobs(model, rows, 4, reader=reader)
     logp.sum().backward()
     return logp.detach()
 
 
-def compare_seeing(root: str, kinds: list[str]) -> None:
-    """Raises AssertionError for models that see, in `root/KIND`, whose halves do not compute what the whole does. Rank
-    0 has a row with an image, rank 1 one without; then neither has an image."""
+def compare_vision_families(root: str, kinds: list[str]) -> None:
+    """Raise AssertionError for vision models in `root/KIND` whose halves compute something else than the whole model.
+    Rank 0 has a row with an image, rank 1 one without; then neither has an image."""
     wrong = []
     with distributed.join_process_group():
         for kind in kinds:

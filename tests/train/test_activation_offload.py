@@ -1,4 +1,4 @@
-"""Runs whose layers' inputs wait on the host, or whose attention is not computed again, are the runs without that."""
+"""Runs with offloaded layer inputs or with saved attention outputs equal runs without."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ RL: dict[str, Any] = {
         ("reward_model", {"lora": {"rank": 4}}),
     ],
 )
-def test_the_numbers_of_a_run_do_not_change(
+def test_metrics_are_bitwise_equal_with_offloading(
     stage: str, model: Any, dpo_recipe: Any, rows_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, norms and all else, bit for bit; compiled graphs run without code made for them."""
+    """Losses, norms and all other metrics; compiled graphs run without generated code."""
     kept = list[Any]()
     inner = activation_offload._Input.__init__
     monkeypatch.setattr(activation_offload._Input, "__init__", lambda *args: (kept.append(1), inner(*args))[1])
@@ -77,6 +77,6 @@ def test_the_numbers_of_a_run_do_not_change(
         ({"gradient_checkpointing": "selective", "compile": True}, "which activations a compiled layer keeps"),
     ],
 )
-def test_what_cannot_stand_beside_it(model: Any, said: str, sft_recipe: Any) -> None:
+def test_incompatible_settings_are_refused(model: Any, said: str, sft_recipe: Any) -> None:
     with pytest.raises(RecipeError, match=said):
         sft_recipe(model=model)

@@ -1,4 +1,4 @@
-"""Adapters on embeddings and heads, trained: what is saved, resumed and read again is what PEFT computes with it."""
+"""Trained adapters on embeddings and output heads: saved, resumed and loaded again, they compute what PEFT computes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stages(sft_recipe: Any, dpo_recipe: Any, opened: Any, tmp_path: Path) -> Callable[..., Path]:
-    """Runs a stage on a model for some steps; returns its run directory."""
+    """Return a function that runs a stage on a model for some steps and returns its run directory."""
     reward = "def varied(completion):\n    return sum(map(ord, completion)) % 11 / 11\n"
     (tmp_path / "varied.py").write_text(reward)
 
@@ -82,7 +82,9 @@ def with_peft(base: Path, folder: Path) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("tied", "stage", "targets"), CASES)
-def test_training_on_embeddings(stages: Any, tied: bool, stage: str, targets: list[str], tmp_path: Path) -> None:
+def test_adapter_on_embeddings_equals_peft(
+    stages: Any, tied: bool, stage: str, targets: list[str], tmp_path: Path
+) -> None:
     base = make_base(tmp_path / "base", tied=tied)
     model = {"path": str(base), "lora": {"rank": 4, "targets": targets}}
     run = stages(stage, model, 1)
@@ -96,8 +98,8 @@ def test_training_on_embeddings(stages: Any, tied: bool, stage: str, targets: li
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_all_weights_of_an_adapter_s_model_are_trained(stages: Any, base: Path, capsys: Any) -> None:
-    """Full training from an adapter on the embeddings: the model is untied from then on, in checkpoints too."""
+def test_full_training_from_an_adapter_unties_the_embeddings(stages: Any, base: Path, capsys: Any) -> None:
+    """The model is untied from then on, in checkpoints too."""
     model = {"path": str(base), "lora": {"rank": 4, "targets": [Q, EMBED]}}
     adapter = stages("sft", model, 1, "adapter") / "final"
     capsys.readouterr()
@@ -111,8 +113,8 @@ def test_all_weights_of_an_adapter_s_model_are_trained(stages: Any, base: Path, 
     assert found.lm_head.weight is not found.model.embed_tokens.weight
 
 
-def test_a_new_adapter_on_an_adapter(stages: Any, base: Path, capsys: Any) -> None:
-    """The run says so; neither its checkpoints nor the adapter beside the final model name the old base as theirs."""
+def test_new_adapter_on_a_merged_adapter(stages: Any, base: Path, capsys: Any) -> None:
+    """The run notes it; neither its checkpoints nor the adapter beside the final model name the old base as theirs."""
     adapter = stages("sft", {"path": str(base), "lora": {"rank": 4}}, 1, "first") / "final"
     capsys.readouterr()
     run = stages("rl", {"path": str(adapter), "lora": {"rank": 2}}, 1)

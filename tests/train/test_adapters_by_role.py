@@ -1,4 +1,5 @@
-"""Two adapters over one base, one a role of a workflow: who answers, who is trained on what, and what is saved."""
+"""Two adapters over one base, one for each role of a workflow: which adapter answers, what each is trained on, and what
+is saved."""
 
 from __future__ import annotations
 
@@ -65,12 +66,11 @@ def adapter_of(run: Path, step: int, name: str = "") -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step:08d}" / name / "adapter_model.safetensors")
 
 
-def test_each_adapter_learns_from_its_own_calls_and_a_run_goes_on_from_its_middle(
-    ran: Ran, home: Path, seen: Seen
-) -> None:
-    """The first step samples from the base, whatever adapter is asked. So the first adapter of two, whose weights begin
-    as those of a single one, has after it the weights that a run has which trains nothing but the calls of its role;
-    denominators, clipping and moments are its own. From the second step on each role is answered by its own."""
+def test_each_adapter_learns_from_the_calls_of_its_role(ran: Ran, home: Path, seen: Seen) -> None:
+    """The first step samples from the base whichever adapter is requested. So the first of two adapters, which starts
+    with the weights of a single adapter, ends it with the weights of a run that trains only the calls of its role;
+    denominators, clipping and moments are its own. From the second step on each role is answered by its adapter. Also
+    resumes exactly."""
     alone = values_of(None, {"train": ["critic"]}, run={"steps": 1, "save_every": 1})
     ran(alone, "alone")
     values = values_of(["critic", "actor"])
@@ -96,8 +96,8 @@ def test_each_adapter_learns_from_its_own_calls_and_a_run_goes_on_from_its_middl
     assert whole[0] == whole[1]
 
 
-def test_an_adapter_without_a_signal_stays_where_it_is(ran: Ran, home: Path) -> None:
-    """Its calls earn all the same."""
+def test_adapter_without_a_signal_is_unchanged(ran: Ran, home: Path) -> None:
+    """All its calls earn the same reward."""
     rewards = [
         {"use": "rewards.py:digits", "roles": ["critic"], "correct": True},
         {"use": "rewards.py:digits", "name": "none", "roles": ["actor"], "reads": "nobody"},
@@ -107,9 +107,9 @@ def test_an_adapter_without_a_signal_stays_where_it_is(ran: Ran, home: Path) -> 
     assert not any(bool(v.any()) for n, v in adapter_of(home / "run", 2, "actor").items() if "lora_B" in n)
 
 
-def test_a_role_may_stay_the_base(ran: Ran, seen: Seen) -> None:
-    """The actor answers as the base does, however far the critic's adapter has moved: what it said in the third step is
-    what it says in a run that does not train."""
+def test_role_can_use_the_base(ran: Ran, seen: Seen) -> None:
+    """The actor answers as the base does, however far the critic's adapter has moved: its texts in the third step equal
+    those of a run that does not train."""
     said = []
     for name, adapters, lr in (("one", {"actor": "base"}, 0.1), ("still", {"actor": "base"}, 1e-12), ("two", {}, 0.1)):
         ran(values_of(None, {"adapters": adapters, "train": ["critic"]}, optim={"lr": lr}), name)
@@ -135,12 +135,12 @@ def test_a_role_may_stay_the_base(ran: Ran, seen: Seen) -> None:
         (values_of(["a", "b"], {"use": "critique_refine"}), "`b` would not be trained: no trained role has it"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(home: Path, values: Values, message: str) -> None:
+def test_incompatible_settings_are_refused_with_the_reason(home: Path, values: Values, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_dict(values, base_dir=home, where="test")
 
 
-def test_roles_of_the_base_are_refused_where_vllm_has_none(home: Path) -> None:
+def test_base_roles_are_refused_if_vllm_has_no_base(home: Path) -> None:
     values = values_of(
         ["actor", "critic"], {"use": "critique_refine", "adapters": {"refiner": "base"}, "train": ["actor", "critic"]}
     )
@@ -154,7 +154,7 @@ def test_roles_of_the_base_are_refused_where_vllm_has_none(home: Path) -> None:
     ("vllm", "message"),
     [({"merge_adapter": True}, "one set of weights"), ({"server": {"devices": [1]}}, "one adapter")],
 )
-def test_an_engine_with_one_set_of_weights_is_refused(home: Path, vllm: Values, message: str) -> None:
+def test_engine_with_one_set_of_weights_is_refused(home: Path, vllm: Values, message: str) -> None:
     values = values_of(["actor", "critic"])
     values["rollout"] |= {"engine": "vllm", "vllm": vllm}
     with pytest.raises(RecipeError, match=message):

@@ -1,4 +1,4 @@
-"""torch's allocator is set up on GPUs alone, leaves the user's settings, and is left as it was where that fails."""
+"""torch's allocator settings: set on GPUs only, keep the user's settings, and are reverted on failure."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def allocating(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None
     monkeypatch.setattr(torch, "empty", empty)
 
 
-def test_segments_grow_on_a_gpu_alone(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_are_set_on_gpus_only(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     allocating(monkeypatch, None)
     assert not machine_checks.use_expandable_segments(torch.device("cpu")) and not changes
     assert machine_checks.use_expandable_segments(CUDA) and changes == ["expandable_segments:True"]
 
 
 @pytest.mark.parametrize("name", machine_checks.ALLOCATOR_VARIABLES)
-def test_what_the_user_has_set_stays(changes: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_settings_of_the_user_are_kept(changes: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128")
     assert not machine_checks.use_expandable_segments(CUDA) and not changes
 
 
-def test_a_driver_that_maps_no_memory_keeps_the_default(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_memory_mapping_keeps_the_default(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     allocating(monkeypatch, RuntimeError("CUDA driver error: operation not supported"))
     assert not machine_checks.use_expandable_segments(CUDA)
     assert changes == ["expandable_segments:True", "expandable_segments:False"]

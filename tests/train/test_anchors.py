@@ -15,7 +15,7 @@ from posttrain.train import pair_columns, preference, stored_logps
 
 @pytest.fixture
 def other(dpo_recipe: Any, tmp_path: Path) -> str:
-    """The directory of a model that is not the policy: `tiny` of another seed."""
+    """Return the directory of a model that is not the policy: `tiny` with another seed."""
     save(models.load(dpo_recipe().model, tmp_path, seed=5), tmp_path / "other", verify=False)
     return "other"
 
@@ -24,8 +24,9 @@ def first(rows_of: Any, recipe: Any, name: str) -> float:
     return float(rows_of(preference.run, recipe, name)[0]["rewards/margins"])
 
 
-def test_a_reference_by_name_is_that_model(dpo_recipe: Any, rows_of: Any, other: str, tmp_path: Path) -> None:
-    """beta ((c - r) - (ref_c - ref_r)) of the first step: 0 against itself, else the difference of the two models."""
+def test_named_reference_is_used(dpo_recipe: Any, rows_of: Any, other: str, tmp_path: Path) -> None:
+    """beta ((c - r) - (ref_c - ref_r)) of the first step: 0 against the policy itself, otherwise the difference of the
+    two models."""
     start = {"loss": {"use": "dpo", "beta": 1.0}, "run": {"steps": 1}, "batch": {"size": 20, "micro_size": 20}}
     assert first(rows_of, dpo_recipe(**start, anchors={"reference": "tiny"}), "itself") == pytest.approx(0, abs=1e-5)
     assert not (tmp_path / "itself" / "reference.safetensors").exists(), "the policy's own log-probs are not asked for"
@@ -38,8 +39,8 @@ def test_a_reference_by_name_is_that_model(dpo_recipe: Any, rows_of: Any, other:
     assert abs(named) > 1e-3
 
 
-def test_previous_and_history(dpo_recipe: Any, rows_of: Any, other: str) -> None:
-    """dno reads the previous policy alone: DPO against it. mnpo with one opponent and no reference too."""
+def test_previous_policy_and_history_are_used(dpo_recipe: Any, rows_of: Any, other: str) -> None:
+    """dno reads only the previous policy: DPO against it. So does mnpo with one opponent and no reference."""
     start = {"run": {"steps": 1}, "batch": {"size": 20, "micro_size": 20}}
     expected = first(
         rows_of, dpo_recipe(**start, loss={"use": "dpo", "beta": 0.5}, anchors={"reference": other}), "dpo"
@@ -53,7 +54,7 @@ def test_previous_and_history(dpo_recipe: Any, rows_of: Any, other: str) -> None
     assert first(rows_of, two, "two") == pytest.approx(expected, rel=1e-4)
 
 
-def test_resumed_runs_ask_no_model_again(
+def test_resumed_runs_do_not_recompute_log_probs(
     dpo_recipe: Any, opened: Any, other: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = dpo_recipe(run={"steps": 1}, anchors={"reference": other})
@@ -65,7 +66,7 @@ def test_resumed_runs_ask_no_model_again(
     assert (tmp_path / "run" / "anchors.reference.safetensors").exists()
 
 
-def test_what_nobody_reads_is_refused(dpo_recipe: Any) -> None:
+def test_unused_models_are_refused(dpo_recipe: Any) -> None:
     with pytest.raises(RecipeError, match=r"anchors.history: does nothing: dpo does not read it"):
         dpo_recipe(anchors={"history": ["tiny"]})
     with pytest.raises(RecipeError, match=r"anchors.reference: does nothing: simpo does not read it"):
@@ -74,7 +75,7 @@ def test_what_nobody_reads_is_refused(dpo_recipe: Any) -> None:
         dpo_recipe(anchors={"reference": "stage:a"})
 
 
-def test_a_policy_is_said_once(dpo_recipe: Any, opened: Any, tmp_path: Path) -> None:
+def test_reference_named_as_model_and_as_column_is_refused(dpo_recipe: Any, opened: Any, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     dpo_recipe()  # writes the pairs
     column = '"ref_chosen_logp": -1.0, "ref_rejected_logp": -2.0}'
@@ -84,7 +85,7 @@ def test_a_policy_is_said_once(dpo_recipe: Any, opened: Any, tmp_path: Path) -> 
         preference.run(recipe, directory)
 
 
-def test_where_log_probs_come_from_is_told(dpo_recipe: Any) -> None:
+def test_source_of_log_probs_is_reported(dpo_recipe: Any) -> None:
     named = dpo_recipe(loss={"use": "inpo"}, anchors={"reference": "first"}).anchors
     told = pair_columns.origin_note(frozenset({"ref_logp", "prev_logp"}), {}, "tiny", named)
     assert told == "reference: first; previous policy: the starting policy (tiny)"

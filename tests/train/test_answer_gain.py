@@ -1,4 +1,4 @@
-"""IGPO: how much likelier a turn made the right answer is measured by the policy, and is what the turn earns."""
+"""IGPO: the reward of a turn is the policy's increase in log-prob of the right answer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def values_of(**changes: Any) -> Values:
 
 
 class Measured:
-    """The rollouts and batch of each step, and by turn what the model says of the answer, one sequence at a time."""
+    """Records the rollouts and batch of each step, and for each turn the model's log-probs of the answer, one sequence
+    at a time."""
 
     def __init__(self) -> None:
         self.rollouts: list[list[Rollout]] = []
@@ -100,9 +101,9 @@ def by_turn(ctx: Any, rollout: Rollout) -> list[float]:
     return logps
 
 
-def test_the_gain_of_a_turn_is_in_its_advantage(cli: Any, home: Path, measured: Measured) -> None:
-    """Before each turn the answer's log-prob is that of the model on the prompt, what was said so far, the closing text
-    and the answer; the second reply says the answer, so gains differ; all tokens of a turn have its advantage."""
+def test_gain_of_a_turn_is_in_its_advantage(cli: Any, home: Path, measured: Measured) -> None:
+    """Before each turn the answer's log-prob is computed on the prompt, the transcript so far, the closing text and the
+    answer; the second reply contains the answer, so gains differ; all tokens of a turn have its advantage."""
     (home / "run.yaml").write_text(json.dumps(values_of()))
     cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
     gained = 0
@@ -125,14 +126,14 @@ def test_the_gain_of_a_turn_is_in_its_advantage(cli: Any, home: Path, measured: 
     assert gained > 10
 
 
-def test_a_run_goes_on_from_its_middle(cli: Any, home: Path) -> None:
+def test_run_resumes_exactly(cli: Any, home: Path) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(run={"steps": 4, "save_every": 2})))
     rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
     assert len(rows) == 4 and any(row["grad_norm"] > 0 for row in rows)
 
 
-def test_steps_of_a_single_turn_gain_too(cli: Any, home: Path, measured: Measured) -> None:
-    """`scoring.split`: the prefix of a step is what the completion said before it."""
+def test_steps_within_a_single_turn_get_gains(cli: Any, home: Path, measured: Measured) -> None:
+    """`scoring.split`: the prefix of a step is the completion before it."""
     split = {"workers": 1, "correct_at": 1, "split": "lines"}
     rollout = {"prompts_per_step": 5, "group_size": 3, "max_new_tokens": 40}
     (home / "run.yaml").write_text(json.dumps(values_of(environment=None, scoring=split, rollout=rollout)))
@@ -153,15 +154,15 @@ def test_steps_of_a_single_turn_gain_too(cli: Any, home: Path, measured: Measure
         ({"replay": {"use": "ssb"}, "algorithm": "skywork_ssb"}, ""),
     ],
 )
-def test_what_cannot_be_measured_is_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
+def test_unsupported_recipes_are_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
     if said:
         assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
-    else:  # stored rows bring their advantages, and nothing is measured of them
+    else:  # stored rows have their advantages and are not scored again
         cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
-def test_it_is_shown_before_a_run(cli: Any, home: Path) -> None:
+def test_scoring_is_shown_before_a_run(cli: Any, home: Path) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of()))
     shown = " ".join(cli.run("data", "inspect", str(home / "run.yaml")).split())
     assert "column `answer`, after" in shown and "before each turn" in shown
@@ -169,7 +170,7 @@ def test_it_is_shown_before_a_run(cli: Any, home: Path) -> None:
     assert "closing" in cli.run("methods", "show", "advantage/answer_gain")
 
 
-def test_two_turns_by_hand() -> None:
+def test_advantages_of_two_turns() -> None:
     """One group of two rows of two turns: the answer goes from 0.2 to 0.5 in one, stays at 0.2 in the other: gains 0.3
     and 0, z-scores 1 and -1; outcomes 0 and 1, z-scores -1 and 1. The first turn has the sum of both: 0 and 0."""
     batch = RolloutBatch(

@@ -1,5 +1,5 @@
-"""Checkpoints and final models of transformers' architectures, many of which store weights under other names, or in
-other pieces, than they compute with."""
+"""Checkpoints and final models of transformers' architectures, many of which store weights under other names or in
+other pieces than they use in computation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from posttrain.train import checkpoint, optim, preference, sft
 from .families import save_family
 
 IDS = torch.tensor([[1, *range(11, 22)]])
-RENAMED = (  # what is stored has other names than what computes, or is in other pieces
+RENAMED = (  # stored weights have other names than modules, or are in other pieces
     *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "phimoe", "deepseek_v2", "deepseek_v3"),
     *("ernie4_5_moe", "granitemoe", "hunyuan_v1_moe", "minimax", "qwen3_next", "dots1", "laguna", "gemma3"),
 )
@@ -87,7 +87,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def as_saved(streamed: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """What an engine gets, with the names that transformers saves: it leaves a level out of a vision tower's."""
+    """Return what an engine gets with the names that transformers saves (it drops a level of a vision tower's
+    names)."""
     return {name.replace("vision_tower.vision_model.", "vision_tower."): weight for name, weight in streamed}
 
 
@@ -96,9 +97,9 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_run_goes_on_with_the_same_numbers(kind: str, tmp_path: Path) -> None:
-    """Full training: the checkpoint holds every weight and moment; it and the final model load elsewhere, and under the
-    names that the architecture's published checkpoints have; an engine gets what the final model holds."""
+def test_run_resumes_exactly_and_final_model_loads_elsewhere(kind: str, tmp_path: Path) -> None:
+    """Full training: the checkpoint holds every weight and moment; it and the final model load elsewhere with the
+    published names of the architecture; an engine gets the final model's weights."""
     base = save_family(kind, tmp_path / "base")
     loaded, optimizer = started(base)
     train(loaded, optimizer)
@@ -129,8 +130,8 @@ def test_a_run_goes_on_with_the_same_numbers(kind: str, tmp_path: Path) -> None:
             assert equal(as_saved(named), stored(tmp_path / "final"))
 
 
-def test_a_model_that_was_read_from_its_modules_names_is_saved_under_the_published_ones(tmp_path: Path) -> None:
-    """Other software writes such folders; what no rename was needed to read would be written as it was read."""
+def test_model_loaded_from_module_names_is_saved_with_published_names(tmp_path: Path) -> None:
+    """Other software writes such folders; a model that was read without renaming would be written unchanged."""
     base = save_family("mixtral", tmp_path / "base")
     plain = AutoModelForCausalLM.from_pretrained(base)
     plain.save_pretrained(tmp_path / "modules", save_original_format=False)
@@ -142,7 +143,7 @@ def test_a_model_that_was_read_from_its_modules_names_is_saved_under_the_publish
     assert equal(stored(tmp_path / "final"), stored(base))
 
 
-def test_moments_are_matched_by_name(tmp_path: Path) -> None:
+def test_optimizer_moments_are_matched_by_name(tmp_path: Path) -> None:
     """Parameters of a checkpoint may come in another order, by another version of torch or transformers."""
     base = save_family("llama", tmp_path / "base")
     loaded, optimizer = started(base)
@@ -236,14 +237,14 @@ def test_training_leaves_the_configuration_as_it_was(
     assert left_out == (stage == "sft" and kind in ("phimoe", "granitemoe", "llama4_text"))
 
 
-def test_a_configuration_that_asks_for_the_router_s_loss_is_not_asked_in_every_pass(tmp_path: Path) -> None:
+def test_router_loss_of_the_configuration_is_switched_off_in_passes(tmp_path: Path) -> None:
     base = save_family("mixtral", tmp_path / "base", output_router_logits=True)
     assert not load(Model(path=str(base), device="cpu"), tmp_path).model.config.output_router_logits
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "llama4_text", "falcon"])
-def test_all_linear_is_every_layer_that_is_a_product(kind: str, tmp_path: Path) -> None:
-    """Routers are linear layers by class too, and return more; Falcon's layers are of a class of their own."""
+def test_all_linear_selects_every_matrix_product_layer(kind: str, tmp_path: Path) -> None:
+    """Routers are linear layers by class but return more than a product; Falcon's layers are a class of their own."""
     loaded, _ = started(save_family(kind, tmp_path / "base"), lora={"rank": 2})
     adapted = {name.rpartition(".")[2] for name in adapters.layers_of(loaded.model.get_base_model())}
     assert {"phimoe": "q_proj", "llama4_text": "q_proj", "falcon": "query_key_value"}[kind] in adapted

@@ -1,4 +1,4 @@
-"""Which architectures may stand in a packed line: tried on the model, not read from its name."""
+"""Which architectures may be packed: decided by a trial on the model, not by its name."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def small(kind: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("nemotron", {}),  # its layers do not hand on what they do not know
+        ("nemotron", {}),  # its layers do not pass on unknown arguments
         ("lfm2", {"layer_types": ["conv", "full_attention"]}),  # a convolution runs over the border
-        ("gpt_oss", EXPERTS),  # attention sinks, which no SDPA knows
+        ("gpt_oss", EXPERTS),  # attention sinks, unsupported by SDPA
         ("gemma2", {}),  # capped scores
         ("llama4_text", EXPERTS),  # attention in chunks
         ("qwen2", {"attn_implementation": "eager"}),  # what the recipe asks for
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_packed_stays_as_it_was(kind: str, more: dict[str, Any]) -> None:
+def test_unpackable_model_is_unchanged(kind: str, more: dict[str, Any]) -> None:
     model = small(kind, **more)
     before = model.config._attn_implementation
     alone = check_head(model, SEQUENCES)
@@ -68,7 +68,7 @@ def test_what_cannot_be_packed_stays_as_it_was(kind: str, more: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "jetmoe"])
-def test_what_can_be_packed_is_exact(kind: str) -> None:
+def test_packed_log_probs_are_exact(kind: str) -> None:
     model = small(kind, **EXPERTS)
     with torch.no_grad():
         expected = completion_logprobs(model, SEQUENCES, 5)[0]
@@ -78,7 +78,7 @@ def test_what_can_be_packed_is_exact(kind: str) -> None:
 
 
 def test_float32_adapters_on_a_half_precision_model_are_packed(tmp_path: Path) -> None:
-    """As every LoRA run on a GPU has them."""
+    """Every LoRA run on a GPU has such adapters."""
     section = Model(path="tiny", lora=Lora(), dtype="bfloat16", device="cpu")
     loaded = load(section, tmp_path, training=True)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16, torch.float32}
@@ -86,8 +86,9 @@ def test_float32_adapters_on_a_half_precision_model_are_packed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
-def test_a_window_holds_without_a_mask_too(kind: str) -> None:
-    """As the transformers engine samples rows of one length: no mask, a cache, and a prompt longer than the window."""
+def test_sliding_window_applies_without_a_mask(kind: str) -> None:
+    """As when the transformers engine samples rows of one length: no mask, a cache, and a prompt longer than the
+    window."""
     model = small(kind, sliding_window=3)
     ids = torch.arange(1, 16)[None]
 
@@ -120,16 +121,19 @@ WINDOWED: dict[str, tuple[bool, dict[str, Any]]] = {  # whether it is packed, an
     "dots1": (True, {"layer_types": [SLIDING, FULL]}),
     "ministral": (True, {"layer_types": [SLIDING, SLIDING]}),
     "modernbert-decoder": (True, {"layer_types": [SLIDING, FULL]}),
-    "qwen2_moe": (False, {"use_sliding_window": True, "layer_types": [SLIDING, FULL]}),  # these know it by the mask
+    "qwen2_moe": (
+        False,
+        {"use_sliding_window": True, "layer_types": [SLIDING, FULL]},
+    ),  # these get the window by the mask
     "phimoe": (False, {}),
     "doge": (False, {}),
 }
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_rows_longer_than_a_window(kind: str) -> None:
+def test_rows_longer_than_a_window_are_packed_only_if_exact(kind: str) -> None:
     """Packed, they have the log-probs of padded rows; an architecture whose layers do not know their window is padded.
-    A window of thousands is tried as one of 8 is."""
+    A window of thousands is tried as one of 8."""
     packs, keys = WINDOWED[kind]
     for window in (4096, 8):
         model = family(kind, sliding_window=window, **keys)
@@ -145,21 +149,21 @@ def test_rows_longer_than_a_window(kind: str) -> None:
     assert (wide - expected).abs().max() > 0.1, "the window matters"
 
 
-def test_a_window_that_the_trial_cannot_reach_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_longer_than_the_trial_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family("mistral", sliding_window=4096)
     monkeypatch.setattr(attention, "WINDOWS", ())
     assert not use_packed_attention(model)
 
 
-def test_a_model_that_was_not_switched_is_padded_whatever_is_asked() -> None:
-    """A teacher may have another architecture than the policy: one whose state would run on into the next row."""
+def test_unswitched_model_is_padded_even_if_packing_is_requested() -> None:
+    """A teacher may have another architecture than the policy, whose state would leak into the next row."""
     model = small("lfm2", layer_types=["conv", "full_attention"])
     with torch.no_grad():
         expected = completion_logprobs(model, SEQUENCES, 5)[0]
         assert torch.equal(completion_logprobs(model, SEQUENCES, 5, packed=True)[0], expected)
 
 
-def test_a_copy_is_packed_as_its_original_is() -> None:
-    """The reference of full training is one."""
+def test_copied_model_is_packed_like_its_original() -> None:
+    """The reference model of full training is a copy."""
     model = small("qwen2")
     assert use_packed_attention(model) and uses_packed_attention(copy.deepcopy(model))

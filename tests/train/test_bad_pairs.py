@@ -1,4 +1,4 @@
-"""Bad pairs are told by row and counted, and the recipe's policy is applied: the table of docs/preference.md."""
+"""Bad pairs: reported by row and counted, and handled by the recipe's policy (table in docs/preference.md)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def tiny() -> Any:
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are called by their column `name`, not by a hash."""
+    """Make row ids the column `name` instead of a hash."""
     monkeypatch.setattr(rows_module, "row_uid", lambda record, *_: record["name"])
-    monkeypatch.setattr(source_locations, "_locations", {})  # such uids mean nothing to other tests
+    monkeypatch.setattr(source_locations, "_locations", {})  # other tests use hashed uids
 
 
 def data(tmp_path: Path, *rows: dict[str, Any]) -> Data:
@@ -51,7 +51,7 @@ def data(tmp_path: Path, *rows: dict[str, Any]) -> Data:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_it_is_left_out_and_told_by_row(name: str, tmp_path: Path, tiny: Any) -> None:
+def test_bad_pair_is_dropped_and_reported_by_row(name: str, tmp_path: Path, tiny: Any) -> None:
     changes, cause = BAD[name]
     section = data(tmp_path, GOOD, {**GOOD, **changes, "name": name})
     rules = PairRules(max_gap=10) if name == "far" else PairRules()
@@ -62,15 +62,15 @@ def test_it_is_left_out_and_told_by_row(name: str, tmp_path: Path, tiny: Any) ->
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name != "long"])
-def test_it_is_an_error_where_the_recipe_says_so(name: str, tmp_path: Path, tiny: Any) -> None:
+def test_bad_pair_raises_if_the_recipe_says_so(name: str, tmp_path: Path, tiny: Any) -> None:
     changes, cause = BAD[name]
     section = data(tmp_path, GOOD, {**GOOD, **changes, "name": name})
     with pytest.raises(DataError, match=rf"pairs\.jsonl:2 \(row {name}\)  {cause}"):
         prepare_pairs(section, tiny, tmp_path, rules=PairRules(bad="error", max_gap=10))
 
 
-def test_contradicting_pairs_are_told_by_row(tmp_path: Path, tiny: Any) -> None:
-    """2 over 3 and 3 over 2, but for white space; of another prompt it is no contradiction."""
+def test_contradicting_pairs_are_reported_by_row(tmp_path: Path, tiny: Any) -> None:
+    """2 over 3 and 3 over 2, up to white space; under another prompt there is no contradiction."""
     turned = {"chosen": " 3", "rejected": "2\n"}
     rows = [
         GOOD,
@@ -84,7 +84,7 @@ def test_contradicting_pairs_are_told_by_row(tmp_path: Path, tiny: Any) -> None:
     assert told.endswith(f"; {prepare.CONTRADICTS}: 2 ({tmp_path}/pairs.jsonl:1, 3)")
 
 
-def test_answers_with_both_labels_are_told_by_row(tmp_path: Path, tiny: Any) -> None:
+def test_answers_with_both_labels_are_reported_by_row(tmp_path: Path, tiny: Any) -> None:
     def rated(name: str, prompt: str, completion: str, label: bool) -> dict[str, Any]:
         return {"name": name, "prompt": prompt, "completion": completion, "label": label}
 
@@ -94,7 +94,7 @@ def test_answers_with_both_labels_are_told_by_row(tmp_path: Path, tiny: Any) -> 
     assert not prepare_pairs(data(tmp_path, *rows[:2]), tiny, tmp_path, single=True).noted
 
 
-def test_too_long_is_an_error_where_the_recipe_says_so(tmp_path: Path, tiny: Any) -> None:
+def test_too_long_pair_raises_if_the_recipe_says_so(tmp_path: Path, tiny: Any) -> None:
     section = data(tmp_path, GOOD, {**GOOD, "chosen": "2" * 200, "name": "long"}).model_copy(
         update={"overlong": "error"}
     )
@@ -102,21 +102,21 @@ def test_too_long_is_an_error_where_the_recipe_says_so(tmp_path: Path, tiny: Any
         prepare_pairs(section, tiny, tmp_path)
 
 
-def test_when_all_are_too_long_every_row_is_counted(tmp_path: Path, tiny: Any) -> None:
+def test_all_too_long_pairs_are_counted(tmp_path: Path, tiny: Any) -> None:
     rows = [{**GOOD, "chosen": "2" * 200, "name": str(n)} for n in range(5)]
     told = r"no row is left of 5: trained part alone longer than max_length: 5 \(.*/pairs\.jsonl:1, 2, 3, \.\.\.\)"
     with pytest.raises(DataError, match=told):
         prepare_pairs(data(tmp_path, *rows), tiny, tmp_path)
 
 
-def test_a_huge_gap_is_told_where_it_is_kept(tmp_path: Path, tiny: Any) -> None:
+def test_kept_huge_score_gap_is_reported(tmp_path: Path, tiny: Any) -> None:
     section = data(tmp_path, GOOD, {**GOOD, "rejected": "3" * 40, "name": "far"})
     told = preference.lengths_note(prepare_pairs(section, tiny, tmp_path).items)
     assert told.endswith(f"; LOOK: in 1 one side is over 10 times as long as the other ({tmp_path}/pairs.jsonl:2)")
 
 
 def test_missing_columns_are_counted() -> None:
-    """Of the rows' columns, or of a reference that only some rows have."""
+    """Columns missing from all rows, or a reference that only some rows have."""
     rows = [{"uid": n, "chosen_win": 1.0, "rejected_win": 0.0} for n in "abc"]
     rows[1].pop("chosen_win")
     with pytest.raises(
@@ -128,7 +128,7 @@ def test_missing_columns_are_counted() -> None:
         pair_columns.read(rows, frozenset({"ref_logp"}), "dpo")
 
 
-def test_labels_of_one_class_are_refused(dpo_recipe: Any, opened: Any, tmp_path: Path) -> None:
+def test_labels_of_one_class_raise(dpo_recipe: Any, opened: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1", "completion": str(n + 1), "label": True, "name": str(n)} for n in range(6)]
     recipe = dpo_recipe(loss={"use": "kto"}, run={"steps": 1})
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

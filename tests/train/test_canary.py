@@ -1,4 +1,4 @@
-"""The alarm of a reward that is never trained on: when it is given, and where it is shown."""
+"""Canary: the alarm of a reward that is never trained on, when it is raised and where it is reported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from posttrain.train.canary import Canaries, create_canaries, fit_trend, have_di
 Opened = Callable[..., AbstractContextManager[Any]]
 
 
-def test_trend_by_hand() -> None:
-    """Values 0, 1, 5: slope (5 - 0) / 2 = 2.5; the line is -0.5, 2, 4.5, so the squares left add up to
-    0.25 + 1 + 0.25 = 1.5; with 1 degree of freedom and a spread of 2 the error is sqrt(0.75)."""
+def test_trend_slope_and_error() -> None:
+    """Values 0, 1, 5: slope (5 - 0) / 2 = 2.5; the line is -0.5, 2, 4.5, so the squared residuals sum to 0.25 + 1 +
+    0.25 = 1.5; with 1 degree of freedom and a spread of 2 the error is sqrt(0.75)."""
     found = fit_trend([0.0, 1.0, 5.0])
     assert found.rise == pytest.approx(5.0)
     assert found.errors == pytest.approx(2.5 / math.sqrt(0.75))
 
 
-def test_a_line_without_noise_and_a_constant() -> None:
+def test_trend_of_a_noiseless_line_and_of_a_constant() -> None:
     assert fit_trend([1.0, 2.0, 3.0, 4.0]) == (3.0, math.inf)
     assert fit_trend([0.3] * 5).errors == 0.0
 
@@ -49,10 +49,14 @@ UP, DOWN, FLAT = [i / 10 for i in range(20)], [-i / 10 for i in range(20)], [0.5
     ("trained", "canary", "alarm"),
     [(UP, DOWN, True), (UP, UP, False), (UP, FLAT, False), (DOWN, DOWN, False), (FLAT, DOWN, False)],
 )
-def test_the_alarm(trained: list[float], canary: list[float], alarm: bool) -> None:
+def test_alarm_is_raised_at_a_falling_canary_with_rising_reward(
+    trained: list[float], canary: list[float], alarm: bool
+) -> None:
     watched = Canaries(["c"], 10)
     said = [watched.add(row["step"], row)[1] for row in rows(trained, canary)]
-    assert [step for step, words in enumerate(said, 1) if words] == ([10] if alarm else [])  # told once, when it begins
+    assert [step for step, words in enumerate(said, 1) if words] == (
+        [10] if alarm else []
+    )  # reported once, when it begins
     assert watched.summary()["c"] == {
         "alarm_steps": 11 if alarm else 0,
         "first_alarm": 10 if alarm else None,
@@ -60,21 +64,21 @@ def test_the_alarm(trained: list[float], canary: list[float], alarm: bool) -> No
     }
 
 
-def test_it_is_told_again_after_it_was_over() -> None:
+def test_alarm_is_raised_again_after_it_ended() -> None:
     trained, canary = [*UP, *UP, *UP], [*DOWN, *UP, *DOWN]
     watched = Canaries(["c"], 10)
     told = [row["step"] for row in rows(trained, canary) if watched.add(row["step"], row)[1]]
     assert len(told) == 2 and told[0] == 10 and told[1] > 40
 
 
-def test_steps_without_a_score_are_left_out() -> None:
+def test_steps_without_a_score_are_skipped() -> None:
     watched = Canaries(["c"], 5)
     for row in rows(UP, DOWN):
         watched.add(row["step"], {**row, "rewards/c/mean": None})
     assert watched.summary()["c"]["alarm_steps"] == 0
 
 
-def test_noise_seldom_raises_it() -> None:
+def test_noise_rarely_raises_the_alarm() -> None:
     draw = random.Random(0)
     count = 4000
     alarms = sum(
@@ -111,8 +115,9 @@ def values(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_tells_its_alarm_everywhere(values: dict[str, Any], opened: Opened, tmp_path: Path, capsys: Any) -> None:
-    """Digits are paid, so letters become rare: the run says so, and a resumed one knows what went before."""
+def test_run_reports_its_alarm_everywhere(values: dict[str, Any], opened: Opened, tmp_path: Path, capsys: Any) -> None:
+    """Digits are rewarded, so letters become rare: the run reports it, and a resumed run continues from the earlier
+    history."""
     recipe = load_dict(values, base_dir=tmp_path, where="test").recipe
     with opened(tmp_path / "run") as directory:
         summary = rl.run(recipe, directory)
@@ -144,6 +149,6 @@ def test_a_run_tells_its_alarm_everywhere(values: dict[str, Any], opened: Opened
         ({"rewards": [{"use": "rewards.py:digits"}]}, "does nothing without a canary"),
     ],
 )  # fmt: skip
-def test_what_a_canary_cannot_be(values: dict[str, Any], tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_invalid_canaries_raise(values: dict[str, Any], tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_dict({**values, **change}, base_dir=tmp_path, where="test")

@@ -1,4 +1,5 @@
-"""From rollouts to the typed batch: each token's origin, log-prob and version at its place, padding behind it."""
+"""Collating rollouts to the typed batch: each token's origin, log-prob and version at its position, followed by
+padding."""
 
 import torch
 from torch import tensor
@@ -11,7 +12,7 @@ PROMPT = Prompt("u", {"level": 2}, "ab", (1, 2))
 
 
 def rollouts() -> list[Rollout]:
-    """Three rows of 4, 1 and 0 completion tokens; the first has a tool's reply in it and two policy versions."""
+    """Return three rows of 4, 1 and 0 completion tokens; the first has a tool's reply in it and two policy versions."""
     segments = (
         Segment("model", (5, 6), (-0.5, -0.25), versions=(3, 4)),
         Segment("tool", (7,)),
@@ -24,7 +25,7 @@ def rollouts() -> list[Rollout]:
     ]
 
 
-def test_cells_are_those_of_the_segments() -> None:
+def test_cells_equal_the_segments() -> None:
     batch = rollout_batch(rollouts())
     assert batch.mask.tolist() == [[True, True, False, True], [True, False, False, False], [False] * 4]
     assert batch.lengths is not None and batch.lengths.tolist() == [3, 1, 0]
@@ -38,13 +39,14 @@ def test_cells_are_those_of_the_segments() -> None:
     assert batch.columns["level"].tolist() == [2, 2, 2]
 
 
-def test_a_batch_of_empty_completions_has_no_columns() -> None:
+def test_batch_of_empty_completions_has_no_columns() -> None:
     batch = rollout_batch(rollouts()[2:])
     assert batch.mask.shape == (1, 0) and batch.versions is not None and batch.versions.dtype == torch.int32
 
 
-def test_the_state_before_a_token_predicts_it() -> None:
-    """Row 0 is 1 2 5 6 7 8: token 5 (column 0) is read from position 1. The row without a completion has no place."""
+def test_prediction_index_is_the_position_before_a_token() -> None:
+    """Row 0 is 1 2 5 6 7 8: token 5 (column 0) is predicted at position 1. The row without a completion has no
+    position."""
     sequences = sequences_of(rollouts())
     rows, positions, columns, targets = completion_positions(sequences, torch.device("cpu"))
     assert rows.tolist() == [0, 0, 0, 0, 1]
@@ -56,13 +58,13 @@ def test_the_state_before_a_token_predicts_it() -> None:
     assert mask.sum(1).tolist() == [6, 3, 2] and mask.dtype == torch.long
 
 
-def test_numbers_keep_their_kind() -> None:
+def test_dtypes_are_kept() -> None:
     assert to_device([]).dtype == torch.long and to_device([], dtype=torch.bool).dtype == torch.bool
     assert to_device([2**40]).tolist() == [2**40]
     assert to_device(tensor([1, 2]), torch.device("cpu"), torch.int32).dtype == torch.int32
 
 
-def test_ranges_stand_behind_each_other() -> None:
+def test_ranges_are_concatenated() -> None:
     assert concatenate_ranges([3, 0, 2]).tolist() == [0, 1, 2, 0, 1]
     assert concatenate_ranges([2, 1, 0], [5, 0, 9]).tolist() == [5, 6, 0]
     assert concatenate_ranges([]).tolist() == [] and concatenate_ranges([0]).dtype == torch.long

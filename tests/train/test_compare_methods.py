@@ -1,4 +1,4 @@
-"""SavedRollouts rollouts read back as written, and other methods on them."""
+"""SavedRollouts: rollouts read back as written, and the results of other methods on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.train.saved_rollouts import SavedRollouts
 
 
 def resolved(**changes: Any) -> dict[str, Any]:
-    """An rl run's resolved recipe."""
+    """Return an rl run's resolved recipe."""
     values = {
         "stage": "rl",
         "algorithm": "grpo",
@@ -35,7 +35,7 @@ def resolved(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def saved() -> SavedRollouts:
-    """Groups (1, 0) and (1, 1), 2 tokens a row; row 0 has moved by a ratio of 2, row 1 by 1/2."""
+    """Save groups (1, 0) and (1, 1), 2 tokens a row; row 0 has moved by a ratio of 2, row 1 by 1/2."""
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 0, 1, 1]),
         mask=torch.ones(4, 2, dtype=torch.bool),
@@ -55,7 +55,7 @@ def saved() -> SavedRollouts:
     return SavedRollouts(batch, batch.old_logp + moved)
 
 
-def test_written_and_read_back(saved: SavedRollouts, tmp_path: Path) -> None:
+def test_rollouts_are_read_back_as_written(saved: SavedRollouts, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saved_rollouts.write(tmp_path, step, saved, keep=2)
     assert [path.name for path in saved_rollouts.steps(tmp_path)] == [
@@ -73,13 +73,13 @@ def test_written_and_read_back(saved: SavedRollouts, tmp_path: Path) -> None:
         saved_rollouts.read(tmp_path / "nowhere")
 
 
-def test_nothing_is_written_where_none_are_kept(saved: SavedRollouts, tmp_path: Path) -> None:
+def test_nothing_is_written_if_rollouts_are_not_kept(saved: SavedRollouts, tmp_path: Path) -> None:
     saved_rollouts.write(tmp_path, 1, saved, keep=0)
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_rows_that_were_not_trained_on_take_the_engine_s_numbers(saved: SavedRollouts) -> None:
-    """Row 1 was skipped (log-probs 0); the engine said -3 for it."""
+def test_skipped_rows_use_the_engines_log_probs(saved: SavedRollouts) -> None:
+    """Row 1 was skipped (log-probs 0); the engine reported -3 for it."""
     scored = saved.batch.replace(old_logp=None, rollout_logp=torch.full((4, 2), -3.0))
     logp = torch.tensor([[-1.0, -1.0], [0, 0], [-1, -1], [-1, -1]])
     kept = saved_rollouts.build_saved(scored, scored.replace(old_logp=logp - 0.5, hidden=torch.ones(4, 2, 3)), logp)
@@ -88,7 +88,7 @@ def test_rows_that_were_not_trained_on_take_the_engine_s_numbers(saved: SavedRol
     assert kept.logp[:, 0].tolist() == [-1.0, -3.0, -1.0, -1.0]
 
 
-def test_methods_by_hand(saved: SavedRollouts) -> None:
+def test_advantages_and_clipping_of_each_method(saved: SavedRollouts) -> None:
     """grpo: A = +-0.7071 (less eps), and the clip at 0.2 cuts both rows: A > 0 with ratio 2, A < 0 with ratio 1/2.
 
     cispo keeps every token; dapo drops the group that is all right; verl_rank needs what is not saved.
@@ -108,7 +108,7 @@ def test_methods_by_hand(saved: SavedRollouts) -> None:
     assert rows[2]["dapo: A"] is None and rows[2]["grpo: A"] == 0.0 and rows[0]["cispo: push"] > 0
 
 
-def test_the_command(saved: SavedRollouts, tmp_path: Path) -> None:
+def test_compare_methods_command(saved: SavedRollouts, tmp_path: Path) -> None:
     (tmp_path / "resolved.json").write_text(json.dumps(resolved()))
     saved_rollouts.write(tmp_path, 5, saved, keep=1)
     call = CliRunner().invoke

@@ -1,4 +1,4 @@
-"""Compiled layers compute what eager ones do, in as few graphs as possible, and only while training."""
+"""Compiled layers: same results as eager layers, few graphs, and used only while training."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def sequences(lengths: list[int]) -> Sequences:
     return Sequences(rows, (2,) * len(rows))
 
 
-def passed(model: Any, lengths: list[int]) -> Tensor:
-    """Log-probs of one packed micro-batch, and gradients where they are on, flat."""
+def run_micro_batch(model: Any, lengths: list[int]) -> Tensor:
+    """Return flat log-probs of one packed micro-batch, and gradients if enabled."""
     model.zero_grad()
     logp, _ = completion_logprobs(model, sequences(lengths), max(lengths) - 2, packed=True)
     if not torch.is_grad_enabled():
@@ -50,30 +50,29 @@ def passed(model: Any, lengths: list[int]) -> Tensor:
 
 
 @pytest.mark.usefixtures("without_code")
-def test_packed_batches_of_all_shapes_share_one_graph_a_part_and_equal_eager() -> None:
-    """Here rows attend one by one, and layers are cut there: no frame is compiled after the first micro-batch."""
+def test_packed_batches_of_all_shapes_share_graphs_and_equal_eager() -> None:
+    """On a CPU rows attend one by one, with a graph break in each layer: no frame is compiled after the first
+    micro-batch."""
     model: Any = tiny.build(0)[0]
     use_packed_attention(model)
     batches = [[29, 33], [29, 9, 8], [8, 22, 37, 5], [24, 7, 15, 11, 20]]
-    eager = [passed(model, lengths) for lengths in batches]
+    eager = [run_micro_batch(model, lengths) for lengths in batches]
     with compile_layers(model, COMPILED)():
-        first = passed(model, batches[0])
+        first = run_micro_batch(model, batches[0])
         frames = counters["frames"]["ok"]
-        others = [passed(model, lengths) for lengths in batches[1:]]
+        others = [run_micro_batch(model, lengths) for lengths in batches[1:]]
     assert frames > 0 and counters["frames"]["ok"] == frames
     for found, expected in zip([first, *others], eager, strict=True):
         assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
-    assert torch.equal(passed(model, batches[0]), eager[0]), "eager again outside"
+    assert torch.equal(run_micro_batch(model, batches[0]), eager[0]), "eager again outside"
     assert counters["frames"]["ok"] == frames
 
 
 @pytest.mark.parametrize(
     ("lora", "graphs"), [(False, "without_code"), (True, "without_code"), (False, "code_of_forward_passes")]
 )
-def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(
-    lora: bool, graphs: str, request: pytest.FixtureRequest
-) -> None:
-    """Nothing of it is open to the numbers of rows and tokens, and the first layer, whose input has no gradient under
+def test_layer_is_one_graph_with_a_kernel_for_all_rows(lora: bool, graphs: str, request: pytest.FixtureRequest) -> None:
+    """The graph does not depend on the numbers of rows and tokens; the first layer, whose input has no gradient under
     LoRA, shares the graph of the others."""
     request.getfixturevalue(graphs)
     model: Any = tiny.build(0)[0]
@@ -84,10 +83,10 @@ def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(
     batches = [[29, 33], [29, 9, 8], [8, 22, 37, 5], [24, 7, 15, 11, 20]]
     same = model.config.head_dim  # a first batch in which the number of borders is one of the model's own
     batches = [[4 + n % 3 for n in range(same - 1)], *batches]
-    by_row = [passed(model, lengths) for lengths in batches]
+    by_row = [run_micro_batch(model, lengths) for lengths in batches]
     request.getfixturevalue("varlen_on_cpu")
     with compile_layers(model, COMPILED)():
-        found = [passed(model, lengths) for lengths in batches]
+        found = [run_micro_batch(model, lengths) for lengths in batches]
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     for one, expected in zip(found, by_row, strict=True):
@@ -96,8 +95,9 @@ def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(
 
 @pytest.fixture
 def code_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """C++ is written and compiled, a second of the compiler for each of a dozen kernels; without gradients there are
-    but a few. It is compiled in this process: those that do so side by side start for longer than it takes."""
+    """Compile C++ kernels of forward passes only: each of a dozen kernels costs a second of the compiler, and without
+    gradients there are few. In this process, because parallel compile workers take longer to start than the compilation
+    takes."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(inductor, "compile_threads", 1)
@@ -109,7 +109,8 @@ def code_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are traced, forward and backward, but run as they are: what is tested is where layers are switched."""
+    """Trace graphs, forward and backward, but run them without generated code: the test checks where layers are
+    switched."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     counters.clear()
@@ -117,8 +118,8 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_what_one_run_has_compiled_the_next_one_finds(tmp_path: Path) -> None:
-    """In a process of its own, each with a temporary folder of its own."""
+def test_compile_cache_is_reused_by_the_next_run(tmp_path: Path) -> None:
+    """Each run is a separate process with its own temporary folder."""
     found = []
     for n in range(2):
         (tmp_path / f"tmp-{n}").mkdir()
@@ -135,7 +136,7 @@ def test_what_one_run_has_compiled_the_next_one_finds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_code")
-def test_an_rl_run_and_its_checkpointed_layers_compute_the_same(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_rl_run_with_checkpointed_layers_equals_eager(opened: Callable[..., Any], tmp_path: Path) -> None:
     """Two minibatches: passes with and without gradient."""
     (tmp_path / "r.py").write_text("def r(completion):\n    return sum(c.isdigit() for c in completion) / 9\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
@@ -167,7 +168,7 @@ def test_an_rl_run_and_its_checkpointed_layers_compute_the_same(opened: Callable
 
 
 @pytest.mark.usefixtures("without_code", "varlen_on_cpu")
-def test_sft_takes_the_same_key(sft_recipe: Callable[..., Any], rows_of: Callable[..., Any]) -> None:
+def test_sft_supports_model_compile(sft_recipe: Callable[..., Any], rows_of: Callable[..., Any]) -> None:
     settings: dict[str, Any] = {"run": {"steps": 1}, "batch": {"packing": True}}
     eager = rows_of(sft.run, sft_recipe(**settings), "eager")
     assert not counters["frames"]["ok"]
@@ -176,7 +177,7 @@ def test_sft_takes_the_same_key(sft_recipe: Callable[..., Any], rows_of: Callabl
     assert [row["loss"] for row in graphs] == pytest.approx([row["loss"] for row in eager], rel=1e-5)
 
 
-def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompilable_settings_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="Linear does not say"):
         layers_of(nn.Linear(2, 2))
     monkeypatch.setattr(shutil, "which", lambda _: None)

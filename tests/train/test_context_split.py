@@ -1,4 +1,4 @@
-"""A packed line that several ranks divide: what each attends to, and that together they attend as one does."""
+"""Context parallelism of a packed line: what each rank attends to, and that all ranks together equal one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def attend(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("lengths", [[13], [1, 7, 2, 9], [4, 4, 4]])
-def test_parts_attend_as_the_whole_line_does(lengths: list[int], count: int, shared: bool, window: int | None) -> None:
-    """Outputs and gradients of queries, keys and values. shared: rows behind the first also see its first token."""
+def test_attention_of_the_parts_equals_the_whole_line(
+    lengths: list[int], count: int, shared: bool, window: int | None
+) -> None:
+    """Outputs and gradients of queries, keys and values. shared: later rows also see the first token of the first
+    row."""
     torch.manual_seed(0)
     total = sum(lengths)
     inputs = [torch.randn(1, heads, total, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
@@ -46,7 +49,7 @@ def test_parts_attend_as_the_whole_line_does(lengths: list[int], count: int, sha
     sizes = {len(own) for own, _, _ in parts}
     assert len(sizes) == 1 and sizes.pop() == 2 * -(-total // (2 * count)), "each has as many tokens"
     assert all(torch.equal(order, parts[0][2]) for _, _, order in parts)
-    key, value = (torch.cat([x[:, :, own] for own, _, _ in parts], 2) for x in inputs[1:])  # as they come together
+    key, value = (torch.cat([x[:, :, own] for own, _, _ in parts], 2) for x in inputs[1:])  # as they are gathered
     outs = [attend(inputs[0][:, :, own], key, value, part, window) for own, part, _ in parts]
     found = torch.cat(outs, 1)[:, parts[0][2]]
     assert torch.allclose(found, whole, atol=1e-12)
@@ -54,7 +57,7 @@ def test_parts_attend_as_the_whole_line_does(lengths: list[int], count: int, sha
     assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(grads, expected, strict=True))
 
 
-def test_an_architecture_whose_rows_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpackable_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build()[0]
     model.config._attn_implementation = "eager"
     assert not attention.enable_packing(model, CPU)
@@ -63,8 +66,8 @@ def test_an_architecture_whose_rows_cannot_be_packed_is_refused(monkeypatch: pyt
         attention.enable_packing(model, CPU)
 
 
-def test_causal_attention_is_about_as_much_work_for_each() -> None:
-    """Of one row of 4000 tokens, the pairs of query and key."""
+def test_causal_attention_work_is_balanced() -> None:
+    """Counts query-key pairs of one row of 4000 tokens."""
     line = Packed.of([4000], CPU)
     work = []
     for rank in range(4):

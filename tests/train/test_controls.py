@@ -1,4 +1,4 @@
-"""Numbers that controllers give: those that cannot be are refused at the start where they are known to come."""
+"""Controlled values: invalid ones are refused at the start if they are known then."""
 
 from __future__ import annotations
 
@@ -62,13 +62,15 @@ def controls(tmp_path: Path) -> Any:
         ({"use": "mine.py:Growing"}, 2, 110),
     ],
 )
-def test_more_tokens_than_the_engine_is_started_for(controls: Any, controller: Any, step: int, asked: int) -> None:
+def test_controlled_tokens_beyond_the_engines_window_are_refused(
+    controls: Any, controller: Any, step: int, asked: int
+) -> None:
     with pytest.raises(UserError, match=rf"in step {step} a controller asks for {asked} new tokens, .*{LIMIT}\n.*hint"):
         controls(6, **controller)
     controls(step - 1, **controller)
 
 
-def test_what_depends_on_metrics_is_not_known(controls: Any) -> None:
+def test_metric_dependent_values_are_not_checked_at_the_start(controls: Any) -> None:
     made = controls(50, use="mine.py:Growing", read=True)
     assert list(made.foreseen(2)) == [{"rollout.max_new_tokens": LIMIT}, {}]
-    controls(50, key="rollout.group_size", use="mine.py:Growing")  # any number of rollouts can be drawn
+    controls(50, key="rollout.group_size", use="mine.py:Growing")  # any number of rollouts can be sampled

@@ -1,4 +1,4 @@
-"""How the work of a step is divided among ranks, and that a pass which only keeps others company adds nothing."""
+"""Distribution of a step's work among ranks; idle passes add no gradient."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ Opened = Callable[..., AbstractContextManager[Any]]
 @pytest.mark.parametrize(
     "costs", [[9, 1, 9, 1, 9, 1, 9, 1], [100, 1, 1, 1], [5], [], [7, 7, 7], [64, 32, 16, 8, 4, 2, 1, 1, 1]]
 )
-def test_even_shares(world: int, costs: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thing on one rank, as many on each but for one, and no rank has more than a fair share and one thing."""
+def test_work_is_assigned_evenly(world: int, costs: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item goes to one rank, numbers of items differ by at most one, and no rank exceeds a fair share by more than
+    one item."""
     monkeypatch.setattr(distributed, "world", lambda: world)
     shares = []
     for rank in range(world):
@@ -39,8 +40,8 @@ def test_even_shares(world: int, costs: list[float], monkeypatch: pytest.MonkeyP
     assert max(loads) <= sum(costs) / world + max(costs, default=0)
 
 
-def test_long_and_short_micro_batches_in_turns_are_not_dealt_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other one is long: dealt by number, one of two ranks would do nine tenths of the work."""
+def test_alternating_long_and_short_micro_batches_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other micro-batch is long: assigned by number, one of two ranks would do nine tenths of the work."""
     monkeypatch.setattr(distributed, "world", lambda: 2)
     costs = [9, 1] * 4
     loads = []
@@ -51,10 +52,10 @@ def test_long_and_short_micro_batches_in_turns_are_not_dealt_in_turns(monkeypatc
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_sft_cuts_a_step_by_length(
+def test_sft_splits_a_step_by_length(
     packing: bool, sft_recipe: Any, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of like length beside each other where they are padded; packed lines of about as many tokens."""
+    """Padded rows are grouped by length; packed lines have about equal numbers of tokens."""
     rows = "".join(f'{{"prompt": "{"x" * (40 if i % 2 else 1)}", "completion": "y"}}\n' for i in range(16))
     (tmp_path / "rows.jsonl").write_text(rows)
     seen: list[list[int]] = []
@@ -79,7 +80,7 @@ def test_sft_cuts_a_step_by_length(
 
 
 @pytest.mark.parametrize("sizes", [[3, 4, 5, 1, 9, 2, 2], [20, 1, 1], [], [1] * 50])
-def test_buckets_hold_neighbours_of_one_dtype_up_to_their_size(sizes: list[int], monkeypatch: Any) -> None:
+def test_gradient_buckets_hold_neighbors_of_one_dtype_up_to_their_size(sizes: list[int], monkeypatch: Any) -> None:
     monkeypatch.setattr(data_parallel, "BUCKET_NUMEL", 8)
     tensors = [torch.zeros(n, dtype=torch.float64 if i == 2 else torch.float32) for i, n in enumerate(sizes)]
     buckets = list(data_parallel._buckets(tensors))
@@ -108,10 +109,11 @@ def moe(kind: type[PretrainedConfig], vocabulary: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda kind: kind.model_type)
-def test_an_idle_pass_adds_no_gradient_of_a_router_either(
+def test_idle_pass_adds_no_router_gradient(
     kind: type[PretrainedConfig], sft_recipe: Any, opened: Opened, tmp_path: Path
 ) -> None:
-    """The load-balancing loss is not divided by the tokens of the step: it came back as many times as ranks waited."""
+    """The load-balancing loss is not divided by the tokens of the step: it was once added once for each waiting
+    rank."""
     recipe = sft_recipe()
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
     loaded = dataclasses.replace(loaded, model=moe(kind, len(loaded.tokenizer)))
@@ -133,10 +135,10 @@ def test_an_idle_pass_adds_no_gradient_of_a_router_either(
         assert routers and all(g is not None and g.abs().max() > 0 for g in routers), "a pass of its own does"
 
 
-def test_an_engine_beside_the_trainer_sleeps_in_the_update_with_every_staleness(
+def test_colocated_engine_sleeps_during_the_update_with_every_staleness(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a server later steps' rollouts are drawn before the update: then the engine's memory is free."""
+    """Without a server, rollouts of later steps are sampled before the update; then the engine's memory is free."""
     from posttrain.recipe.load import load_dict
 
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(8)))
@@ -172,7 +174,7 @@ def test_an_engine_beside_the_trainer_sleeps_in_the_update_with_every_staleness(
         assert before == ["sleep"] * 3, said
 
 
-def test_dealing_by_length_and_in_equal_lines() -> None:
+def test_assignment_by_length_and_in_equal_lines() -> None:
     lengths = [1, 9, 2, 8, 3, 7]
     assert load_balancing.sort_by_length(lengths, [0, 1, 2, 3], 2) == [1, 3, 2, 0]
     lines = load_balancing.balance_micro_batches(lengths, list(range(6)), 2)

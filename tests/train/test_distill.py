@@ -1,4 +1,4 @@
-"""`kl.reference` in rl: a teacher scores what the student samples, and nothing else is learnt from."""
+"""`kl.reference` in rl: a teacher scores the student's samples, which are the only training signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TEACHER = {"use": "k1_straight_through", "coef": 1.0, "reference": "teacher"}
 
 @pytest.fixture
 def distill(tmp_path: Path) -> Make:
-    """A student that is `tiny`; the teacher is another tiny model, of seed 5. Keyword arguments replace keys."""
+    """Return a recipe whose student is `tiny`; the teacher is another tiny model, of seed 5. Keyword arguments replace
+    keys."""
     model, tokenizer = tiny.build(5)
     model.save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")
@@ -49,7 +50,7 @@ def distill(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["full", "lora"])
-def test_the_distance_to_the_teacher_falls(distill: Make, rows_of: Any, lora: Any) -> None:
+def test_kl_to_the_teacher_falls(distill: Make, rows_of: Any, lora: Any) -> None:
     lr = 5e-3 if lora is None else 2e-2
     recipe = distill(
         model={"path": "tiny", "lora": lora, "offload_reference": True},
@@ -61,21 +62,21 @@ def test_the_distance_to_the_teacher_falls(distill: Make, rows_of: Any, lora: An
     assert sum(kl[-3:]) / 3 < 0.8 * kl[0]
 
 
-def test_a_resumed_run_is_an_unbroken_one(distill: Make, rows_of: Any) -> None:
+def test_run_resumes_exactly(distill: Make, rows_of: Any) -> None:
     whole = rows_of(rl.run, distill(run={"steps": 4}), "whole")
     first = rows_of(rl.run, distill(run={"steps": 2}), "two")
     assert first == whole[:2]
     assert rows_of(rl.run, distill(run={"steps": 4}), "two", resume=True) == whole
 
 
-def test_the_student_as_its_own_teacher_has_nothing_to_learn(distill: Make, rows_of: Any, tmp_path: Path) -> None:
+def test_student_as_its_own_teacher_has_no_gradient(distill: Make, rows_of: Any, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="nothing was trained"):
         rows_of(rl.run, distill(kl={**TEACHER, "reference": "tiny"}, run={"steps": 1}))
     (row,) = read_metrics(tmp_path / "run")
     assert row["kl"] == pytest.approx(0, abs=1e-6) and row["grad_norm"] == pytest.approx(0, abs=1e-5)
 
 
-def test_a_teacher_with_other_tokens_is_refused(distill: Make, rows_of: Any, tmp_path: Path) -> None:
+def test_teacher_with_another_vocabulary_is_refused(distill: Make, rows_of: Any, tmp_path: Path) -> None:
     model, tokenizer = tiny.build(5)
     tokenizer.add_tokens(["<more>"])
     model.resize_token_embeddings(len(tokenizer))
@@ -95,15 +96,15 @@ def test_a_teacher_with_other_tokens_is_refused(distill: Make, rows_of: Any, tmp
         ({"model": {"path": "tiny", "shard": True}}, "cannot be divided among GPUs"),
     ],
 )
-def test_what_a_recipe_gets_wrong(distill: Make, changes: dict[str, Any], match: str) -> None:
+def test_invalid_recipes_are_refused(distill: Make, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         distill(**changes)
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
-def test_the_divergence_over_the_vocabulary_is_the_exact_one(beta: float) -> None:
-    """In chunks of 16 tokens, against `full_distill` on logits that exist at once: values, and gradients of the hidden
-    states, at a temperature; the teacher's head has a column more, which nobody samples."""
+def test_chunked_divergence_over_the_vocabulary_is_exact(beta: float) -> None:
+    """In chunks of 16 tokens, against `full_distill` on full logits: values, and gradients of the hidden states, at a
+    temperature; the teacher's head has one more column, which is never sampled."""
     torch.manual_seed(0)
     student, teacher = tiny.build(1)[0], tiny.build(5)[0]
     head, other = Head(student), Head(teacher)
@@ -122,8 +123,8 @@ def test_the_divergence_over_the_vocabulary_is_the_exact_one(beta: float) -> Non
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_the_whole_distribution_comes_nearer_to_the_teachers(distill: Make, rows_of: Any) -> None:
-    """The exact KL falls, faster than what the sampled tokens teach in as many steps; a resumed run is the same."""
+def test_full_distillation_lowers_the_exact_kl(distill: Make, rows_of: Any) -> None:
+    """The exact KL falls faster than by distillation on sampled tokens in as many steps; a resumed run is the same."""
     full = {"use": "full", "coef": 1.0, "reference": "teacher"}
     kl = [row["kl"] for row in rows_of(rl.run, distill(kl=full, run={"steps": 12}), "full")]
     sampled = [row["kl"] for row in rows_of(rl.run, distill(run={"steps": 12}), "sampled")]
@@ -148,6 +149,8 @@ def test_the_whole_distribution_comes_nearer_to_the_teachers(distill: Make, rows
         ),
     ],
 )
-def test_where_the_whole_distribution_cannot_be_compared(distill: Make, changes: dict[str, Any], told: str) -> None:
+def test_full_distillation_with_unsupported_settings_is_refused(
+    distill: Make, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(RecipeError, match=told):
         distill(**changes)

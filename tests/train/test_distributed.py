@@ -1,4 +1,5 @@
-"""Several ranks (gloo, on the CPU) compute what one computes, and a run may change their number when it resumes."""
+"""Data-parallel ranks (gloo, on the CPU) compute what one rank computes, and a run may change their number when it
+resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ RL: Values = {
     "controllers": {"kl.coef": {"use": "adaptive_kl", "target": 0.01}},
     "optim": {"lr": 2e-3},
 }
-# Difficulty that follows the policy, in the checkpoint and the same on all ranks.
+# Difficulty that follows the policy; it is in the checkpoint and equal on all ranks.
 TASKS: Values = {
     "stage": "rl",
     "algorithm": "scaler",
@@ -77,7 +78,7 @@ SFT: Values = {
     "batch": {"size": 6},
     "optim": {"lr": 3e-3, "weight_decay": 0.1},
 }
-# 3 pairs a step for two ranks: one has two of them. The last step of an epoch has a single pair.
+# 3 pairs a step for two ranks: one rank has two. The last step of an epoch has a single pair.
 DPO: Values = {
     "stage": "dpo",
     "model": {"path": "tiny"},
@@ -95,7 +96,7 @@ REWARD_MODEL: Values = {
 
 @pytest.fixture(scope="module")
 def train(answer: Callable[..., Any]) -> Train:
-    """Trains in processes of their own (ranked.py); returns their exit statuses."""
+    """Train in separate processes (ranked.py); return their exit statuses."""
 
     def run(
         recipe: Values | str,
@@ -116,7 +117,7 @@ def train(answer: Callable[..., Any]) -> Train:
 
 @pytest.fixture(scope="module")
 def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Values, Path], list[Values]]:
-    """The rows of two ranks that nothing breaks, by recipe: tests whose folders are alike share one run."""
+    """Return the metrics of unbroken runs on two ranks, by recipe: tests with equal folders share one run."""
     known: dict[str, list[Values]] = {}
 
     def run(recipe: Values, folder: Path) -> list[Values]:
@@ -142,8 +143,9 @@ def rows_of(output: Path) -> list[Values]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(output)]
 
 
-def assert_same(rows: list[Values], others: list[Values], rel: float = 1e-4) -> None:
-    """To rounding: sums in another order. What is 0 but for rounding is compared absolutely. A bound may be None."""
+def assert_same_metrics(rows: list[Values], others: list[Values], rel: float = 1e-4) -> None:
+    """Assert equality up to rounding, because sums have another order. Values that are 0 up to rounding are compared
+    absolutely. A bound may be None."""
     assert len(rows) == len(others) > 0
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
@@ -155,20 +157,20 @@ def assert_same(rows: list[Values], others: list[Values], rel: float = 1e-4) -> 
 @pytest.mark.parametrize(
     "recipe", [SFT, DPO, REWARD_MODEL, RL, TASKS], ids=["sft", "dpo", "reward_model", "rl", "tasks"]
 )
-def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values, folder: Path) -> None:
-    """Loss, gradient norm and every other metric; one process goes on where two have stopped, and the other way."""
+def test_two_ranks_equal_one_and_each_resumes_the_other(train: Train, recipe: Values, folder: Path) -> None:
+    """Loss, gradient norm and every other metric; one process resumes a run of two, and the other way round."""
     upto = {n: {**recipe, "run": {"steps": n, "save_every": 2}} for n in (2, 3, 4)}
     assert train(upto[4], folder / "one", ranks=1) == [0]
     expected = rows_of(folder / "one")
     assert all(row["grad_norm"] > 0 for row in expected)
     assert train(upto[2], folder / "two", ranks=2) == [0, 0]
-    assert_same(rows_of(folder / "two"), expected[:2])
+    assert_same_metrics(rows_of(folder / "two"), expected[:2])
     assert train(upto[3], folder / "two", ranks=1, resume=True) == [0]
     assert train(upto[4], folder / "two", ranks=2, resume=True) == [0, 0]
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     newest = [checkpoints.latest(folder / name / "checkpoints", hashes=True) for name in ("one", "two")]
     states = [json.loads((path / "state.json").read_text()) for path in newest if path]
-    if recipe is RL:  # failing calls are counted once, whoever made them
+    if recipe is RL:  # failing calls are counted once, on whichever rank
         assert (
             states[0]["calls"] == states[1]["calls"]
             and sum(Calls._make(c).errors["moody"] for c in states[0]["calls"]) > 0
@@ -181,8 +183,8 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
 
 
 @pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=["sft", "dpo", "rl"])
-def test_gradients_are_added_up_once_an_update(train: Train, recipe: Values, folder: Path) -> None:
-    """However many micro-batches a rank has: two or more here, of a row or two each."""
+def test_gradients_are_reduced_once_per_update(train: Train, recipe: Values, folder: Path) -> None:
+    """Whatever the number of micro-batches of a rank: two or more here, of a row or two each."""
     batch = {"minibatches": 2, "micro_tokens": 40} if recipe is RL else {"size": 4, "micro_size": 1}
     assert train({**recipe, "batch": batch, "run": {"steps": 1}}, folder / "run", ranks=2) == [0, 0]
     (row,) = rows_of(folder / "run")
@@ -200,13 +202,13 @@ def test_gradients_are_added_up_once_an_update(train: Train, recipe: Values, fol
     ],
     ids=["gdro", "xrpo", "self_curation", "pcl"],
 )
-def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, changes: Values, folder: Path) -> None:
+def test_prompt_sampler_does_not_depend_on_the_number_of_ranks(train: Train, changes: Values, folder: Path) -> None:
     """Groups of several sizes, rounds of one step, predicted values; three prompts for two ranks."""
     recipe = {**RL, "algorithm": "grpo", "rollout": {**RL["rollout"], "max_gen_batches": 1}, **changes}
     recipe = {**recipe, "run": {"steps": 3, "save_every": 1}}
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
-    assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
+    assert_same_metrics(rows_of(folder / "two"), rows_of(folder / "one"))
     newest = [checkpoints.latest(folder / name / "checkpoints") for name in ("one", "two")]
     states = [json.loads((path / "state.json").read_text())["sampler"] for path in newest if path]
     assert len(states) == 2 and states[0].keys() == states[1].keys()
@@ -233,10 +235,11 @@ def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, c
         ),
     ],
 )
-def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
+def test_rollout_shapes_do_not_depend_on_the_number_of_ranks(
     train: Train, changes: Values, shape: Values | None, folder: Path
 ) -> None:
-    """Rollouts that ask the engine again, or whose turns are measured by an answer; three prompts for two ranks."""
+    """Rollouts that call the engine again, or whose turns are scored by the answer's log-prob; three prompts for two
+    ranks."""
     rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, **({"shape": shape} if shape else {})}
     base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
     rewards = [{"use": "digits.py:digits", "correct": True}]
@@ -244,13 +247,13 @@ def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     assert any(row["grad_norm"] > 0 for row in expected)
 
 
-def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, folder: Path) -> None:
-    """Critiques of an answer and the answers behind them, each role with an adapter of its own, in updates some of
-    which have rows of one alone; three prompts for two ranks."""
+def test_workflow_calls_do_not_depend_on_the_number_of_ranks(train: Train, folder: Path) -> None:
+    """Critiques of an answer and the answers that follow, each role with its own adapter, in updates some of which have
+    rows of one role only; three prompts for two ranks."""
     workflow = {"use": "critique_refine", "critiques": 2, "max_prompt_tokens": 300, "train": ["critic", "refiner"]}
     rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "workflow": workflow}
     base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
@@ -267,7 +270,7 @@ def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, fo
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     assert any(row["grad_norm"] > 0 for row in expected) and expected[0]["roles/refiner/calls"] == 2.0
     assert {name for row in expected for name in row if name.startswith("grad_norm/")} == {
         "grad_norm/refiner",
@@ -275,9 +278,9 @@ def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, fo
     }
 
 
-def test_an_idle_pass_moves_no_adapter_that_the_update_leaves_alone(train: Train, folder: Path) -> None:
-    """Updates of a row or two on two ranks that divide the base. What a rank without a row runs meanwhile may be of the
-    other role: a gradient of 0 would decay that adapter."""
+def test_idle_pass_does_not_change_unused_adapters(train: Train, folder: Path) -> None:
+    """Updates of a row or two on two ranks that shard the base. The idle pass of a rank without a row may use the other
+    role's adapter: a gradient of 0 would apply weight decay to it."""
     (folder / "flows.py").write_text(
         "async def speak(row, call):\n"
         "    said = await call('actor', row['prompt'], max_tokens=6)\n"
@@ -298,7 +301,7 @@ def test_an_idle_pass_moves_no_adapter_that_the_update_leaves_alone(train: Train
     divided = {**recipe, "model": {**recipe["model"], "parallel": {}}}
     assert train(divided, folder / "parts", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "parts"), expected)
+    assert_same_metrics(rows_of(folder / "parts"), expected)
     assert all(row["updates"] > 2 and min(row["grad_norm/actor"], row["grad_norm/critic"]) > 0 for row in expected)
     for adapter in ("actor", "critic"):
         place = Path("checkpoints", "step-00000002", adapter, "adapter_model.safetensors")
@@ -307,8 +310,8 @@ def test_an_idle_pass_moves_no_adapter_that_the_update_leaves_alone(train: Train
             torch.testing.assert_close(weights[1][key], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_a_workflow_remembers_the_same_on_any_number_of_ranks(train: Train, folder: Path) -> None:
-    """Every rank learns from the rollouts of all; what is kept is trained on in the next step."""
+def test_workflow_memory_does_not_depend_on_the_number_of_ranks(train: Train, folder: Path) -> None:
+    """Every rank learns from the rollouts of all ranks; remembered rows are trained on in the next step."""
     (folder / "flow.py").write_text(
         "from posttrain.workflows.protocol import Learned\n"
         "class Notes:\n"
@@ -328,24 +331,24 @@ def test_a_workflow_remembers_the_same_on_any_number_of_ranks(train: Train, fold
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     assert [row["notes"] for row in expected] == [0, 6] and all(row["grad_norm"] > 0 for row in expected)
 
 
-def held_by(folder: Path, ranks: int) -> list[list[list[int]]]:
-    """By step and rank: rows of the step, those that the rank trained on, those whose tokens it had then."""
+def count_rows_by_rank(folder: Path, ranks: int) -> list[list[list[int]]]:
+    """Return by step and rank: rows of the step, rows the rank trained on, rows whose tokens it had."""
     return list(zip(*(json.loads((folder / f"rows of rank {rank}").read_text()) for rank in range(ranks)), strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_has_the_tokens_of_its_own_rows_only(train: Train, folder: Path, ranks: int) -> None:
+def test_ranks_hold_the_tokens_of_their_own_rows_only(train: Train, folder: Path, ranks: int) -> None:
     """Metrics, samples and saved rollouts equal those of one process; with four ranks one of them samples nothing."""
     recipe = {**RL, "algorithm": "grpo", "rollout": {**RL["rollout"], "max_gen_batches": 1}}
     recipe |= {"batch": {"minibatches": 2, "epochs": 2}, "run": {"steps": 2, "keep_rollouts": 2, "samples_per_step": 6}}
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "several", ranks=ranks) == [0] * ranks
-    assert_same(rows_of(folder / "several"), rows_of(folder / "one"))
-    for step in held_by(folder, ranks):
+    assert_same_metrics(rows_of(folder / "several"), rows_of(folder / "one"))
+    for step in count_rows_by_rank(folder, ranks):
         assert [here for _, _, here in step] == [own for _, own, _ in step], "neither more nor less"
         assert sum(own for _, own, _ in step) == step[0][0] == 12 and all(own > 0 for _, own, _ in step)
     lines = [(folder / name / "samples.jsonl").read_text().splitlines() for name in ("one", "several")]
@@ -363,8 +366,8 @@ def test_a_rank_has_the_tokens_of_its_own_rows_only(train: Train, folder: Path, 
 
 
 @pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb", "rorecomp"])
-def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
-    """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""
+def test_replay_does_not_depend_on_the_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
+    """Groups fail often, and the same four prompts come in each step: some rows of two ranks are replayed."""
     (folder / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
     (folder / "sparse.py").write_text("def sparse(completion):\n    return float(sum(map(ord, completion)) % 8 == 0)\n")
     recipe: Values = {
@@ -381,7 +384,7 @@ def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algor
     }
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
-    assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
+    assert_same_metrics(rows_of(folder / "two"), rows_of(folder / "one"))
     assert sum(row["replay/rows"] + row.get("replay/apart_rows", 0) for row in rows_of(folder / "two")) > 0
     stored = [
         [(row["prompt"], row["stored"]["step"], row["segments"][0]["ids"]) for row in json.loads(path.read_text())]
@@ -390,8 +393,8 @@ def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algor
     assert stored[0] == stored[1] != []
 
 
-def test_ranks_that_were_started_with_other_things(train: Train, folder: Path) -> None:
-    """A reward that was changed on one machine only: a mistake of the user, told before anything begins."""
+def test_ranks_with_different_files_raise_before_the_start(train: Train, folder: Path) -> None:
+    """A reward was changed on one machine only: a user error, raised before anything starts."""
     other = folder / "other machine"
     other.mkdir()
     for name in ("pairs.jsonl", "digits.py"):
@@ -408,11 +411,11 @@ def full(recipe: Values, **model: Any) -> Values:
 
 
 @pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=lambda recipe: recipe["stage"])
-def test_a_divided_model_computes_what_a_whole_one_does(train: Train, recipe: Values, folder: Path) -> None:
-    """One rank, two whole copies, two halves; and halves that stop, go on as one whole, and as halves again.
+def test_sharded_model_equals_the_unsharded_model(train: Train, recipe: Values, folder: Path) -> None:
+    """One rank, two replicas, two shards; and shards that stop, resume as one whole, and as shards again.
 
     Ranks have different numbers of micro-batches (SFT: 6 rows in 2s; DPO: 3 pairs; RL: by tokens), so some passes are
-    idle. The saved weights are the same to rounding.
+    idle. The saved weights are equal up to rounding.
     """
     batch = {"sft": {"size": 6, "micro_size": 2}, "dpo": {"size": 3}, "rl": {"minibatches": 2, "micro_tokens": 48}}
     base = {**recipe, "batch": batch[recipe["stage"]]}
@@ -421,28 +424,31 @@ def test_a_divided_model_computes_what_a_whole_one_does(train: Train, recipe: Va
     expected = rows_of(folder / "one")
     assert all(row["grad_norm"] > 0 for row in expected)
     assert train({**full(base), **upto[2]}, folder / "copies", ranks=2) == [0, 0]
-    assert_same(rows_of(folder / "copies"), expected[:2], 1e-5)
+    assert_same_metrics(rows_of(folder / "copies"), expected[:2], 1e-5)
     assert train({**full(base, shard=True), **upto[2]}, folder / "parts", ranks=2) == [0, 0]
-    assert_same(rows_of(folder / "parts"), expected[:2], 1e-5)
+    assert_same_metrics(rows_of(folder / "parts"), expected[:2], 1e-5)
     assert train({**full(base), **upto[3]}, folder / "parts", ranks=1, resume=True) == [0]
     assert train({**full(base, shard=True), **upto[4]}, folder / "parts", ranks=2, resume=True) == [0, 0]
-    assert_same(rows_of(folder / "parts"), expected)
+    assert_same_metrics(rows_of(folder / "parts"), expected)
     assert_same_weights(folder / "parts" / "final", folder / "one" / "final")
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["copies", "parts"])
-def test_the_baseline_of_single_answers_is_one_number(train: Train, folder: Path, shard: bool) -> None:
-    """KTO: ranks divide the mismatched answers of a step, 3 for two ranks, and all take the mean of all."""
+def test_kto_baseline_is_shared_by_all_ranks(train: Train, folder: Path, shard: bool) -> None:
+    """Ranks divide the mismatched answers of a step, 3 for two ranks, and all use the mean over all of them."""
     recipe = {**DPO, "loss": "kto", "optim": {"lr": 2e-2}, "run": {"steps": 3}}
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(full(recipe, shard=shard), folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
     assert expected[-1]["loss/kl"] > 0.01
-    assert_same(rows_of(folder / "two")[1:], expected[1:])  # in the first step, who is ahead of whom is rounding
+    assert_same_metrics(
+        rows_of(folder / "two")[1:], expected[1:]
+    )  # in the first step the sign of the margin is rounding
 
 
-def test_halves_of_a_model_in_half_precision(train: Train, folder: Path) -> None:
-    """Layers come in bfloat16, as their products do: the same to the rounding of bfloat16, and saved in it."""
+def test_sharded_model_in_bfloat16(train: Train, folder: Path) -> None:
+    """Layers are gathered in bfloat16, the dtype of their products: equal up to the rounding of bfloat16, and saved in
+    it."""
     recipe = {**full(SFT, dtype="bfloat16"), "run": {"steps": 2}}
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(full(recipe, dtype="bfloat16", shard=True), folder / "parts", ranks=2) == [0, 0]
@@ -453,12 +459,12 @@ def test_halves_of_a_model_in_half_precision(train: Train, folder: Path) -> None
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of all files of a model."""
+    """Return the weights of all files of a model."""
     return {name: w for file in folder.glob("*.safetensors") for name, w in load_file(file).items()}
 
 
 def assert_same_weights(folder: Path, other: Path) -> None:
-    """On the whole: where a gradient is 0 but for rounding, Adam's first step makes much of the rounding."""
+    """Compare norms over all weights: if a gradient is 0 up to rounding, Adam's first step amplifies the rounding."""
     weights, others = weights_of(folder), weights_of(other)
     assert weights.keys() == others.keys()
     gap, size = (
@@ -469,24 +475,24 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_rollouts_of_older_weights_are_divided_too(train: Train, folder: Path, staleness: int) -> None:
-    """Beside the training, with groups that are refilled; resumed in the middle, as one rank."""
+def test_stale_rollouts_are_divided_among_ranks(train: Train, folder: Path, staleness: int) -> None:
+    """Sampled during training, with refilled groups; resumed in the middle as one rank."""
     recipe = {**RL, "rollout": {**RL["rollout"], "staleness": staleness}, "corrections": [{"use": "tis"}]}
     recipe |= {"scoring": {"workers": 1, "correct_at": 0.6}, "run": {"steps": 4, "save_every": 2}}
     run = functools.partial(train, recipe, engine="VersionedEngine")
     assert run(folder / "one", ranks=1) == [0]
     assert run(folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     assert [row["rollout/staleness"] for row in expected] == [min(t, staleness) for t in range(4)]
     assert any(row["rollout/gen_batches"] > 1 for row in expected)
     shutil.rmtree(checkpoints.folder_for(folder / "two" / "checkpoints", 4))
     assert run(folder / "two", ranks=1, resume=True) == [0]
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
 
 
-def test_rollouts_that_several_versions_sample_are_divided_too(train: Train, folder: Path) -> None:
-    """With `partial`, three prompts on two ranks: the ranks' rollouts get new weights at the same places."""
+def test_rollouts_of_several_versions_are_divided_among_ranks(train: Train, folder: Path) -> None:
+    """With `partial`, three prompts on two ranks: the ranks' rollouts switch weights at the same tokens."""
     engine = {"engine": "vllm", "vllm": {"server": {"devices": [0]}}, "staleness": 2, "partial": True}
     recipe = {k: RL[k] for k in ("stage", "data", "rewards", "scoring", "optim")} | {
         "model": {"path": "tiny"},
@@ -497,26 +503,27 @@ def test_rollouts_that_several_versions_sample_are_divided_too(train: Train, fol
     assert train(recipe, folder / "one", ranks=1, engine="LongRollouts") == [0]
     assert train(recipe, folder / "two", ranks=2, engine="LongRollouts") == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     assert [row["rollout/mixed_versions"] for row in expected] == [0, 1, 1, 1]
 
 
-def test_ranks_talk_in_threads_and_about_errors(train: Train, folder: Path) -> None:
-    """Over a line of a thread's own; an error of one is told to all, and so are rows that differ. See `ranked.talk`."""
+def test_ranks_communicate_in_threads_and_exchange_errors(train: Train, folder: Path) -> None:
+    """A thread uses a separate group; an error of one rank is raised on all, and so are rows that differ. See
+    `ranked.talk`."""
     assert train("talk", folder, ranks=2) == [0, 0]
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are looked up in /proc")
-def test_a_rank_that_fails_alone_ends_those_that_wait_for_it(train: Train, folder: Path) -> None:
-    """Also where its process lives on: rank 0 is gone long before. See `ranked.lone`."""
+def test_rank_failing_alone_ends_waiting_ranks(train: Train, folder: Path) -> None:
+    """Also if the failed rank's process is still alive: rank 0 exits long before. See `ranked.fail_without_rank_0`."""
     began = time.monotonic()
-    assert train("lone", folder, ranks=2) == [1, 1]
+    assert train("fail_without_rank_0", folder, ranks=2) == [1, 1]
     assert time.monotonic() - began < 15
 
 
-def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train, folder: Path) -> None:
-    """CoPG has one value per group; GAE reads values, and its critic learns. Three ranks, two prompts:
-    one rank has nothing to sample, nothing to score and, with whole groups, nothing to train on."""
+def test_group_losses_and_critics_equal_those_of_one_rank(train: Train, folder: Path) -> None:
+    """CoPG has one value per group; GAE reads values, and its critic learns. Three ranks, two prompts: one rank has
+    nothing to sample, nothing to score and, with whole groups, nothing to train on."""
     plain = {k: v for k, v in RL.items() if k not in ("algorithm", "advantage", "kl", "controllers", "batch")}
     rollout = {"prompts_per_step": 2, "group_size": 5, "max_new_tokens": 8}
     common = {**plain, "rollout": rollout, "run": {"steps": 2}}
@@ -527,7 +534,7 @@ def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train
         assert train(recipe, folder / f"{name}-3", ranks=3) == [0, 0, 0]
         rows = rows_of(folder / f"{name}-1")
         assert any(row["grad_norm"] > 0 for row in rows), name
-        assert_same(rows_of(folder / f"{name}-3"), rows)
+        assert_same_metrics(rows_of(folder / f"{name}-3"), rows)
 
 
 CASES: dict[str, Values] = {
@@ -537,8 +544,8 @@ CASES: dict[str, Values] = {
 }
 
 
-def test_an_error_of_one_rank_ends_the_run_and_is_told_once(folder: Path) -> None:
-    """The reward breaks on rank 1 alone; rank 0 waits for its rollouts. As users start it, with two processes."""
+def test_error_of_one_rank_ends_the_run_and_is_reported_once(folder: Path) -> None:
+    """The reward fails on rank 1 only; rank 0 waits for its rollouts. Started as by a user, with two processes."""
     broken = (
         DIGITS + "\n\ndef half(completion):\n    import os\n    return 1 if os.environ['RANK'] == '0' else 'half'\n"
     )
@@ -581,15 +588,14 @@ def breaking(completion, token_count, step):
         (0, "error", {"model": {"path": "tiny", "shard": True}}, [1, 1], 2),
         (1, "error", {"rollout": {"staleness": 1}, "corrections": [{"use": "tis"}]}, [1, 1], 1),
         (1, "killed", {}, [1, -9], 2),
-        (1, "killed", {"model": {"path": "tiny", "shard": True}}, [1, -9], None),  # half of the weights are gone
+        (1, "killed", {"model": {"path": "tiny", "shard": True}}, [1, -9], None),  # half of the weights are lost
         (0, "killed", {}, [-9, 1], None),
     ],
 )
-def test_a_rank_that_fails_before_an_update_loses_no_step(
+def test_rank_failing_before_an_update_loses_no_step(
     train: Train, unbroken: Any, folder: Path, rank: int, how: str, changes: Values, codes: list[int], saved: int | None
 ) -> None:
-    """And the run goes on from there as if nothing had been. With rollouts drawn ahead those of step 3 fail before the
-    update of step 2."""
+    """And the run resumes exactly. With rollouts sampled ahead, those of step 3 fail before the update of step 2."""
     (folder / "digits.py").write_text(FAILING)
     plain = {k: RL[k] for k in ("stage", "data", "optim")}
     shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6, **changes.get("rollout", {})}
@@ -613,8 +619,8 @@ def test_a_rank_that_fails_before_an_update_loses_no_step(
     assert rows_of(folder / "broken") == straight
 
 
-def test_a_sync_that_fails_on_one_rank_loses_no_step(train: Train, folder: Path) -> None:
-    """That of rank 1 behind step 2: both save, and go on as if nothing had been."""
+def test_sync_failing_on_one_rank_loses_no_step(train: Train, folder: Path) -> None:
+    """Rank 1's sync after step 2 fails: both ranks save, and the run resumes exactly."""
     plain = {k: RL[k] for k in ("stage", "data", "optim", "rewards")}
     shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
     recipe = {**plain, "model": {"path": "tiny"}, "scoring": {"workers": 1}, "rollout": shape, "run": {"steps": 4}}
@@ -652,7 +658,7 @@ def pair(batch):
 
 @pytest.fixture(params=["rl", "dpo"])
 def failing_loss(request: pytest.FixtureRequest, folder: Path) -> Values:
-    """A recipe whose loss raises on rank 1 in step 3, while there is a file `failing`."""
+    """Return a recipe whose loss raises on rank 1 in step 3 while a file `failing` exists."""
     (folder / "losses.py").write_text(LOSSES)
     (folder / "failing").touch()
     shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
@@ -662,8 +668,8 @@ def failing_loss(request: pytest.FixtureRequest, folder: Path) -> Values:
     return {**full(recipe), **alike, "loss": {"use": f"losses.py:{loss}"}, "run": {"steps": 4}}
 
 
-def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder: Path, failing_loss: Values) -> None:
-    """Rank 0 hears of it where it would wait for the gradient, and saves."""
+def test_rank_failing_in_a_backward_pass_loses_no_step(train: Train, folder: Path, failing_loss: Values) -> None:
+    """Rank 0 learns of it where it would wait for the gradient, and saves."""
     assert train(failing_loss, folder / "broken", ranks=2) == [1, 1]
     newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
@@ -674,7 +680,7 @@ def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder
     assert rows_of(folder / "broken") == rows_of(folder / "straight")
 
 
-def test_a_rank_that_fails_in_a_pass_of_a_divided_model_ends_the_run(
+def test_rank_failing_in_a_pass_of_a_sharded_model_ends_the_run(
     train: Train, folder: Path, failing_loss: Values
 ) -> None:
     """Rank 0 waits for it within that pass. So rank 1 reports it through the failure monitor, not in a
@@ -684,11 +690,9 @@ def test_a_rank_that_fails_in_a_pass_of_a_divided_model_ends_the_run(
 
 
 @pytest.mark.parametrize("rollout", [{}, {"engine": "vllm"}], ids=["transformers", "vllm"])
-def test_a_sync_that_fails_on_one_rank_of_a_divided_model_loses_no_step(
-    train: Train, folder: Path, rollout: Values
-) -> None:
-    """The engine of rank 1 breaks off in the middle of the weights of version 2, which the ranks put together for each
-    other: rank 0 gets all of its own, hears of it, and both save. A stand-in takes the place of vLLM."""
+def test_sync_failing_on_one_rank_of_a_sharded_model_loses_no_step(train: Train, folder: Path, rollout: Values) -> None:
+    """The engine of rank 1 fails in the middle of the weights of version 2, which the ranks gather for each other: rank
+    0 gets all of its weights, learns of the failure, and both save. A stand-in replaces vLLM."""
     plain = {k: RL[k] for k in ("stage", "data", "optim", "rewards")}
     shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6, **rollout}
     recipe = {**full(plain, shard=True), "scoring": {"workers": 1}, "rollout": shape, "run": {"steps": 4}}
@@ -698,8 +702,8 @@ def test_a_sync_that_fails_on_one_rank_of_a_divided_model_loses_no_step(
     assert len(rows_of(folder / "broken")) == 2
 
 
-def test_all_ranks_name_the_rank_that_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 fails, and rank 0, which shares an engine with it, is told so before the two others."""
+def test_all_ranks_name_the_first_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails, and rank 0, which shares an engine with it, learns of it before the two others."""
     captured = [distributed.Captured(None, PeerLost("rank 1 failed: no memory", hint="see the error of that rank"))]
     captured += [distributed.Captured(None, ValueError("no memory"))]
     captured += [distributed.Captured(None)] * 2
@@ -715,7 +719,7 @@ def test_all_ranks_name_the_rank_that_failed_first(monkeypatch: pytest.MonkeyPat
         assert str(raised.value).splitlines()[0] == ("no memory" if number == 1 else "rank 1 failed: no memory")
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -746,14 +750,14 @@ assert not [name for name in names if "gloo" in name], names
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked up in /proc")
-def test_nothing_holds_the_process_group_when_a_run_has_ended() -> None:
-    """Modules that are imported while there is one may keep it in default arguments. Its threads then outlive the
-    interpreter, and some runs that were done and saved were ended by SIGABRT."""
+def test_process_group_is_released_at_the_end_of_a_run() -> None:
+    """Modules imported while a group exists may keep it in default arguments. Its threads then outlive the interpreter,
+    and some finished and saved runs were ended by SIGABRT."""
     done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_work_is_divided_by_cost_and_units_stay_whole() -> None:
+def test_work_is_balanced_by_cost_and_units_stay_whole() -> None:
     """5 goes to rank 0, 4 to rank 1, 3 to rank 1 (4 < 5), 3 to rank 0 (5 < 7), 1 to rank 1 (7 < 8)."""
     assert split_rows([3, 5, 1, 4, 3], 2) == [[1, 4], [0, 2, 3]]
     assert split_rows([1, 1, 1, 1], 2, [7, 7, 8, 8]) == [[0, 1], [2, 3]]
@@ -765,12 +769,12 @@ def test_work_is_divided_by_cost_and_units_stay_whole() -> None:
     ("size", "most", "ranks", "rows"),
     [(32, 32, 1, 32), (32, 32, 2, 16), (12, 4, 2, 3), (12, 4, 1, 4), (3, 3, 2, 1), (2, 2, 4, 1), (8, 2, 4, 2)],
 )
-def test_every_rank_has_a_part_of_each_step(size: int, most: int, ranks: int, rows: int) -> None:
+def test_every_rank_gets_a_part_of_each_step(size: int, most: int, ranks: int, rows: int) -> None:
     assert micro_size(size, most, ranks) == rows
 
 
-def test_ranks_evaluate_together(train: Train, folder: Path) -> None:
-    """Completions and losses of held-out rows, on a share of each rank: the numbers of one process."""
+def test_evaluation_on_ranks_equals_one_process(train: Train, folder: Path) -> None:
+    """Completions and losses of held-out rows, each rank with a share."""
     evaluated = {"every": 2, "data": {"source": "pairs.jsonl", "size": 5}, "keep_best": True, "metric": "reward"}
     losses = {"every": 2, "data": {"source": "rows.jsonl", "size": 7}, "keep_best": True}
     for recipe in ({**RL, "eval": {**evaluated, "n": 2}}, {**SFT, "eval": losses}):
@@ -780,7 +784,7 @@ def test_ranks_evaluate_together(train: Train, folder: Path) -> None:
         assert train(whole, folder / f"{name} two", ranks=2) == [0, 0]
         expected = rows_of(folder / f"{name} one")
         assert sum(any(key.startswith("eval/") for key in row) for row in expected) == 2
-        assert_same(rows_of(folder / f"{name} two"), expected)
+        assert_same_metrics(rows_of(folder / f"{name} two"), expected)
 
 
 HINTED = {
@@ -794,8 +798,8 @@ HINTED = {
 
 
 @pytest.mark.parametrize("name", ["loss_prompt", *(pytest.param(n, marks=pytest.mark.slow) for n in HINTED)])
-def test_hints_and_given_solutions_are_divided_too(train: Train, folder: Path, name: str) -> None:
-    """Rounds, given rows and supervised steps on two ranks are those of one; resumed in the middle by one rank."""
+def test_hints_and_given_solutions_on_two_ranks_equal_one(train: Train, folder: Path, name: str) -> None:
+    """Rounds, given rows and supervised steps on two ranks equal those on one; resumed in the middle by one rank."""
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     texts = [{**row, "solution": f"so it is {row['chosen']}", "hint": "look at both"} for row in rows]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -811,9 +815,9 @@ def test_hints_and_given_solutions_are_divided_too(train: Train, folder: Path, n
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)
     points = ("variants/hint", "variants/round", "solutions/rows", "calibrl/reached", "sft/updates")
     assert any(key.startswith(points) and value for row in expected for key, value in row.items())
     shutil.rmtree(checkpoints.folder_for(folder / "two" / "checkpoints", 4))
     assert train(recipe, folder / "two", ranks=1, resume=True) == [0]
-    assert_same(rows_of(folder / "two"), expected)
+    assert_same_metrics(rows_of(folder / "two"), expected)

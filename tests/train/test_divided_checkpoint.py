@@ -1,4 +1,4 @@
-"""Checkpoints and final models that all ranks of a divided model write."""
+"""Checkpoints and final models written by all ranks of a sharded model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., list[Values]]
 
 @pytest.fixture
 def run(answer: Callable[..., Any], sft_recipe: Any, tmp_path: Path) -> Run:
-    """The metrics of an sft run that so many processes make (ranked.py)."""
+    """Return the metrics of an sft run with this number of processes (ranked.py)."""
     del sft_recipe  # it writes the rows
 
     def train(ranks: int, *, steps: int, name: str = "run", resume: bool = False, **model: Any) -> list[Values]:
@@ -46,8 +46,8 @@ def run(answer: Callable[..., Any], sft_recipe: Any, tmp_path: Path) -> Run:
     return train
 
 
-def test_each_rank_writes_its_parts_and_some_of_the_whole_weights(run: Run, tmp_path: Path) -> None:
-    """Of a checkpoint and of the final model, which are models as any other."""
+def test_each_rank_writes_its_shards_and_some_full_weights(run: Run, tmp_path: Path) -> None:
+    """For a checkpoint and for the final model, which load as any other model."""
     run(2, steps=2, parallel={})
     root, final = tmp_path / "run" / "checkpoints", tmp_path / "run" / "final"
     newest = checkpoints.latest(root, hashes=True)
@@ -57,7 +57,7 @@ def test_each_rank_writes_its_parts_and_some_of_the_whole_weights(run: Run, tmp_
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
         assert set(index["weight_map"].values()) == files.keys() and len(files) == 2
-        assert min(files.values()) > 0.5 * max(files.values())  # the layers are dealt out by size
+        assert min(files.values()) > 0.5 * max(files.values())  # the layers are assigned by size
     sizes = [path.stat().st_size for path in (newest / "divided").glob("*.distcp")]
     assert len(sizes) == 2 and min(sizes) > 0.7 * max(sizes)
     saved, last = (AutoModelForCausalLM.from_pretrained(folder) for folder in (newest, final))
@@ -66,21 +66,21 @@ def test_each_rank_writes_its_parts_and_some_of_the_whole_weights(run: Run, tmp_
     assert report["kind"] == "full" and report["weights_compared"] == len(list(last.parameters()))
 
 
-def test_a_save_behind_the_training_counts_when_it_is_whole(answer: Callable[..., Any], tmp_path: Path) -> None:
-    """It holds the weights of its step; what fails or is killed while it writes leaves the one before."""
-    assert answer("ranked", work="save_behind", root=str(tmp_path), ranks=2) == [1, -signal.SIGKILL]
+def test_asynchronous_save_is_used_only_when_complete(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """It holds the weights of its step; a save that fails or is killed leaves the previous checkpoint."""
+    assert answer("ranked", work="save_asynchronously", root=str(tmp_path), ranks=2) == [1, -signal.SIGKILL]
     newest = checkpoints.latest(tmp_path, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 1
 
 
-def test_a_rank_that_fails_alone_is_not_waited_for(answer: Callable[..., Any], tmp_path: Path) -> None:
-    """In loading, the error is said once and an older checkpoint is taken; in saving, all ranks raise."""
+def test_rank_failing_in_load_or_save_does_not_block_the_others(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """In loading, the error is reported once and an older checkpoint is used; in saving, all ranks raise."""
     path = str(save_family("qwen3_moe", tmp_path / "model"))
     assert answer("ranked", work="fail_alone", root=str(tmp_path / "run"), path=path, ranks=2) == [0, 0]
 
 
-def test_each_rank_writes_some_of_the_layers_of_a_merged_adapter(answer: Callable[..., Any], tmp_path: Path) -> None:
-    """The files hold the base with the adapter that stands beside them merged in."""
+def test_each_rank_writes_some_layers_of_a_merged_adapter(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """The files hold the base merged with the adapter that is saved beside them."""
     assert answer("ranked", work="save_adapters", root=str(tmp_path / "final"), ranks=2) == [0, 0]
     merged = []
     for folder in (tmp_path / "final" / name for name in ("one", "two")):
@@ -96,8 +96,8 @@ def test_each_rank_writes_some_of_the_layers_of_a_merged_adapter(answer: Callabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "qwen3_moe", "gemma3_text"])
-def test_weights_have_published_names_in_files_of_all_ranks(run: Run, tmp_path: Path, kind: str) -> None:
-    """Of architectures that store them under other names, in other pieces, or tied; one process goes on with them."""
+def test_files_of_all_ranks_have_published_weight_names(run: Run, tmp_path: Path, kind: str) -> None:
+    """Architectures that store weights under other names, in other pieces, or tied; one process resumes from them."""
     path = str(save_family(kind, tmp_path / "model"))
     expected = run(1, steps=2, name="one", path=path)
     run(2, steps=1, path=path, parallel={})
@@ -113,8 +113,8 @@ def test_weights_have_published_names_in_files_of_all_ranks(run: Run, tmp_path: 
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_goes_on_with_what_another_wrote(run: Run) -> None:
-    """One, four in two copies, two, one and two: steps as of one process."""
+def test_checkpoint_resumes_on_any_number_of_ranks(run: Run) -> None:
+    """One, four in two copies, two, one and two ranks: the steps equal those of one process."""
     expected = run(1, steps=6, name="one")
     run(1, steps=1)
     run(4, steps=2, resume=True, parallel={"replicate": 2})
@@ -131,8 +131,8 @@ def assert_equal(found: list[Values], expected: list[Values], rel: float = 1e-5)
         assert [row["loss"], row["grad_norm"]] == pytest.approx([other["loss"], other["grad_norm"]], rel=rel)
 
 
-def test_a_rank_knows_its_own_files_by_their_names(tmp_path: Path) -> None:
-    """DCP tells other ranks than the first of no file, up to torch 2.12."""
+def test_rank_finds_its_files_by_name(tmp_path: Path) -> None:
+    """Up to torch 2.12, DCP reports files only to the first rank."""
     (tmp_path / "divided").mkdir()
     for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_0.distcp", ".metadata"):
         (tmp_path / "divided" / name).touch()

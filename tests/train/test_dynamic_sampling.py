@@ -1,4 +1,4 @@
-"""Refilling of groups that `keep` drops."""
+"""Refilling of groups dropped by `keep`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
     return RolloutBatch(group_ids=torch.tensor(groups), mask=mask, rewards=metric, correct=metric)
 
 
-def test_groups_are_collected_until_there_are_enough() -> None:
-    """Group 1 of the first batch and 2 of the second differ; of 4 and 5 only the first is still wanted."""
+def test_groups_are_collected_until_the_target() -> None:
+    """Group 1 of the first batch and 2 of the second have mixed rewards; of 4 and 5 only the first is still needed."""
     buffer = preset_objective("dapo").sampling_buffer(3, 5)
     assert buffer.add(batch([1, 1, 0, 1], [0, 0, 1, 1])) == {1}
     assert not buffer.full
@@ -27,7 +27,7 @@ def test_groups_are_collected_until_there_are_enough() -> None:
     assert (buffer.full, buffer.batches) == (True, 3)
 
 
-def test_too_few_groups_end_the_run_with_numbers() -> None:
+def test_too_few_groups_raise_with_counts() -> None:
     buffer = preset_objective("dapo").sampling_buffer(2, 2)
     buffer.add(batch([1, 0, 0, 0], [0, 0, 1, 1]))
     with pytest.raises(RunError, match="only 1 of 2 groups passed `keep` in 2 generation batches") as told:
@@ -46,12 +46,12 @@ def test_too_few_groups_end_the_run_with_numbers() -> None:
         ([float("nan")] * 2, "answers that could not be scored"),
     ],
 )
-def test_why_a_group_did_not_pass(correct: list[float], found: str) -> None:
+def test_reasons_of_dropped_groups_are_counted(correct: list[float], found: str) -> None:
     assert classify_group(batch([1.0, *correct], [0, 1, 1]), 1) == found and found in HINTS
 
 
 @pytest.mark.parametrize(("name", "max_batches"), [("dapo", 1), ("grpo", 10)])
-def test_one_batch_is_enough_where_nothing_is_refilled(name: str, max_batches: int) -> None:
+def test_one_batch_is_enough_without_refilling(name: str, max_batches: int) -> None:
     """All groups are taken; those that `keep` drops are dropped from the loss later."""
     buffer = preset_objective(name).sampling_buffer(2, max_batches)
     assert not buffer.full

@@ -1,4 +1,4 @@
-"""Errors that end a run before an update, and steps of rl in which there is nothing to learn: nothing is lost."""
+"""Emergency checkpoints: an error before an update, or an rl step without a training signal, loses no finished step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from posttrain.train import (
 )
 from posttrain.train.emergency_checkpoint import save_before_raising
 
-from .conftest import merged
+from .conftest import merge_sections
 
 Make = Callable[..., Stage]
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -54,7 +54,7 @@ def never(completion):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Make:
-    """4 steps of 4 prompts; the reward `digits` fails in step 3 while there is a file `broken`."""
+    """Return a recipe of 4 steps of 4 prompts; the reward `digits` fails in step 3 while a file `broken` exists."""
     (tmp_path / "rewards.py").write_text(REWARDS.replace("{flag}", str(tmp_path / "broken")))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(24)))
     base: dict[str, Any] = {
@@ -69,7 +69,7 @@ def recipe(tmp_path: Path) -> Make:
     }
 
     def make(**changes: Any) -> Stage:
-        return load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+        return load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
     return make
 
@@ -79,8 +79,8 @@ def timeless(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def engine_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine generates beside the trainer, as one on another GPU does."""
+def generate_beside_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine generate beside the trainer, as an engine on another GPU does."""
     make_engine = assemble.make_engine
 
     def apart(*args: Any, **more: Any) -> Any:
@@ -97,8 +97,8 @@ def finished(opened: Opened, name: str, recipe: Stage, *, resume: bool = False) 
     return timeless(directory.path)
 
 
-def test_a_reward_that_fails_keeps_the_steps_that_are_done(recipe: Make, opened: Opened, tmp_path: Path) -> None:
-    """No `save_every`: the two steps before were lost. Put right, the run goes on as if nothing had been."""
+def test_failing_reward_keeps_finished_steps(recipe: Make, opened: Opened, tmp_path: Path) -> None:
+    """Without `save_every` the two previous steps were once lost. After a fix, the run resumes exactly."""
     expected = finished(opened, "straight", recipe())
     (tmp_path / "broken").touch()
     with opened("broken run") as directory, pytest.raises(RunError, match="no more"):
@@ -110,11 +110,11 @@ def test_a_reward_that_fails_keeps_the_steps_that_are_done(recipe: Make, opened:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_asynchronous_save_is_waited_for_before_anything_is_said(
+def test_asynchronous_save_is_awaited_before_the_error_is_reported(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """The step after it fails behind its update: nothing can be saved of it. A checkpoint that is sealed meanwhile
-    needs no word, one that could not be written does."""
+    """The next step fails after its update, so it cannot be saved. A checkpoint sealed meanwhile needs no mention, one
+    that could not be written does."""
     notes: list[str] = []
     with opened() as directory, ThreadPoolExecutor(1) as thread:
 
@@ -153,11 +153,11 @@ class Driven:
 @pytest.mark.parametrize(
     ("how", "told"), [("asks", "a controller asks for 9 new tokens, more than .* 8"), ("breaks", "division by zero")]
 )
-def test_a_controller_that_fails_keeps_the_steps_that_are_done(
+def test_failing_controller_keeps_finished_steps(
     recipe: Make, opened: Opened, tmp_path: Path, how: str, told: str
 ) -> None:
-    """After step 2 it asks for more than the engine was started for, which depends on metrics; or it raises. Put right,
-    the run goes on as if nothing had been: it hears of each step once."""
+    """After step 2 it asks for more than the engine was started for, which depends on metrics; or it raises. After a
+    fix, the run resumes exactly: the controller gets each step once."""
     (tmp_path / "driven.py").write_text(DRIVEN.replace("{flag}", str(tmp_path / "broken")).replace("{how}", how))
     made = recipe(controllers={"rollout.max_new_tokens": {"use": "driven.py:Driven"}})
     expected = finished(opened, "straight", made)
@@ -172,7 +172,7 @@ def test_a_controller_that_fails_keeps_the_steps_that_are_done(
 
 
 def failing_pass(monkeypatch: pytest.MonkeyPatch, step: int, minibatch: int, error: Exception) -> None:
-    """The forward pass of that update, counted from 1, raises. Every step has two, of one micro-batch each."""
+    """Raise in this forward pass of the update, counted from 1. Every step has two, of one micro-batch each."""
     current, left = update.current_logprobs, 2 * (step - 1) + minibatch
 
     def failing(*args: Any) -> Any:
@@ -194,7 +194,7 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch, step: int, minibatch: int, err
         (NonFiniteError("a loss"), "a loss"),
     ],
 )
-def test_an_error_in_the_first_update_of_a_step_keeps_the_steps_that_are_done(
+def test_error_in_the_first_update_of_a_step_keeps_finished_steps(
     recipe: Make,
     opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,7 +203,7 @@ def test_an_error_in_the_first_update_of_a_step_keeps_the_steps_that_are_done(
     error: Exception,
     told: str,
 ) -> None:
-    """The weights are still those of step 2, and its rollouts are there: the run goes on as if nothing had been."""
+    """The weights are still those of step 2, and its rollouts exist: the run resumes exactly."""
     made = recipe(**changes, batch={"minibatches": 2}, rewards=[{"use": "rewards.py:digits"}])
     expected = finished(opened, "straight", made)
     assert [row["updates"] for row in expected] == [2, 2, 2, 2]
@@ -217,10 +217,10 @@ def test_an_error_in_the_first_update_of_a_step_keeps_the_steps_that_are_done(
     assert finished(opened, "broken run", made, resume=True) == expected
 
 
-def test_weights_between_two_updates_of_a_step_are_not_saved(
+def test_weights_between_two_updates_are_not_saved(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are those of no step, and that is said."""
+    """They belong to no step, and the error says so."""
     failing_pass(monkeypatch, 3, 2, ValueError("a wrong shape"))
     with opened() as directory, pytest.raises(ValueError, match="a wrong shape"):
         rl.run(recipe(batch={"minibatches": 2}), directory)
@@ -232,7 +232,7 @@ def test_weights_between_two_updates_of_a_step_are_not_saved(
 def test_weights_that_are_not_finite_are_not_saved(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The optimiser of step 2 leaves a NaN: older checkpoints, which would go for it, are worth more."""
+    """The optimizer of step 2 leaves a NaN: older checkpoints, which would be removed for it, are worth more."""
 
     def poisoned(p: Any, state: Any, *args: Any) -> Any:
         found = step(p, state, *args)
@@ -249,10 +249,11 @@ def test_weights_that_are_not_finite_are_not_saved(
 
 
 @pytest.mark.parametrize(("part", "saved"), [("compute_loss", 2), ("get_batch_samples", 2), ("_finish_step", None)])
-def test_sft_keeps_the_steps_that_are_done_too(
+def test_sft_keeps_finished_steps(
     sft_recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, rows_of: Any, part: str, saved: int | None
 ) -> None:
-    """In the second micro-batch of step 3, while its rows are laid together, or when it has changed the weights."""
+    """The error comes in the second micro-batch of step 3, while its rows are collated, or after it has changed the
+    weights."""
     made = sft_recipe()
     expected = rows_of(sft.run, made, "straight")
     whole, left = getattr(hf_trainer.RunLoop, part), 6 if part == "compute_loss" else 3
@@ -275,7 +276,7 @@ def test_sft_keeps_the_steps_that_are_done_too(
     assert timeless(directory.path) == expected
 
 
-def test_a_checkpoint_that_is_there_is_not_written_again(
+def test_existing_checkpoint_is_not_written_again(
     recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, save = list[int](), checkpoint.save
@@ -292,10 +293,10 @@ STALE: dict[str, Any] = {"rollout": {"staleness": 1}, "corrections": ["tis"]}
 
 
 @pytest.mark.parametrize("save_every", [1, None])
-def test_rollouts_drawn_ahead_that_fail_leave_those_of_the_step_itself(
+def test_failure_in_rollouts_sampled_ahead_keeps_those_of_the_step(
     recipe: Make, opened: Opened, tmp_path: Path, save_every: int | None
 ) -> None:
-    """Those of step 3 fail before the update of step 2, whose own are saved: it is trained on them after all."""
+    """Rollouts of step 3 fail before the update of step 2, whose own rollouts are saved and trained on after all."""
     made = recipe(**STALE, run={"steps": 4, "save_every": save_every})
     expected = finished(opened, "straight", made)
     (tmp_path / "broken").touch()
@@ -317,9 +318,9 @@ def slow(completion, step):
 """
 
 
-@pytest.mark.usefixtures("engine_apart")
-def test_rollouts_that_are_still_drawn_are_waited_for(recipe: Make, opened: Opened, tmp_path: Path) -> None:
-    """A controller fails before step 3, while an engine beside the trainer draws its rollouts, whose scores take long:
+@pytest.mark.usefixtures("generate_beside_trainer")
+def test_rollouts_in_progress_are_awaited_and_saved(recipe: Make, opened: Opened, tmp_path: Path) -> None:
+    """A controller fails before step 3, while an engine beside the trainer samples its rollouts, whose scoring is slow:
     they are saved with step 2."""
     (tmp_path / "slow.py").write_text(SLOW)
     flag = tmp_path / "broken"
@@ -335,13 +336,13 @@ def test_rollouts_that_are_still_drawn_are_waited_for(recipe: Make, opened: Open
     assert saved["step"] == 2 and len(saved["rollouts"]) == 16
 
 
-@pytest.mark.usefixtures("engine_apart")
+@pytest.mark.usefixtures("generate_beside_trainer")
 @pytest.mark.parametrize(("saved", "kept"), [(True, 1), (False, 2)])
-def test_rollouts_that_older_weights_drew_are_not_drawn_anew(
+def test_rollouts_of_older_weights_are_not_sampled_again(
     recipe: Make, opened: Opened, tmp_path: Path, saved: bool, kept: int
 ) -> None:
-    """An engine beside the trainer: those of step 3 fail while step 2 trains, and it is step 3 that finds out. A
-    checkpoint of step 2 cannot hold them: one of step 1 stays the newest, and without any that of step 2 is written."""
+    """An engine beside the trainer: rollouts of step 3 fail while step 2 trains, and step 3 finds out. A checkpoint of
+    step 2 cannot hold them: a checkpoint of step 1 stays the newest; without one, step 2's is written."""
     if saved:
         finished(opened, "run", recipe(**STALE, run={"steps": 1}))
     (tmp_path / "broken").touch()
@@ -352,9 +353,7 @@ def test_rollouts_that_older_weights_drew_are_not_drawn_anew(
 
 
 @pytest.mark.parametrize("changes", [{"algorithm": "verl_rank"}, {"advantage": {"use": "gae"}}, {}])
-def test_a_step_in_which_every_group_is_dropped_changes_nothing(
-    recipe: Make, opened: Opened, changes: dict[str, Any]
-) -> None:
+def test_step_with_all_groups_dropped_changes_nothing(recipe: Make, opened: Opened, changes: dict[str, Any]) -> None:
     made = recipe(**changes, keep="dynamic_sampling", rewards=[{"use": "rewards.py:never"}], run={"steps": 2})
     with pytest.raises(RunError, match="none of 2 steps made an update"), opened() as directory:
         rl.run(made, directory)
@@ -363,9 +362,9 @@ def test_a_step_in_which_every_group_is_dropped_changes_nothing(
     assert [row["signal/share"] for row in rows] == [0, 0]
 
 
-def test_rollouts_of_steps_that_are_drawn_anew_are_not_kept(recipe: Make, opened: Opened) -> None:
-    """Killed after step 4, whose checkpoint was not due, and resumed for step 3 alone: `compare-methods` read those of
-    step 4, and step 3's were removed as the older ones."""
+def test_saved_rollouts_of_repeated_steps_are_removed(recipe: Make, opened: Opened) -> None:
+    """Killed after step 4, whose checkpoint was not due, and resumed for step 3 only: `compare-methods` once read the
+    rollouts of step 4, and step 3's were removed as the older ones."""
     with opened() as directory:
         rl.run(recipe(run={"steps": 4, "save_every": 2, "keep_rollouts": 1}), directory)
     (directory.checkpoints / "step-00000004" / checkpoints.MANIFEST).unlink()
@@ -378,7 +377,7 @@ def test_rollouts_of_steps_that_are_drawn_anew_are_not_kept(recipe: Make, opened
 def test_ctrl_c_in_the_last_step_leaves_the_final_model(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in sft and dpo: there is nothing to go on with."""
+    """As in sft and dpo, nothing remains to be resumed."""
     inner = collect.collect
 
     def interrupted(ctx: Any, state: Any, *args: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Evaluation while training: it changes nothing that is trained, its losses are those of training, and the best
-weights, an early stop and a resume are exact."""
+"""Evaluation during training: it changes no training result, its losses equal training losses, and the best weights,
+early stopping and resuming are exact."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def rl_recipe(sft_recipe: Any, tmp_path: Path) -> Callable[..., Stage]:
 
 
 def split(rows: list[Values]) -> tuple[list[Values], list[Values]]:
-    """What a run says of its steps, and of its evaluations."""
+    """Return a run's metrics of steps, and of evaluations."""
     steps = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows if row["step"]]
     return steps, [
         {k: v for k, v in row.items() if k == "step" or k.startswith("eval/")} for row in rows if "eval/reward" in row
     ]
 
 
-# --- what follows from numbers ---
+# --- pure functions ---
 
 
-def test_the_best_evaluation_and_those_since() -> None:
+def test_best_evaluation_and_evaluations_since() -> None:
     state = State()
     found = []
     for step, value in enumerate([0.2, 0.5, 0.5, None, 0.4, 0.6]):
@@ -72,7 +72,7 @@ def test_the_best_evaluation_and_those_since() -> None:
     assert not update_best(State(), "accuracy", None)
 
 
-def test_what_is_said_of_an_early_stop() -> None:
+def test_early_stop_message() -> None:
     state = State(step=40, since_best=2, best={"step": 20, "metric": "eval/loss", "value": 1.25})
     said = "stopped after step 40: 2 evaluations in a row not better than eval/loss 1.25 after step 20 (eval.patience)"
     assert early_stop_message(state) == said
@@ -82,8 +82,8 @@ def record(problem: int, correct: bool | None, finish: str = "stop") -> Values:
     return {"problem": problem, "correct": correct, "finish": finish, "reward": 1.0, "tokens": 4}
 
 
-def test_metrics_of_completions() -> None:
-    """By hand: prompt 0 has 1 of 2 right (the cut one is wrong), prompt 1 has 1 of 1 judged, prompt 2 has none."""
+def test_metrics_of_completions_by_prompt() -> None:
+    """Prompt 0 has 1 of 2 right (the truncated one is wrong), prompt 1 has 1 of 1 scored, prompt 2 has none."""
     records = [
         *(record(0, True), record(0, True, "length")),
         *(record(1, True), record(1, None)),
@@ -99,14 +99,14 @@ def test_metrics_of_completions() -> None:
     assert completion_metrics([record(0, None)], 1, 0)["accuracy"] is None
 
 
-def test_batches_hold_every_row_once_longest_first() -> None:
+def test_batches_contain_every_row_once_longest_first() -> None:
     assert batches_of([3, 9, 9, 1, 5], 2) == [[1, 2], [4, 0], [3]]
 
 
 # --- rl ---
 
 
-def test_evaluation_changes_nothing_that_is_trained(rl_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
+def test_evaluation_does_not_change_training(rl_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
     plain = rows_of(rl.run, rl_recipe(), "plain")
     rows = rows_of(rl.run, rl_recipe(eval=EVAL), "evaluated")
     steps, evaluations = split(rows)
@@ -120,7 +120,7 @@ def test_evaluation_changes_nothing_that_is_trained(rl_recipe: Any, rows_of: Any
     assert sum(sample.get("eval", False) for sample in samples) == 3 * 4
 
 
-def test_a_resumed_run_evaluates_and_keeps_what_an_unbroken_one_does(
+def test_resumed_run_has_the_evaluations_and_best_model_of_an_unbroken_run(
     rl_recipe: Any, rows_of: Any, tmp_path: Path
 ) -> None:
     settings = {**EVAL, "keep_best": True, "metric": "reward"}
@@ -137,10 +137,10 @@ def test_a_resumed_run_evaluates_and_keeps_what_an_unbroken_one_does(
     assert state is not None and json.loads((state / "state.json").read_text())["best"] == best[0]
 
 
-def test_evaluations_that_do_not_rise_stop_the_run(
+def test_run_stops_early_if_evaluations_do_not_improve(
     rl_recipe: Any, opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No completion is right before or after: two evaluations later it is over, saved, and stays over."""
+    """No completion is right before or after: two evaluations later the run ends, is saved, and stays finished."""
     changes = {
         "scoring": {"workers": 1, "correct_at": 2.0},
         "eval": {**EVAL, "every": 1, "patience": 2},
@@ -160,11 +160,11 @@ def test_evaluations_that_do_not_rise_stop_the_run(
     with opened("parts") as directory:
         assert rl.run(rl_recipe(**changes), directory)["steps"] == 1
     changes["run"] = {"steps": 9}
-    with opened("parts", resume=True) as directory:  # an evaluation in each part
+    with opened("parts", resume=True) as directory:  # an evaluation before and after the resume
         assert rl.run(rl_recipe(**changes), directory)["stopped_early"] == summary["stopped_early"]
 
 
-def test_a_failed_evaluation_loses_nothing_and_is_made_on_resume(
+def test_failed_evaluation_is_repeated_on_resume(
     rl_recipe: Any, opened: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = rows_of(rl.run, rl_recipe(eval=EVAL), "whole")
@@ -185,7 +185,7 @@ def test_a_failed_evaluation_loses_nothing_and_is_made_on_resume(
     assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in whole if "loss" in row]
 
 
-def test_rewards_of_its_own_and_rows_that_cannot_be_scored(rl_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
+def test_evaluation_rewards_and_unscorable_rows(rl_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
     (tmp_path / "length.py").write_text("def length(completion, answer):\n    return float(len(completion))\n")
     with pytest.raises(RewardError, match="has no column `answer`"):
         rows_of(rl.run, rl_recipe(eval={**EVAL, "rewards": [{"use": "length.py:length"}]}), "refused")
@@ -194,15 +194,15 @@ def test_rewards_of_its_own_and_rows_that_cannot_be_scored(rl_recipe: Any, rows_
     assert rows[0]["eval/reward"] > 1 > rows[1]["reward"]
 
 
-def test_completions_of_the_data_are_trained_on_and_others_sampled(rl_recipe: Any, rows_of: Any) -> None:
+def test_stored_completions_are_trained_on_and_evaluation_samples_new_ones(rl_recipe: Any, rows_of: Any) -> None:
     stored = {**RL["rollout"], "engine": "stored", "group_size": 1}
     recipe = rl_recipe(rollout=stored, advantage={"use": "reward"}, eval={**EVAL, "max_new_tokens": 6})
     rows = rows_of(rl.run, recipe, "run")
     assert rows[0]["eval/mean_length"] <= 6 and rows[0]["eval/mean_length"] > 1
 
 
-def test_rollouts_of_later_steps_are_waited_for() -> None:
-    """The engine works for one at a time."""
+def test_evaluation_waits_for_rollouts_of_later_steps() -> None:
+    """The engine serves one call at a time."""
     calls: list[str] = []
     source: Any = SimpleNamespace(finish=lambda *_: calls.append("waited"))
     settings: Any = SimpleNamespace(every=2)
@@ -217,7 +217,7 @@ def test_rollouts_of_later_steps_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_validation_loss_is_the_training_loss_of_the_same_rows(
+def test_validation_loss_equals_the_training_loss_of_the_same_rows(
     sft_recipe: Any, rows_of: Any, packing: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     same = {"every": 3, "data": {"source": "rows.jsonl"}}
@@ -229,7 +229,7 @@ def test_the_validation_loss_is_the_training_loss_of_the_same_rows(
     assert rows[3]["eval/mean_token_accuracy"] == pytest.approx(rows[4]["mean_token_accuracy"], abs=1e-6)
 
 
-def test_the_validation_loss_of_pairs(
+def test_validation_loss_of_pairs(
     dpo_recipe: Any, rows_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     same = {"every": 3, "data": {"source": "pairs.jsonl"}, "keep_best": True}
@@ -245,14 +245,14 @@ def test_the_validation_loss_of_pairs(
     assert [row["loss"] for row in rows[1:]] == [row["loss"] for row in plain]
 
 
-def test_a_resumed_run_of_pairs_has_the_reference_of_its_start(dpo_recipe: Any, rows_of: Any) -> None:
+def test_resumed_pair_run_uses_the_reference_of_its_start(dpo_recipe: Any, rows_of: Any) -> None:
     settings = {"every": 2, "data": {"source": "pairs.jsonl", "size": 6}}
     whole = rows_of(preference.run, dpo_recipe(eval=settings), "whole")
     rows_of(preference.run, dpo_recipe(eval=settings, run={"steps": 2, "save_every": 2}), "parts")
     assert rows_of(preference.run, dpo_recipe(eval=settings), "parts", resume=True) == whole
 
 
-def test_rows_between_the_logged_ones(sft_recipe: Any, rows_of: Any) -> None:
+def test_evaluations_at_steps_that_are_not_logged(sft_recipe: Any, rows_of: Any) -> None:
     recipe = sft_recipe(
         run={"steps": 6, "log_every": 5}, eval={"every": 2, "data": {"source": "rows.jsonl", "size": 4}}
     )
@@ -260,7 +260,7 @@ def test_rows_between_the_logged_ones(sft_recipe: Any, rows_of: Any) -> None:
     assert [row["step"] for row in rows] == [0, 2, 4, 5, 6]
 
 
-def test_sft_with_completions(sft_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
+def test_sft_evaluates_completions(sft_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     settings = {
         "every": 6,
@@ -279,7 +279,9 @@ def test_sft_with_completions(sft_recipe: Any, rows_of: Any, tmp_path: Path) -> 
     assert {sample["step"] for sample in samples} == {0, 6} and samples[0]["prompt"]
 
 
-def test_losses_that_read_more_than_pairs(dpo_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
+def test_losses_that_need_more_than_pairs_are_validated_by_rewards_only(
+    dpo_recipe: Any, rows_of: Any, tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     labelled = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
@@ -310,7 +312,7 @@ ROWS: Values = {"every": 2, "data": {"source": "rows.jsonl"}}
         ("sft", {**ROWS, "metric": "accuracy", "keep_best": True}, "write `metric: loss`"),
     ],
 )
-def test_settings_that_cannot_be(stage: str, settings: Values, message: str, rl_recipe: Any, sft_recipe: Any) -> None:
+def test_invalid_settings_raise(stage: str, settings: Values, message: str, rl_recipe: Any, sft_recipe: Any) -> None:
     make = {"rl": rl_recipe, "sft": sft_recipe}[stage]
     with pytest.raises(RecipeError, match=re.escape(message)):
         make(eval=settings)

@@ -1,10 +1,10 @@
 """Every component of the index that an `rl` recipe may name, through the command line on `tiny`.
 
-Two steps: the component is called, a step's loss or gradient is another than without it, its numbers are in the
-metrics, the weights move, and a run that goes on after the first step is the unbroken one. The recipe follows from what
-the component says that it needs; NUMBERS holds arguments without a default, and defaults that are for long answers.
-A component that a preset names trains in test_presets.py as well. Of the others the first of each kind is taken with
-every test, the rest with `make test-slow`: each takes some seconds.
+Two steps: the component is called, a step's loss or gradient differs from a run without it, its statistics are in the
+metrics, the weights change, and a run resumed after the first step equals an unbroken one. The recipe follows from the
+component's declared needs; NUMBERS holds arguments without a default, and replacements of defaults for long answers.
+Components named by a preset are also trained in test_presets.py. Of the others, the first of each kind runs in every
+test run, the remaining ones with `make test-slow`: each takes some seconds.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Echo:
     def score(self): return 0.0
     def close(self): pass
 '''
-# In a file of its own: what scores imports no torch.
+# In a separate file, because reward workers import no torch.
 SHAPE = """
 from posttrain.shapes.protocol import Row
 
@@ -125,35 +125,35 @@ def nothing(batch, logp):
 """
 
 
-def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
-    """What it needs and no recipe gives."""
+def missing_needs(entry: Mapping[str, Any]) -> set[str]:
+    """Return the component's needs that no recipe provides."""
     given = given_by().union(*SAMPLERS.values())
     return set(entry["needs"]) - given
 
 
 def by_preset() -> set[tuple[str, str]]:
-    """What the presets of rl name."""
+    """Return the components named by presets of rl."""
     sections = [section for name in presets.names("rl") for _, section in preset_recipe(name).components()]
     return {(registry.find_kind(section.kinds, section.use), section.use) for section in sections}
 
 
-WITHIN = [key for key, entry in ENTRIES.items() if not out_of_reach(entry)]
+WITHIN = [key for key, entry in ENTRIES.items() if not missing_needs(entry)]
 COVERED = by_preset()
 FIRST = {kind: (kind, name) for kind, name in reversed(WITHIN) if (kind, name) not in COVERED}.values()
 REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.mark.slow) for k in WITHIN]
 
 
-def test_every_kind_has_its_place() -> None:
-    # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py, test_replay.py,
+def test_every_kind_is_in_the_recipe_or_listed() -> None:
+    # the remaining kinds: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py, test_replay.py,
     # test_workflows.py
     others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape", "replay", "workflow"}
     assert {*PLACES, *others} == registry.load_index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
 
-def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
-    """Every formula has rollouts that give what it needs; without them it is refused with the reason."""
-    assert {key: out_of_reach(entry) for key, entry in ENTRIES.items() if out_of_reach(entry)} == {}
+def test_missing_needs_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """Every formula has rollouts that provide its needs; without them it is refused with the reason."""
+    assert {key: missing_needs(entry) for key, entry in ENTRIES.items() if missing_needs(entry)} == {}
     values = recipe_with("advantage", "agent")
     values["rollout"].pop("workflow")
     with pytest.raises(RecipeError, match="`agent` needs agent_ids: rollouts of calls by role"):
@@ -161,14 +161,14 @@ def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
 
 
 def named_by(entry: Mapping[str, Any]) -> list[str]:
-    """The reward components and columns that it reads by default."""
+    """Return the reward components and columns that the component reads by default."""
     kinds = ("str", "Column", "RewardName", "ScoreName")
     texts = [described[1] for described in entry["params"].values() if described[0].startswith(kinds)][:9]
     return [text for text in texts if text and text.replace("_", "").isalpha()]
 
 
 def base(entry: Mapping[str, Any]) -> Values:
-    """A recipe that gives what the component needs, without it."""
+    """Return a recipe that provides the component's needs, without the component."""
     needs = set(entry["needs"])
     values: Values = {
         "stage": "rl",
@@ -196,7 +196,7 @@ def base(entry: Mapping[str, Any]) -> Values:
         values["environment"] = {"use": "parts.py:Echo", **simulated}
         turns = 1 if "legal_returns" in needs else 2
         values["rollout"] |= {"group_size": 8, "max_turns": turns, "turn_tokens": 1, "max_new_tokens": 60}
-        if "edge_ids" in needs:  # some turns are alike, and lead to different rewards
+        if "edge_ids" in needs:  # some turns are equal, and lead to different rewards
             values["rollout"] |= {"temperature": 0.3, "prompts_per_step": 18}
         values["rewards"].append({"use": "environment.steps"})
     elif needs & {"turn_ids", "token_rewards", "turn_scores"}:
@@ -211,7 +211,7 @@ def base(entry: Mapping[str, Any]) -> Values:
         values |= {"model": {"path": "tiny-vision"}, "data": {"source": "task:find_square", "size": 24}}
     if "router_loss" in needs:
         values["model"]["path"] = "moe"
-    if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
+    if "rollout_logp" in needs:  # for rollouts that are one update old; a user component may weight them
         values["rollout"]["staleness"] = 1
         values["regularisers"] = [{"use": "losses.py:nothing", "coef": 0.0}]
     if needs & given_by("solutions", "mixed_solutions"):
@@ -246,7 +246,7 @@ def recipe_with(kind: str, name: str) -> Values:
     if name == "channel_clip":
         values["advantage"]["separate"] = True
     section = {"use": name, **NUMBERS.get(name, {})}
-    if key == "controllers":  # what one step measures, the next may remember, and the third be driven by
+    if key == "controllers":  # statistics of one step may be stored in the second and drive the third
         return {**values, key: {"kl.coef": section}, "run": {"steps": 3, "save_every": 1}}
     if key == "kl":
         section["coef"] = 0.5
@@ -256,7 +256,7 @@ def recipe_with(kind: str, name: str) -> Values:
 
 
 def recipe_without(kind: str, name: str) -> Values:
-    """The same with nothing in its place, or something else where there must be one."""
+    """Return the recipe without the component, or with another one if the section is required."""
     values = base(ENTRIES[kind, name])
     if kind == "kl":
         values["kl"]["coef"] = 0.0
@@ -276,7 +276,7 @@ def recipe_without(kind: str, name: str) -> Values:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rewards, rows with columns of numbers, and a critic that was trained before."""
+    """A folder with rewards, rows with numeric columns, and a trained critic."""
     folder = tmp_path_factory.mktemp("parts")
     (folder / "parts.py").write_text(SCRIPT)
     (folder / "losses.py").write_text(LOSS)
@@ -293,7 +293,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Calls:
-    """The parts that were called since training began, and the names of the statistics that they gave."""
+    """Records the functions called since training started, and the names of their statistics."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
@@ -322,7 +322,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def ran(cli: Any, folder: Path, values: Values, *options: str) -> list[Values]:
-    """The metrics of a run in `folder`, whose recipe stands beside it."""
+    """Return the metrics of a run in `folder`, with its recipe beside it."""
     recipe = folder.with_suffix(".yaml")
     recipe.write_text(json.dumps(values))  # JSON is YAML
     cli.run("rl", str(recipe), "--output", str(folder), *options)
@@ -331,7 +331,7 @@ def ran(cli: Any, folder: Path, values: Values, *options: str) -> list[Values]:
 
 @pytest.fixture(scope="module")
 def without() -> dict[str, list[Values]]:
-    """Metrics of the runs without a component, by their recipes: many share one."""
+    """Return metrics of runs without a component, cached by recipe: many components share one."""
     return {}
 
 
@@ -340,7 +340,7 @@ def weights(run: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("kind", "name"), REACHED)
-def test_it_does_what_it_is_for(
+def test_component_is_called_changes_the_step_and_resumes_exactly(
     kind: str, name: str, cli: Any, home: Path, calls: Calls, without: dict[str, list[Values]]
 ) -> None:
     entry, run = ENTRIES[kind, name], home / f"{kind}-{name}"

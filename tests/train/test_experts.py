@@ -1,4 +1,4 @@
-"""Training of mixtures of experts: the type that their products are computed in, and the load of their routers."""
+"""Training of mixtures of experts: the dtype of their products, and the load balance of their routers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = Sequences(((5, 6, 7, 8, 9), (11, 12, 13), (21, 22, 23, 24, 25, 26, 27)), 
 
 
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype]]:
-    """The types of both factors of each grouped product from here on."""
+    """Record the dtypes of both factors of each grouped product from here on."""
     found: list[tuple[torch.dtype, torch.dtype]] = []
     product = functional.grouped_mm
 
@@ -47,10 +47,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_are_computed_in_the_type_of_the_products(
-    kind: str, lora: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Master weights and adapters are float32; what is multiplied is bfloat16, and gradients come back to float32."""
+def test_experts_compute_in_the_product_dtype(kind: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Master weights and adapters are float32; products are in bfloat16, and gradients are float32 again."""
     model = family(kind).to(torch.bfloat16)
     if lora:
         model = adapters.add(model, Lora(rank=2))
@@ -73,8 +71,9 @@ def test_experts_are_computed_in_the_type_of_the_products(
 @pytest.mark.parametrize(
     ("kind", "packed"), [*((kind, False) for kind in KINDS), ("mixtral", True), ("qwen3_moe", True)]
 )
-def test_the_router_s_loss_is_that_of_transformers_on_each_row(kind: str, packed: bool) -> None:
-    """One layer, where transformers' mean over all tokens of all layers is ours. Padding and filling do not count."""
+def test_router_loss_equals_transformers_per_row(kind: str, packed: bool) -> None:
+    """With one layer, transformers' mean over all tokens of all layers equals ours. Padding and filler tokens do not
+    count."""
     model = family(kind, num_hidden_layers=1, **({"layer_types": ["full_attention"]} if kind == "gpt_oss" else {}))
     assert not packed or use_packed_attention(model)
     found = completion_scores(model, ROWS, 4, packed=packed, fill=8, extras=Extras(router=True))["router_loss"]
@@ -88,9 +87,9 @@ def test_the_router_s_loss_is_that_of_transformers_on_each_row(kind: str, packed
     assert routers and all(g is not None and g.abs().max() > 0 for g in routers)
 
 
-def test_a_model_without_a_router_is_refused() -> None:
+def test_model_without_a_router_is_refused() -> None:
     assert experts.experts_a_token(family("mixtral")) == 2
-    for kind in ("llama", "deepseek_v3"):  # the second balances its load by a bias, and transformers has no loss of it
+    for kind in ("llama", "deepseek_v3"):  # the second balances its load by a bias, without a loss in transformers
         with pytest.raises(ModelError, match="no router whose load could be balanced"):
             experts.experts_a_token(family(kind))
 
@@ -103,7 +102,7 @@ def spread(completion):
 
 @pytest.fixture
 def ran(tmp_path: Path, rows_of: Any) -> Callable[..., list[dict[str, Any]]]:
-    """Runs rl on a small mixture of experts; keyword arguments change sections of the recipe."""
+    """Return a function that runs rl on a small mixture of experts; keyword arguments change sections of the recipe."""
     (tmp_path / "rewards.py").write_text(REWARD)
     rows = [json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)}) for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -127,15 +126,15 @@ def ran(tmp_path: Path, rows_of: Any) -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_a_mixture_of_experts_trains_and_is_saved(kind: str, lora: Any, ran: Any, tmp_path: Path) -> None:
-    """The engine is the trainer's own model; the final model was loaded again by transformers, or PEFT."""
+def test_mixture_of_experts_trains_and_is_saved(kind: str, lora: Any, ran: Any, tmp_path: Path) -> None:
+    """The engine uses the trainer's own model; the final model is loaded again by transformers, or PEFT."""
     rows = ran("run", kind, model={"lora": lora}, optim={"lr": 1e-2}, batch={"minibatches": 2})
     assert all(row["grad_norm"] > 0 and row["updates"] == 2 and row["mismatch/max"] < 1e-3 for row in rows)
     assert (tmp_path / "run" / "final" / ("adapter_config.json" if lora else "model.safetensors")).is_file()
 
 
-def test_the_router_s_term_is_the_same_in_any_micro_batches(ran: Any) -> None:
-    """Its denominator is that of the whole update; with a coefficient it moves the router, whatever the rewards."""
+def test_router_loss_does_not_depend_on_micro_batches(ran: Any) -> None:
+    """Its denominator is that of the whole update; with a coefficient it changes the router whatever the rewards."""
     term = [{"use": "router_balance", "coef": 0.5}]
     whole, cut, without = (
         ran(name, "mixtral", batch={"minibatches": 2, "micro_tokens": tokens}, regularisers=terms)
@@ -147,13 +146,13 @@ def test_the_router_s_term_is_the_same_in_any_micro_batches(ran: Any) -> None:
     assert abs(whole[0]["loss"] - without[0]["loss"] - 0.5 * whole[0]["router_loss"]) < 0.05
 
 
-def test_a_term_of_the_router_is_refused_without_one(ran: Any) -> None:
+def test_router_loss_without_a_router_is_refused(ran: Any) -> None:
     with pytest.raises(ModelError, match="LlamaForCausalLM has no router"):
         ran("run", "llama", regularisers=[{"use": "router_balance", "coef": 0.01}])
 
 
-def test_sft_takes_another_coefficient_of_the_router_s_loss(sft_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
-    """Its own is 0.001. A larger one is seen in the loss; it is refused where nothing is multiplied by it."""
+def test_sft_router_loss_coefficient(sft_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
+    """The model's own is 0.001. A larger one shows in the loss; it is refused for models without a router loss."""
     base, dense = (str(save_family(kind, tmp_path / kind)) for kind in ("mixtral", "llama"))
     losses = [
         rows_of(
@@ -168,8 +167,8 @@ def test_sft_takes_another_coefficient_of_the_router_s_loss(sft_recipe: Any, row
             rows_of(sft.run, sft_recipe(model=model, objective=objective), why[:4])
 
 
-def test_what_vllm_would_not_compute_with_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters on experts are products of one tensor for all of them, and vLLM has a tensor an expert."""
+def test_expert_adapters_are_refused_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters on experts are products with one tensor for all experts; vLLM has one tensor per expert."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     everywhere = adapters.add(family("mixtral"), Lora(rank=2)).get_base_model()
     with pytest.raises(RecipeError, match=r"adapter on experts .*\n.*merge_adapter: true"):
@@ -185,8 +184,8 @@ def test_what_vllm_would_not_compute_with_is_refused_before_it_starts(monkeypatc
         vllm_start.check_experts(family("mixtral", intermediate_size=48).config)
 
 
-def test_the_base_under_an_adapter_has_the_names_of_checkpoints(tmp_path: Path) -> None:
-    """What vLLM reads: no `base_layer` of PEFT, and a tensor for each expert's projection."""
+def test_base_weights_under_an_adapter_have_checkpoint_names(tmp_path: Path) -> None:
+    """As vLLM reads them: no `base_layer` of PEFT, and one tensor per expert projection."""
     for kind in ("mixtral", "qwen3_moe"):
         folder = save_family(kind, tmp_path / kind)
         loaded = load(Model(path=str(folder), lora=Lora(rank=2), device="cpu"), tmp_path, training=True)

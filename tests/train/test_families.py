@@ -1,4 +1,4 @@
-"""docs/architectures.yaml: what its rows say of each family, tried on tiny models by the path of the commands."""
+"""Statements of docs/architectures.yaml about each family, checked on tiny models through the commands."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ finally:
     sys.path.pop(0)
 FAMILIES = {row.family: row for row in table.read_families()}
 STAGES = {"sft": sft.run, "rl": rl.run}
-WINDOWS = {"llama4_text": "attention_chunk_size"}  # what the configuration calls it, if not `sliding_window`
+WINDOWS = {"llama4_text": "attention_chunk_size"}  # the configuration's name for it, if not `sliding_window`
 ROWS = Sequences(tuple(tuple(range(3, 3 + n)) for n in (30, 5, 40, 17)), (5, 2, 3, 4))
 REWARD = "def letters(completion, token_count):\n    return sum(map(str.islower, completion)) / max(token_count, 1)\n"
 
 
-def test_the_table_of_the_page_is_made_of_the_rows() -> None:
+def test_table_of_the_page_is_generated_from_the_rows() -> None:
     text = table.PAGE.read_text(encoding="utf-8")
     assert table.page(text, list(FAMILIES.values())) == text, "run `make index`"
     assert len(FAMILIES) >= 24
@@ -79,7 +79,7 @@ class Trial:
 
 @pytest.fixture
 def trial(tmp_path: Path, rows_of: Callable[..., list[dict[str, Any]]]) -> Callable[..., Trial]:
-    """Makes the base of a family and the data of its runs."""
+    """Build the base model of a family and the data of its runs."""
 
     def make(row: Any, *, lora: bool) -> Trial:
         save_family(row.kind, tmp_path / "base", **keys_of(row))
@@ -93,8 +93,8 @@ def trial(tmp_path: Path, rows_of: Callable[..., list[dict[str, Any]]]) -> Calla
 
 
 def check_stage(trial: Trial, stage: str) -> list[dict[str, Any]]:
-    """Two steps, unbroken and resumed after the first, are the same; saving has compared `final/` with what plain
-    transformers and PEFT make of it. Returns the metrics."""
+    """Check that two steps, unbroken and resumed after the first, are equal; saving has compared `final/` with plain
+    transformers and PEFT. Return the metrics."""
     whole = trial.run(stage, f"{stage}-whole", 2)
     trial.run(stage, f"{stage}-broken", 1)
     assert trial.run(stage, f"{stage}-broken", 2, resume=True) == whole
@@ -105,7 +105,7 @@ def check_stage(trial: Trial, stage: str) -> list[dict[str, Any]]:
 
 
 def check_packing(trial: Trial, row: Any, padded: list[dict[str, Any]]) -> None:
-    """sft's `batch.packing` gives the losses of padded rows, or is refused."""
+    """Check that sft's `batch.packing` gives the losses of padded rows, or is refused."""
     if row.packs == "neither":
         with pytest.raises(ModelError, match="packing is not exact"):
             trial.run("sft", "packed", 2, packing=True)
@@ -125,7 +125,7 @@ def check_row(make: Callable[..., Trial], row: Any, *, lora: bool, stages: tuple
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_trains_resumes_and_reloads(trial: Callable[..., Trial], name: str, lora: bool) -> None:
+def test_family_trains_resumes_and_reloads(trial: Callable[..., Trial], name: str, lora: bool) -> None:
     check_row(trial, FAMILIES[name], lora=lora)
 
 
@@ -133,17 +133,17 @@ def test_a_family_trains_resumes_and_reloads(trial: Callable[..., Trial], name: 
     ("name", "lora", "stage"),
     [
         ("Qwen3-MoE", False, "rl"),  # stored in other pieces, under other names
-        ("Llama 4 (text)", False, "sft"),  # rows packed behind whole chunks would look right
-        ("Falcon-H1", True, "sft"),  # layers that no adapter reaches
+        ("Llama 4 (text)", False, "sft"),  # rows packed after whole chunks would look right
+        ("Falcon-H1", True, "sft"),  # layers without adapter support
     ],
 )
-def test_each_mechanism(trial: Callable[..., Trial], name: str, lora: bool, stage: str) -> None:
+def test_mechanism_of_each_family(trial: Callable[..., Trial], name: str, lora: bool, stage: str) -> None:
     check_row(trial, FAMILIES[name], lora=lora, stages=(stage,))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_lines_of_rl_and_stored_names(name: str, tmp_path: Path) -> None:
-    """Rows in one line have the log-probs of padded ones; stored names are the modules' where the row says so."""
+def test_rl_packing_and_stored_names(name: str, tmp_path: Path) -> None:
+    """Packed rows have the log-probs of padded rows; stored names equal module names if the table row says so."""
     row = FAMILIES[name]
     base = save_family(row.kind, tmp_path, **keys_of(row))
     switched, plain = family(row.kind, **keys_of(row)), family(row.kind, **keys_of(row))

@@ -1,7 +1,7 @@
-"""What breaks a run from outside ends it with a sentence, and leaves a directory that goes on to the same numbers.
+"""External faults: the run ends with one sentence, and the directory resumes to the same numbers.
 
-Elsewhere: kill -9 at any moment and within a save (test_killed.py), NaN and a prompt over the window (test_rl.py), a
-reward that hangs (test_scoring.py), an engine that goes while it draws ahead (test_overlap.py).
+Other files test kill -9 at any moment and within a save (test_killed.py), NaN and a prompt over the window
+(test_rl.py), a hanging reward (test_scoring.py), and an engine lost while it samples ahead (test_overlap.py).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def finished(opened: Opened, name: str, recipe: Any, *, resume: bool = False) ->
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(directory.path)]
 
 
-def test_a_disk_that_fills_while_a_checkpoint_is_written(
+def test_full_disk_during_a_checkpoint(
     recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint of step 3 does not fit: those of 1 and 2 stay, and the run goes on from 2 once there is space.
-    Then the disk flips a bit of the last one: the run goes on from the one before."""
+    """The checkpoint of step 3 does not fit: those of 1 and 2 stay, and the run resumes from 2 once there is space.
+    Then the disk flips a bit of the last checkpoint: the run resumes from the one before."""
     expected = finished(opened, "straight", recipe())
     saved, original = list[Path](), torch.save
 
@@ -89,59 +89,57 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     assert finished(opened, "full", recipe(), resume=True) == expected
     weights = checkpoints.folder_for(directory.checkpoints, 4) / "adapter_model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the same size: only its hash tells
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the same size: only its hash differs
     assert finished(opened, "full", recipe(), resume=True) == expected
     assert weights.read_bytes() == whole, "made anew from step 3"
     assert "step-00000004 is damaged and is not used" in capsys.readouterr().err
 
 
-def unreadable_moments(folder: Path) -> None:
+def write_unreadable_moments(folder: Path) -> None:
     (folder / "optimizer.pt").write_bytes(b"not a pickle")
 
 
-def other_weights(folder: Path) -> None:
+def write_other_weights(folder: Path) -> None:
     save_file({"other": torch.zeros(1)}, folder / "adapter_model.safetensors")
 
 
-def cut_weights(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def no_weights(folder: Path) -> None:
+def delete_weights(folder: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
 
 
-def other_state(folder: Path) -> None:
+def write_other_state(folder: Path) -> None:
     (folder / "state.json").write_text('{"steps": 3}')
 
 
-def no_json(folder: Path) -> None:
+def write_invalid_json(folder: Path) -> None:
     (folder / "state.json").write_text("{")
 
 
-def moments_of_another_model(folder: Path) -> None:
+def write_moments_of_another_model(folder: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.AdamW([weight])
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
 
 
 SPOILT = [
-    unreadable_moments,
-    other_weights,
-    cut_weights,
-    no_weights,
-    other_state,
-    no_json,
-    moments_of_another_model,
+    write_unreadable_moments,
+    write_other_weights,
+    truncate_weights,
+    delete_weights,
+    write_other_state,
+    write_invalid_json,
+    write_moments_of_another_model,
 ]
 
 
-def test_a_sealed_checkpoint_that_cannot_be_loaded_is_skipped(
-    recipe: Any, opened: Opened, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its manifest is right, its files are not what a run can load: the one before is taken, and the numbers are those
-    of an unbroken run. Where none can be loaded the run does not begin anew in silence."""
+def test_unloadable_checkpoint_is_skipped(recipe: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest is right, but a run cannot load its files: the previous checkpoint is used, and the numbers equal an
+    unbroken run's. If none can be loaded, the run does not silently start again."""
     expected = finished(opened, "run", recipe())
     with opened("run", resume=True) as directory:
         folders = [checkpoints.folder_for(directory.checkpoints, step) for step in (3, 4)]
@@ -155,7 +153,7 @@ def test_a_sealed_checkpoint_that_cannot_be_loaded_is_skipped(
         assert "step-00000004 cannot be loaded and is not used" in said and "resumed after step 3" in said
         assert checkpoints.verify(folders[1].with_name("step-00000004.unusable")), "set aside, as it was"
     for folder in folders:
-        no_json(folder)
+        write_invalid_json(folder)
         (folder / checkpoints.MANIFEST).unlink()
         checkpoints.seal(folder)
     with opened("run", resume=True) as directory, pytest.raises(RunError, match="no checkpoint can be loaded"):
@@ -163,10 +161,10 @@ def test_a_sealed_checkpoint_that_cannot_be_loaded_is_skipped(
     assert [row["step"] for row in read_metrics(directory.path)] == [1, 2, 3, 4], "nothing is cut back"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told(
+def test_unwritable_checkpoint_raises_one_sentence(
     recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not every disk that refuses is a full one: in `rl` such an error came as the library's own."""
+    """The disk may refuse for other reasons than being full: in `rl` such an error was once the library's own."""
 
     def refused(*_: Any) -> None:
         raise RuntimeError("Parent directory does not exist.")
@@ -177,11 +175,13 @@ def test_a_checkpoint_that_cannot_be_written_is_told(
         rl.run(recipe(), directory)
 
 
-def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user sees it: what is wrong, where, what to do, and how to go on."""
+def test_missing_server_at_the_url_raises_with_a_hint(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As printed for a user: what is wrong, where, what to do, and how to resume."""
     recipe()
     monkeypatch.setattr(server_client, "CONNECT_RETRY_S", 0.1)
-    with socket.socket() as silent:  # bound, but nobody listens
+    with socket.socket() as silent:  # bound, but not listening
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         values = {**RUN, "rollout": {**RUN["rollout"], "engine": "vllm", "vllm": {"server": {"urls": [url]}}}}
@@ -195,7 +195,7 @@ def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("changes", [{}, {"staleness": 1}], ids=["in turns", "one step ahead"])
 @pytest.mark.parametrize("version", [1, 3])
-def test_a_sync_that_fails_loses_no_step(
+def test_failed_sync_loses_no_step(
     recipe: Any,
     opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,8 +203,7 @@ def test_a_sync_that_fails_loses_no_step(
     version: int,
     changes: dict[str, Any],
 ) -> None:
-    """The step before it is finished: it is in the metrics and in a checkpoint. Nobody waits for the weights of the
-    last step."""
+    """The previous step is finished: it is in the metrics and in a checkpoint. No sync follows the last step."""
     whole = recipe(save_every=None, **changes)
     inner = TransformersEngine.sync
     lost = {"version": 4}
@@ -227,9 +226,9 @@ def test_a_sync_that_fails_loses_no_step(
     assert finished(opened, "broken", whole, resume=True) == expected
 
 
-def test_a_resumed_run_syncs_where_a_step_draws(recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a part of its first step, whose errors are told to all ranks; one step ahead, behind the rollouts that the
-    checkpoint holds."""
+def test_resumed_run_syncs_in_its_first_step(recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a part of its first step, whose errors are raised on all ranks; with staleness 1, after the rollouts held by
+    the checkpoint."""
     told, inner = list[str](), TransformersEngine.sync
     monkeypatch.setattr(
         TransformersEngine,
@@ -250,11 +249,11 @@ def test_a_resumed_run_syncs_where_a_step_draws(recipe: Any, opened: Opened, mon
         assert told == ["step 2", "sync 2", "step 3", "sync 3"]
 
 
-def test_a_server_that_is_killed(
+def test_killed_server_ends_the_run_which_resumes(
     serving: ModuleType, recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """SIGKILL while step 3 updates: the run ends at the sync behind it, saved; it goes on with a server of its own
-    again, which draws for step 4."""
+    """SIGKILL while step 3 updates: the run ends at the following sync, saved; it resumes with a new server of its own,
+    which samples for step 4."""
     program = Path(str(serving.__file__))
     root = f"import gc, sys, runpy; gc.disable(); sys.path[:0] = [{{root!r}}, {str(program.parent)!r}]; "
     run = f"sys.argv.insert(1, '{{parent}}'); runpy.run_path({str(program)!r}, run_name='__main__')"

@@ -1,4 +1,4 @@
-"""Given solutions in the batch: rows that nobody sampled are trained on with their weight, or are a baseline only."""
+"""Given solutions in the batch: off-policy rows are trained on with their weight, or are used as a baseline only."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def wide(**changes: Any) -> Values:
     return {**values, "rollout": {**values["rollout"], "max_new_tokens": 40}}
 
 
-def test_the_solution_is_a_row_of_its_group_and_has_the_mixture_ratio(
-    ran: Callable[..., list[Values]], seen: Seen
-) -> None:
-    """RL-PLUS: one given row a group, scored, in the group's mean, trained on by the ratio to the mixture."""
+def test_solution_is_a_row_of_its_group_with_the_mixture_ratio(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """RL-PLUS: one given row per group, scored, included in the group's mean, trained on with the ratio to the
+    mixture."""
     metrics = ran(wide(algorithm="rl_plus", batch={"minibatches": 2}))
     assert all(row["solutions/rows"] == 5 and row["rollout/rows"] == 20 for row in metrics)
     for rollouts, batch in zip(seen.rollouts, seen.batches, strict=True):
@@ -54,17 +53,18 @@ def test_the_solution_is_a_row_of_its_group_and_has_the_mixture_ratio(
         assert focused.tolist() == pytest.approx([expected] * len(focused))
 
 
-def test_a_reward_is_the_policys_own(ran: Callable[..., list[Values]], seen: Seen) -> None:
+def test_reported_reward_excludes_given_rows(ran: Callable[..., list[Values]], seen: Seen) -> None:
     metrics = ran(wide(algorithm="rl_plus", run={"steps": 1}))
     own = [r.reward for r in seen.rollouts[0] if not r.is_given]
     assert metrics[0]["reward"] == pytest.approx(sum(filter(None, own)) / len(own))
     assert metrics[0]["solutions/reward"] != metrics[0]["reward"]
 
 
-def test_the_experts_log_probs_are_a_baseline_and_its_answer_is_no_row(
+def test_calibrl_uses_expert_log_probs_without_given_rows(
     ran: Callable[..., list[Values]], seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CalibRL: `expert_logp` is the old policy's, of the answer at the same position; no row of the batch is given."""
+    """`expert_logp` is the old policy's log-prob of the expert answer's token at the same position; no row of the batch
+    is given."""
     contexts: list[Any] = []
     compute_on_other_sequences = policy.compute_on_other_sequences
 
@@ -89,7 +89,7 @@ def test_the_experts_log_probs_are_a_baseline_and_its_answer_is_no_row(
         assert bool(found[0, length:].isnan().all())
 
 
-def test_rows_without_a_solution_have_none(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+def test_rows_without_a_solution_get_no_given_row(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
     rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
     for row in rows[::2]:
         row["solution"] = None
@@ -102,7 +102,7 @@ def test_rows_without_a_solution_have_none(ran: Callable[..., list[Values]], see
         assert {r.group for r in rollouts if r.is_given} == {g for g, asked in groups.items() if asked in with_one}
 
 
-def test_a_run_with_solutions_goes_on_exactly(cli: Any, home: Path) -> None:
+def test_run_with_solutions_resumes_exactly(cli: Any, home: Path) -> None:
     values = wide(algorithm="rl_plus", run={"steps": 4, "save_every": 2})
     (home / "run.yaml").write_text(json.dumps(values))
     cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
@@ -119,12 +119,12 @@ def test_a_run_with_solutions_goes_on_exactly(cli: Any, home: Path) -> None:
         ({"algorithm": "rl_plus", "tools": [{"use": "calculator"}]}, "a solution is one turn"),
     ],
 )
-def test_what_cannot_work_is_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
+def test_incompatible_settings_are_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
     (home / "run.yaml").write_text(json.dumps({**values_of(), **changes}))
     assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
-def test_an_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
+def test_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
     from posttrain.train.logprobs import Head, token_scores
 
     torch.manual_seed(0)
@@ -148,10 +148,10 @@ def test_an_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
     assert torch.allclose(gradient, expected, atol=1e-6)
 
 
-def test_supervised_steps_come_between_on_prompts_that_failed(
+def test_supervised_steps_use_solutions_of_failed_prompts(
     ran: Callable[..., list[Values]], seen: Seen, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
-    """ReLIFT: unsolved prompts are collected newest first, and their solutions trained on once there are enough."""
+    """ReLIFT: unsolved prompts are collected newest first, and their solutions are trained on once there are enough."""
     trained: list[list[int]] = []
     once = unsolved.update_once
 
@@ -182,7 +182,7 @@ def test_supervised_steps_come_between_on_prompts_that_failed(
     assert [uid for uid, _ in memory["solutions.sft"]] == waiting
 
 
-def test_the_buffer_and_its_optimiser_go_on_exactly(cli: Any, home: Path) -> None:
+def test_buffer_and_its_optimizer_resume_exactly(cli: Any, home: Path) -> None:
     sft = {"size": 3, "lr": 1e-3}
     values = wide(reward="rarely", algorithm="relift", solutions={"sft": sft}, run={"steps": 4, "save_every": 2})
     values["rewards"] = values["rewards"][:1]

@@ -1,4 +1,4 @@
-"""Full training with weights in bfloat16, whose float32 masters are the optimiser's."""
+"""Full training with bfloat16 weights and float32 master weights in the optimizer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def small() -> nn.Linear:
     return layer
 
 
-def test_updates_that_bfloat16_would_lose_add_up() -> None:
-    """lr 1e-4 a step on weights near 1/2, whose neighbours in bfloat16 are 1/512 away: ten steps make one."""
+def test_updates_below_bfloat16_resolution_accumulate() -> None:
+    """lr 1e-4 per step on weights near 1/2, where neighboring bfloat16 numbers are 1/512 apart: ten steps are
+    visible."""
     layer = small()
     with torch.no_grad():
         layer.weight.fill_(0.5)
@@ -48,7 +49,7 @@ def test_updates_that_bfloat16_would_lose_add_up() -> None:
     assert torch.equal(layer.weight, master["weight"].bfloat16()) and bool((layer.weight < 0.5).all())
 
 
-def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+def test_gradients_of_micro_batches_accumulate_in_float32() -> None:
     """256 + 1 is 256 in bfloat16."""
     layer = small()
     for factor in (256.0, 1.0):
@@ -60,10 +61,10 @@ RUNS: dict[str, Any] = {"sft": sft.run, "dpo": preference.run}
 
 
 @pytest.mark.parametrize("stage", RUNS)
-def test_a_run_resumes_exactly_and_is_near_float32_weights(
+def test_run_resumes_exactly_and_is_close_to_float32(
     stage: str, sft_recipe: Any, dpo_recipe: Any, rows_of: Any, tmp_path: Path
 ) -> None:
-    """The checkpoint holds the masters; `final` is in bfloat16, as it is without the key."""
+    """The checkpoint holds the master weights; `final` is in bfloat16, as without the key."""
     make, run = {"sft": sft_recipe, "dpo": dpo_recipe}[stage], RUNS[stage]
     whole = rows_of(run, make(model=HALF, run={"steps": 6, "save_every": 3, "keep_checkpoints": 5}), "whole")
     rows_of(run, make(model=HALF, run={"steps": 3, "save_every": 3}), "broken")
@@ -80,7 +81,7 @@ def test_a_run_resumes_exactly_and_is_near_float32_weights(
         assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
 
 
-def test_rl_samples_with_the_rounded_weights_and_resumes(tmp_path: Path, rows_of: Any) -> None:
+def test_rl_samples_with_rounded_weights_and_resumes_exactly(tmp_path: Path, rows_of: Any) -> None:
     from posttrain.recipe.load import load_dict
 
     (tmp_path / "rewards.py").write_text("def spread(completion):\n    return sum(map(ord, completion)) % 97 / 97\n")
@@ -110,11 +111,11 @@ def test_rl_samples_with_the_rounded_weights_and_resumes(tmp_path: Path, rows_of
         ({}, {"optim": {"use": "adamw_8bit"}}, "8-bit moments are untested"),
     ],
 )
-def test_what_cannot_stand_beside_it(model: Any, more: Any, said: str, sft_recipe: Any) -> None:
+def test_incompatible_settings_are_refused(model: Any, more: Any, said: str, sft_recipe: Any) -> None:
     with pytest.raises(RecipeError, match=said):
         sft_recipe(model={**HALF, **model}, **more)
 
 
-def test_products_in_float32_are_refused(sft_recipe: Any, rows_of: Any) -> None:
+def test_float32_products_are_refused(sft_recipe: Any, rows_of: Any) -> None:
     with pytest.raises(RecipeError, match="half_weights needs matmuls in bfloat16"):
         rows_of(sft.run, sft_recipe(model={"path": "tiny", "half_weights": True, "device": "cpu"}))

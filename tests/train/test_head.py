@@ -1,4 +1,4 @@
-"""The written-out backward pass of the output head against autograd."""
+"""Hand-written backward pass of the output head, compared with autograd."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def a_head(**config: Any) -> Head:
     )
 
 
-def found(head: Head, scale: float | Tensor) -> tuple[Tensor, ...]:
-    """log-probs, entropies, and gradients of a weighted sum of the log-probs: to the states and to the weight."""
+def log_probs_and_gradients(head: Head, scale: float | Tensor) -> tuple[Tensor, ...]:
+    """Return log-probs, entropies, and the gradients of a weighted sum of the log-probs by states and by weight."""
     torch.manual_seed(2)
     hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     targets = torch.randint(VOCABULARY, (TOKENS,))
@@ -38,25 +38,25 @@ def found(head: Head, scale: float | Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, torch.linspace(0.5, 2, TOKENS)[:, None]], ids=["1", "0.7", "by row"])
 @pytest.mark.parametrize("config", [{}, {"logit_scale": 0.25, "logits_scaling": 2.0}], ids=["plain", "scaled"])
-def test_equal_to_autograd(scale: float | Tensor, config: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_equals_autograd(scale: float | Tensor, config: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MIN_CHUNK", 5)  # five chunks, the last one short
     monkeypatch.setattr(heads, "CHUNK_CELLS", 1)
     assert a_head(**config).plain_weight is not None
-    ours = found(a_head(**config), scale)
+    ours = log_probs_and_gradients(a_head(**config), scale)
     monkeypatch.setattr(Head, "plain_weight", None)
-    for value, expected in zip(ours, found(a_head(**config), scale), strict=True):
+    for value, expected in zip(ours, log_probs_and_gradients(a_head(**config), scale), strict=True):
         assert expected.abs().max() > 0.05
         torch.testing.assert_close(value, expected, atol=2e-6, rtol=1e-5)
 
 
-def test_a_frozen_head_gets_no_gradient_and_passes_one_on() -> None:
+def test_frozen_head_gets_no_gradient_but_propagates_one() -> None:
     head = a_head()
     head.project.weight.requires_grad_(False)
-    logp, _, to_hidden, to_weight = found(head, 1.0)
+    logp, _, to_hidden, to_weight = log_probs_and_gradients(head, 1.0)
     assert to_weight is None and to_hidden.abs().max() > 0.1 and logp.dtype == torch.float32
 
 
-def test_capped_logits_biased_and_wrapped_projections_go_through_autograd() -> None:
+def test_capped_biased_and_wrapped_heads_use_autograd() -> None:
     assert a_head(final_logit_softcapping=30.0).plain_weight is None
     biased = a_head()
     biased.project = nn.Linear(HIDDEN, VOCABULARY)
@@ -67,10 +67,10 @@ def test_capped_logits_biased_and_wrapped_projections_go_through_autograd() -> N
     assert wrapped.plain_weight is None
 
 
-def test_under_autocast_the_products_are_halves_and_the_weight_s_gradient_is_added_up_in_float32() -> None:
-    exact = found(a_head(), 1.0)
+def test_autocast_uses_half_products_and_a_float32_weight_gradient() -> None:
+    exact = log_probs_and_gradients(a_head(), 1.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = found(a_head(), 1.0)
+        half = log_probs_and_gradients(a_head(), 1.0)
     assert half[0].dtype == half[3].dtype == torch.float32
     for value, expected in zip(half, exact, strict=True):
         torch.testing.assert_close(value, expected, atol=0.05, rtol=0.05)

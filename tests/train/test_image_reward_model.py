@@ -1,4 +1,4 @@
-"""Reward models that see: trained on rows with images, saved, loaded again, and a reward of rl on such rows."""
+"""Vision reward models: trained on rows with images, saved, loaded again, and used as an rl reward on such rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.recipe.stages import Stage
 from posttrain.run.metrics import read_metrics
 from posttrain.train import reward_model, rl
 
-from .conftest import merged
+from .conftest import merge_sections
 from .vision_families import FAMILIES, save_seeing
 
 COLOURS = ("red", "green", "blue", "white")
@@ -29,8 +29,8 @@ COLOURS = ("red", "green", "blue", "white")
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Stage]:
-    """A reward model's recipe on 16 pairs: the chosen side names the colour of the picture. Every fourth row has no
-    picture, and its answers say nothing."""
+    """Return a reward model's recipe on 16 pairs: the chosen side names the color of the image. Every fourth row has no
+    image and uninformative answers."""
     for colour in COLOURS:
         Pillow.new("RGB", (24, 16), colour).save(tmp_path / f"{colour}.png")
     rows: list[dict[str, Any]] = []
@@ -50,13 +50,13 @@ def recipe(tmp_path: Path) -> Callable[..., Stage]:
     }
 
     def make(**changes: Any) -> Stage:
-        return load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+        return load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
     return make
 
 
-def test_micro_batches_and_a_resume_change_nothing(recipe: Any, rows_of: Any) -> None:
-    """Some micro-batches of one pair have no image at all."""
+def test_micro_batches_and_resuming_change_nothing(recipe: Any, rows_of: Any) -> None:
+    """Some micro-batches of one pair have no image."""
     whole = rows_of(reward_model.run, recipe(), "whole")
     rows_of(reward_model.run, recipe(run={"steps": 2}), "parts")
     assert rows_of(reward_model.run, recipe(), "parts", resume=True) == whole
@@ -65,9 +65,9 @@ def test_micro_batches_and_a_resume_change_nothing(recipe: Any, rows_of: Any) ->
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4}, marks=pytest.mark.slow)], ids=["full", "lora"])
-def test_what_is_saved_scores_by_the_picture_as_a_reward(lora: Any, recipe: Any, opened: Any, tmp_path: Path) -> None:
-    """The same answers get other scores with another picture; the rewards of an rl step on such rows are the scores of
-    the model that is loaded again."""
+def test_saved_reward_model_scores_by_the_image(lora: Any, recipe: Any, opened: Any, tmp_path: Path) -> None:
+    """The same answers get other scores with another image; the rewards of an rl step on such rows equal the scores of
+    the loaded model."""
     with opened("rm") as directory:
         summary = reward_model.run(recipe(model={"lora": lora}), directory)
     assert summary["save"]["max_score_gap"] < 1e-4
@@ -92,8 +92,8 @@ def test_what_is_saved_scores_by_the_picture_as_a_reward(lora: Any, recipe: Any,
     assert read_metrics(directory.path)[0]["reward"] != 0
 
 
-def test_a_reward_model_of_texts_is_shown_none(recipe: Any, opened: Any, tmp_path: Path) -> None:
-    """Its scores would be those of prompts without their pictures."""
+def test_text_reward_model_with_images_is_refused(recipe: Any, opened: Any, tmp_path: Path) -> None:
+    """Its scores would be those of prompts without their images."""
     pairs = [{"prompt": "which", "chosen": "red", "rejected": "blue" + "." * n} for n in range(8)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     values = {"model": {"path": "tiny", "vision": None}, "data": {"source": "texts.jsonl"}, "run": {"steps": 1}}
@@ -110,7 +110,7 @@ def test_a_reward_model_of_texts_is_shown_none(recipe: Any, opened: Any, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_is_saved_and_loaded_again(kind: str, tmp_path: Path) -> None:
+def test_every_family_saves_and_loads(kind: str, tmp_path: Path) -> None:
     """`scorer.save` compares the scores of texts and of an image, and raises where they differ."""
     loaded = scorer.load(Model(path=str(save_seeing(kind, tmp_path / kind))), tmp_path, outputs=2)
     assert loaded.images is not None

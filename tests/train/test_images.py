@@ -1,4 +1,4 @@
-"""Training on rows with images: packed is padded, a run resumes, and what a recipe cannot do with them is told."""
+"""Training on rows with images: packed equals padded, runs resume exactly, and unsupported recipes are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REWARD += "EXAMPLES = [('a', {}, 0.125), ('ab', {}, 0.25), ('', {}, 0.0), ('aa',
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Stage]:
-    """A recipe on 12 rows, two of which have no image and one of which has two; keyword arguments change it."""
+    """Return a recipe on 12 rows, two of which have no image and one of which has two; keyword arguments change it."""
     draw = random.Random(0)
     for color in COLORS:
         Pillow.new("RGB", (24, 16), color).save(tmp_path / f"{color}.png")
@@ -55,8 +55,8 @@ def recipe(tmp_path: Path) -> Callable[..., Stage]:
     return make
 
 
-def test_packed_rows_give_the_losses_of_padded_ones(recipe: Any, rows_of: Any) -> None:
-    """Four steps of Adam, whose updates follow from every gradient so far."""
+def test_packed_losses_equal_padded_losses(recipe: Any, rows_of: Any) -> None:
+    """Four steps of Adam, whose updates depend on every earlier gradient."""
     padded = rows_of(sft.run, recipe("sft"), "padded")
     packed = rows_of(sft.run, recipe("sft", batch={"packing": True}), "packed")
     for one, other in zip(padded, packed, strict=True):
@@ -65,15 +65,15 @@ def test_packed_rows_give_the_losses_of_padded_ones(recipe: Any, rows_of: Any) -
 
 
 def test_micro_batches_change_nothing(recipe: Any, rows_of: Any) -> None:
-    """Of a step's micro-batches some have no image at all."""
+    """Some micro-batches of a step have no image."""
     whole = rows_of(sft.run, recipe("sft", batch={"micro_size": 6}), "whole")
     single = rows_of(sft.run, recipe("sft", batch={"micro_size": 1}), "single")
     assert [row["loss"] for row in single] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
 
 
 def test_both_sides_of_a_pair_see_its_images(recipe: Any, rows_of: Any, monkeypatch: Any) -> None:
-    """The policy is the reference at first: dpo's loss is log 2. Micro-batches of one pair give the same steps, and so
-    do pairs in one line."""
+    """The policy starts as the reference: dpo's loss is log 2. Micro-batches of one pair give the same steps, and so do
+    packed pairs."""
     whole = rows_of(preference.run, recipe("dpo", run={"steps": 2}), "whole")
     single = rows_of(preference.run, recipe("dpo", batch={"micro_size": 1}, run={"steps": 2}), "single")
     monkeypatch.setattr(preference, "enable_packing", pair_packing.packs_exactly)
@@ -86,7 +86,7 @@ def test_both_sides_of_a_pair_see_its_images(recipe: Any, rows_of: Any, monkeypa
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl", pytest.param("dpo", marks=pytest.mark.slow)])
-def test_a_run_resumes_to_the_same_numbers(stage: str, recipe: Any, rows_of: Any) -> None:
+def test_run_resumes_exactly(stage: str, recipe: Any, rows_of: Any) -> None:
     run = {"sft": sft.run, "rl": rl.run, "dpo": preference.run}[stage]
     whole = rows_of(run, recipe(stage), "whole")
     rows_of(run, recipe(stage, run={"steps": 2}), "parts")
@@ -94,15 +94,15 @@ def test_a_run_resumes_to_the_same_numbers(stage: str, recipe: Any, rows_of: Any
 
 
 @pytest.mark.slow
-def test_images_are_what_is_learnt(recipe: Any, rows_of: Any) -> None:
-    """The answer is the colour of the picture, which no text says: without the tower it is not learnt."""
+def test_policy_learns_from_images(recipe: Any, rows_of: Any) -> None:
+    """The answer is the color of the image, which no text contains: without the vision tower it cannot be learned."""
     data = {"run": {"steps": 40}, "optim": {"lr": 5e-3}, "batch": {"size": 12, "micro_size": 12}}
     seen = rows_of(sft.run, recipe("sft", **data), "seen")[-1]
     assert seen["loss"] < 0.15
 
 
-def test_one_rl_step_learns_from_pictures(recipe: Any, seen: Any, rows_of: Any) -> None:
-    """Prompts hold an image's tokens, rollouts none; the engine's log-probs are the trainer's."""
+def test_rl_step_with_images(recipe: Any, seen: Any, rows_of: Any) -> None:
+    """Prompts contain an image's tokens, completions none; the engine's log-probs equal the trainer's."""
     rows = rows_of(rl.run, recipe("rl", run={"steps": 2}))
     first = seen.rollouts[0]
     assert any(rollout.images for rollout in first)
@@ -119,7 +119,7 @@ def test_one_rl_step_learns_from_pictures(recipe: Any, seen: Any, rows_of: Any) 
         ("rl", {"sampler": "pcl"}, "sampler: the rows have images"),
     ],
 )
-def test_what_cannot_stand_beside_images_is_told(
+def test_settings_incompatible_with_images_are_refused(
     stage: str, changes: Values, said: str, recipe: Any, opened: Any
 ) -> None:
     with pytest.raises(RecipeError) as found, opened() as directory:
@@ -127,7 +127,7 @@ def test_what_cannot_stand_beside_images_is_told(
     assert said in str(found.value)
 
 
-def test_models_that_see_are_divided_by_shard_and_replicate_alone(recipe: Any) -> None:
+def test_vision_models_support_only_shard_and_replicate(recipe: Any) -> None:
     def refused(parallel: Values) -> list[str]:
         made = recipe("sft", model={"parallel": parallel}, batch={"packing": True})
         return [problem.what.partition(":")[0] for problem in problems_with_images(made, rows=True)]
@@ -155,9 +155,9 @@ HALVES: Values = {"parallel": {}}
         ),
     ],
 )
-def test_two_ranks_train_as_one(stage: str, model: Values, recipe: Any, answer: Any, tmp_path: Path) -> None:
-    """With the whole model each, or half of its weights; they stop, and go on from their checkpoint. Micro-batches of
-    one row, of which some have no image: a rank may get a step's rows without any."""
+def test_two_ranks_equal_one(stage: str, model: Values, recipe: Any, answer: Any, tmp_path: Path) -> None:
+    """With the full model each, or half of its weights; they stop, and resume from their checkpoint. Micro-batches of
+    one row, some without an image: a rank may get a step's rows without any."""
 
     def run(name: str, ranks: int, steps: int, *, resume: bool = False) -> list[Values]:
         values: Values = {"batch": {"size": 6, "micro_size": 1}} if stage != "rl" else {"batch": {"micro_tokens": 100}}
@@ -175,8 +175,8 @@ def test_two_ranks_train_as_one(stage: str, model: Values, recipe: Any, answer: 
         assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-5, abs=1e-6)
 
 
-def test_what_is_asked_of_a_recipe_before_a_run(recipe: Any, cli: Any, tmp_path: Path) -> None:
-    """validate, plan, data inspect and data audit read the images."""
+def test_commands_before_a_run_read_the_images(recipe: Any, cli: Any, tmp_path: Path) -> None:
+    """validate, plan, data inspect and data audit."""
     values = {"stage": "sft", "model": {"path": "tiny-vision", "vision": "all"}, "data": {"source": "rows.jsonl"}}
     values |= {"batch": {"size": 6}, "run": {"steps": 2}}
     recipe("sft")
@@ -186,7 +186,7 @@ def test_what_is_asked_of_a_recipe_before_a_run(recipe: Any, cli: Any, tmp_path:
     assert "longest row" in cli.run("plan", str(path))
     shown = (
         CliRunner().invoke(app, ["data", "inspect", str(path), "--rows", "1"]).output
-    )  # it finds rows that are alike
+    )  # it finds near-duplicate rows
     assert "24 x 16 pixels, 64 tokens" in shown and "<image> x64" in shown
     assert "12 rows" in CliRunner().invoke(app, ["data", "audit", str(path)]).output
     (tmp_path / "red.png").write_bytes(b"no image")

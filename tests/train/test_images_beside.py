@@ -1,5 +1,5 @@
-"""What else a recipe may have beside rows with images: each shows the row's images where its prompts do, and a run that
-resumes is the unbroken one."""
+"""Other recipe features combined with images: prompts built by each feature contain the row's images, and runs resume
+exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def review(row, call):
 
 
 def recipe(folder: Path, stage: str = "rl", **changes: Any) -> Stage:
-    """On rows of which one has no image and one has two."""
+    """Return a recipe on rows of which one has no image and one has two."""
     for color in ("red", "lime"):
         Pillow.new("RGB", (24, 16), color).save(folder / f"{color}.png")
     with (folder / "rows.jsonl").open("w") as file:
@@ -71,8 +71,8 @@ BESIDE: dict[str, Values] = {
         for name in BESIDE
     ],
 )
-def test_it_trains_on_images_and_resumes_exactly(name: str, tmp_path: Path, rows_of: Any, seen: Any) -> None:
-    """As many image tokens in a prompt as the images that its row shows: 64 each."""
+def test_feature_trains_on_images_and_resumes_exactly(name: str, tmp_path: Path, rows_of: Any, seen: Any) -> None:
+    """Prompts contain 64 image tokens for each image of their row."""
     whole = rows_of(rl.run, recipe(tmp_path, **BESIDE[name]), "whole")
     rollouts = [rollout for step in seen.rollouts for rollout in step]
     assert any(rollout.images for rollout in rollouts)
@@ -89,8 +89,9 @@ def test_it_trains_on_images_and_resumes_exactly(name: str, tmp_path: Path, rows
     assert rows_of(rl.run, recipe(tmp_path, **BESIDE[name]), "parts", resume=True) == whole
 
 
-def test_a_named_reference_sees_the_images(tmp_path: Path, rows_of: Any) -> None:
-    """A copy of the policy is as near as itself; a model with another tower is not; one of other pixels is refused."""
+def test_named_reference_sees_the_images(tmp_path: Path, rows_of: Any) -> None:
+    """A copy of the policy gives the same log-probs; a model with another tower does not; one with other pixel settings
+    is refused."""
     kl = {"reference": "tiny-vision", "coef": 0.1}
     same = rows_of(rl.run, recipe(tmp_path, kl=kl, run={"steps": 1}), "same")[0]
     assert abs(same["kl"]) < 1e-6
@@ -106,8 +107,8 @@ def test_a_named_reference_sees_the_images(tmp_path: Path, rows_of: Any) -> None
         rows_of(rl.run, recipe(tmp_path, kl={**kl, "reference": "tower"}), "refused")
 
 
-def test_a_reference_must_see_only_where_images_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools that show none ask nothing of it."""
+def test_text_reference_is_accepted_if_no_images_can_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that show no images need no vision reference."""
     monkeypatch.setattr(assemble, "load_reference", lambda *_, images: images)
     text, seen = SimpleNamespace(images=None), SimpleNamespace(images="some")
     for prompts, shows, asked in (
@@ -122,8 +123,8 @@ def test_a_reference_must_see_only_where_images_can_come(monkeypatch: pytest.Mon
         assert assemble.build_reference(recipe, work, None) is asked  # type: ignore[arg-type]
 
 
-def test_answers_of_online_kl_are_given_the_pairs_images(tmp_path: Path, rows_of: Any) -> None:
-    """The policy is the reference at first; micro-batches of one pair give the steps of whole batches."""
+def test_online_kl_answers_see_the_pairs_images(tmp_path: Path, rows_of: Any) -> None:
+    """The policy starts as the reference; micro-batches of one pair give the steps of whole batches."""
     values = {"loss": {"use": "dpo"}, "online_kl": {"coef": 0.1, "samples": 2, "max_new_tokens": 4}}
     values |= {"batch": {"size": 6, "micro_size": 3}, "run": {"steps": 2}}
     whole = rows_of(preference.run, recipe(tmp_path, "dpo", **values), "whole")

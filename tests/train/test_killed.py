@@ -1,5 +1,5 @@
-"""Stopped at random moments, by kill -9 (once within a save) or by a signal that a run heeds: resumed, the metrics are
-those of an unbroken run to the last bit."""
+"""Runs stopped at random moments, by kill -9 (once within a save) or by a handled signal: after resuming, the metrics
+equal those of an unbroken run bit for bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def digits(completion, token_count):
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
-def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> None:
+def test_run_killed_five_times_resumes_exactly(
+    train: Any, stage: str, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path
+) -> None:
     del sft_recipe, dpo_recipe  # they write the rows
     (tmp_path / "digits.py").write_text(DIGITS)
     recipe = RECIPES[stage]
@@ -63,7 +65,7 @@ def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_
     expected = rows_of(tmp_path / "unbroken")
     pace = sum(row["time/step"] for row in read_metrics(tmp_path / "unbroken")) / STEPS
     draw = random.Random(STEPS + len(stage))
-    # After how many rows of its own each process is killed, and how much later: within the next two steps.
+    # Rows after which each process is killed, and the delay: within the next two steps.
     later = [{"rows": rows, "delay": draw.random() * 2 * pace} for rows in draw.sample((1, 2, 4, 5), 4)]
     broken = tmp_path / "broken"
     for number, kill in enumerate([later[0], "in save", *later[1:]]):
@@ -72,7 +74,7 @@ def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_
         assert written == expected[: len(written)], kill
         if kill == "in save":
             newest = checkpoints.latest(broken / "checkpoints", hashes=True)
-            dead = len(written) + 1  # the step that was saved: its row is written behind
+            dead = len(written) + 1  # the saved step: its row is written afterwards
             assert newest is not None and checkpoints.step_of(newest) == dead - SAVE_EVERY
     assert train(recipe, broken, resume=True) == 0
     assert rows_of(broken) == expected
@@ -80,7 +82,7 @@ def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_
     assert {p.name for p in (broken / "checkpoints").iterdir()} == {"step-00000012", "step-00000014"}
 
 
-SIGNALS = {"sft": signal.SIGHUP, "dpo": signal.SIGINT, "rl": signal.SIGTERM}  # the other pairs with the slow tests
+SIGNALS = {"sft": signal.SIGHUP, "dpo": signal.SIGINT, "rl": signal.SIGTERM}  # the other pairs run with the slow tests
 
 
 @pytest.mark.parametrize(
@@ -91,10 +93,10 @@ SIGNALS = {"sft": signal.SIGHUP, "dpo": signal.SIGINT, "rl": signal.SIGTERM}  # 
         for number in SIGNALS.values()
     ],
 )
-def test_signals_save_the_step_and_leave_no_trace(
+def test_signals_save_the_step_and_the_run_resumes_exactly(
     train: Any, stage: str, number: int, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path
 ) -> None:
-    """The step in which the signal comes is finished and saved, due or not; the exit code is a shell's."""
+    """The step in which the signal arrives is finished and saved, due or not; the exit code is a shell's."""
     del sft_recipe, dpo_recipe
     (tmp_path / "digits.py").write_text(DIGITS)
     recipe = {**RECIPES[stage], "run": {"steps": 8, "save_every": 3, "seed": 7}}

@@ -1,4 +1,4 @@
-"""Log-probs of completions: equal to the model's own logits, packed or padded, in any micro-batches, with gradients."""
+"""Completion log-probs: equal to the model's own logits, packed or padded, in any micro-batches, with gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small(kind: str) -> torch.nn.Module:
 
 
 def reference(model: torch.nn.Module, temperature: float = 1.0) -> torch.Tensor:
-    """Each row alone through the model's own logits: no padding, no packing."""
+    """Compute each row alone through the model's own logits: no padding, no packing."""
     out = torch.zeros(4, 5, dtype=torch.float64)
     for n, (row, start) in enumerate(zip(SEQUENCES.ids, SEQUENCES.prompt_lengths, strict=True)):
         logp = (model(input_ids=torch.tensor([row])).logits[0] / temperature).log_softmax(-1)
@@ -54,7 +54,7 @@ KINDS = ["llama", "qwen2", "mistral with a sliding window of 3"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_equal_to_each_row_alone(kind: str, packed: bool) -> None:
+def test_log_probs_equal_single_rows(kind: str, packed: bool) -> None:
     model = small(kind)
     with torch.no_grad():
         expected = reference(model, temperature=0.7)
@@ -67,7 +67,7 @@ def test_equal_to_each_row_alone(kind: str, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_and_padded_and_any_micro_batches_have_one_gradient(kind: str) -> None:
+def test_gradient_does_not_depend_on_packing_or_micro_batches(kind: str) -> None:
     weights = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
 
     def gradient(packed: bool, parts: list[list[int]], fill: int = 1) -> torch.Tensor:
@@ -87,8 +87,8 @@ def test_packed_and_padded_and_any_micro_batches_have_one_gradient(kind: str) ->
     torch.testing.assert_close(filled, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_packed_lines_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """19 tokens are 21 to the model, in a row of their own; 14 are 14."""
+def test_packed_lines_are_padded_to_a_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19 tokens are 21 to the model, the filler in a row of its own; 14 stay 14."""
     model = small("llama")
     use_packed_attention(model)
     seen = []
@@ -100,7 +100,7 @@ def test_packed_lines_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [[4, 8, 2, 5, 2], [4, 8, 2]]
 
 
-def test_chunks_over_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         model = small("llama")
         long = Sequences((tuple(range(1, 30)) * 2,), (3,))
@@ -114,7 +114,7 @@ def test_chunks_over_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(chunked, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_check_head_sees_a_head_that_scales_its_logits() -> None:
+def test_check_head_detects_scaled_logits() -> None:
     model = small("llama")
     probe = Sequences(((1, 2, 3, 4, 5),), (1,))
     assert check_head(model, probe) < 1e-5
@@ -129,7 +129,7 @@ def test_check_head_sees_a_head_that_scales_its_logits() -> None:
     assert check_head(model, probe) > 0.05
 
 
-def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
+def test_micro_batches_contain_every_row_once_within_the_budget() -> None:
     lengths = [5, 9, 2, 7, 7, 1, 30]
     padded = micro_batches(lengths, 18, packed=False)
     assert padded == [[6], [1, 3], [4, 0], [2, 5]]  # 30 alone; 9*2; 7*2; 2*2
@@ -139,8 +139,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
         assert sorted(r for rows in parts for r in rows) == list(range(7))
 
 
-def test_packed_micro_batches_are_level_and_no_more_than_they_must_be() -> None:
-    """A short one is slower a token, and compiled layers have no graph for it."""
+def test_packed_micro_batches_are_balanced_and_as_few_as_possible() -> None:
+    """A short micro-batch is slower per token, and compiled layers have no graph for it."""
     draw = random.Random(0)
     lengths = [60 + int(draw.triangular(32, 512, 170)) for _ in range(512)]
     parts = micro_batches(lengths, 6144, packed=True)
@@ -153,9 +153,7 @@ def test_packed_micro_batches_are_level_and_no_more_than_they_must_be() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_extras_are_those_of_the_model_s_own_logits(
-    packed: bool, chunked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extras_equal_those_of_the_models_logits(packed: bool, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabulary means (with gradient), the most likely tokens, hidden states, values; a temperature for each row."""
     model = small("llama")
     if chunked:  # 3 positions at a time

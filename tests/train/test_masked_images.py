@@ -1,4 +1,4 @@
-"""Log-probs under images that are masked or noisy: what is changed, and what the terms are given."""
+"""Log-probs under masked or noisy images: what is changed, and what the loss terms get."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def colors(image: Image) -> list[tuple[int, int, int]]:
     return [picture.getpixel((x, y)) for x in range(picture.width) for y in range(picture.height)]
 
 
-def test_a_share_of_the_squares_is_black() -> None:
-    """16 squares of 16 pixels in 64 x 64, of which a half is black; the picture itself has no black pixel."""
+def test_masking_blackens_a_share_of_the_squares() -> None:
+    """16 squares of 16 pixels in 64 x 64, half of them black; the image itself has no black pixel."""
     assert colors(SQUARE).count((0, 0, 0)) == 0
     masked = degrade(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
     assert open_image(masked).size == open_image(SQUARE).size
@@ -63,8 +63,8 @@ def recipe(folder: Path, *, pictures: bool = True, **changes: Any) -> Stage:
     return load_dict({**values, **changes}, base_dir=folder, where="test").recipe
 
 
-def test_the_pass_is_over_the_masked_images_and_changes_what_is_learnt(tmp_path: Path, rows_of: Any) -> None:
-    """In the first update the policy is that of the pass: where nothing is taken away the divergence is 0."""
+def test_masked_pass_changes_the_loss(tmp_path: Path, rows_of: Any) -> None:
+    """In the first update the policy is the one of the pass: without masking the divergence is 0."""
     term = {"use": "masked_kl", "coef": 1.0, "how": "mask", "patch": 8}
     none = rows_of(rl.run, recipe(tmp_path, regularisers=[{**term, "ratio": 0.0}]), "none")
     most = rows_of(rl.run, recipe(tmp_path, regularisers=[{**term, "ratio": 0.9}]), "most")
@@ -73,15 +73,15 @@ def test_the_pass_is_over_the_masked_images_and_changes_what_is_learnt(tmp_path:
     assert most[0]["grad_norm"] != pytest.approx(none[0]["grad_norm"], rel=1e-3)
 
 
-def test_rows_without_images_are_told(tmp_path: Path, rows_of: Any) -> None:
+def test_rows_without_images_are_reported(tmp_path: Path, rows_of: Any) -> None:
     with pytest.raises(UserError, match="no row has an image") as error:
         rows_of(rl.run, recipe(tmp_path, pictures=False), "texts")
     assert "images" in str(error.value)
 
 
-def test_a_step_or_a_rank_without_images_has_nothing_masked(tmp_path: Path, rows_of: Any, answer: Any) -> None:
-    """Every second row has a picture. Of three ranks one has the row that has none, alone; then steps of one prompt
-    each. Where nothing is masked the policy is that of the pass."""
+def test_steps_and_ranks_without_images_mask_nothing(tmp_path: Path, rows_of: Any, answer: Any) -> None:
+    """Every second row has an image. Of three ranks one has only the row without an image; then steps of one prompt
+    each. If nothing is masked the policy equals the masked policy."""
     changes: Values = {"data": {"source": "mixed.jsonl", "shuffle": False}, "run": {"steps": 2}}
     changes["rollout"] = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6}
     several = recipe(tmp_path, **changes)
@@ -103,14 +103,15 @@ def test_a_step_or_a_rank_without_images_has_nothing_masked(tmp_path: Path, rows
     assert abs(steps[1][name]) < 1e-6 < steps[0][name]
 
 
-def test_it_resumes_to_the_same_numbers(tmp_path: Path, rows_of: Any) -> None:
+def test_run_resumes_exactly(tmp_path: Path, rows_of: Any) -> None:
     whole = rows_of(rl.run, recipe(tmp_path), "whole")
     rows_of(rl.run, recipe(tmp_path, run={"steps": 1}), "parts")
     assert rows_of(rl.run, recipe(tmp_path), "parts", resume=True) == whole
 
 
-def test_noise_is_that_of_a_diffusion() -> None:
-    """Without noise the picture; with all of it no pixel says anything; in between the mean is pulled to grey."""
+def test_noise_follows_the_diffusion_schedule() -> None:
+    """Without noise the image is unchanged; with full noise no pixel is informative; in between the mean moves to
+    grey."""
     assert colors(add_noise(SQUARE, noise=0.0, seed=1)) == colors(SQUARE)
     white = Image(png_url(Pillow.new("RGB", (64, 64), (255, 255, 255))))
     noisy = [value for color in colors(add_noise(white, noise=0.19, seed=1)) for value in color]
@@ -123,8 +124,8 @@ def test_noise_is_that_of_a_diffusion() -> None:
     assert sorted(noisy)[len(noisy) // 2] == pytest.approx(242, abs=3) and len(below) > len(noisy) / 2
 
 
-def test_noise_and_masks_are_passes_of_their_own(tmp_path: Path, rows_of: Any) -> None:
-    """In the first update the policy is that of the passes: nothing diverges without noise."""
+def test_noise_and_masks_are_separate_passes(tmp_path: Path, rows_of: Any) -> None:
+    """In the first update the policy is the one of the passes: the divergence without noise is 0."""
     mask = {"use": "masked_kl", "coef": 1.0, "how": "mask", "patch": 8, "ratio": 0.9}
     terms = {n: [mask, {"use": "perturbed_kl", "coef": 1.0, "noise": n}] for n in (0.0, 0.5)}
     none, much = (rows_of(rl.run, recipe(tmp_path, algorithm="dvrp", regularisers=t, run={"steps": 1}), str(n))[0]

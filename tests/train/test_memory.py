@@ -1,4 +1,4 @@
-"""The memory formulas against counts by hand, and against what autograd really keeps."""
+"""Memory formulas: hand-computed values, and comparison with what autograd saves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_hea
 CHUNK = 1 << 26
 
 
-def test_full_training_by_hand() -> None:
+def test_memory_of_full_training() -> None:
     """Float32 weights and gradients (4 a parameter each), two moments (8); bfloat16 casts (2) of the 800 in matrices
     and of the head, 50 * 10; 26*10 + 8*10 + 8*30 = 580 bytes a token and block, once more for the
     gradients of one; logits 10 a cell; of the head a float32 sum and a bfloat16 product, 6 a weight."""
@@ -68,7 +68,7 @@ def test_full_training_by_hand() -> None:
     }
 
 
-def test_an_adapter_has_moments_and_gradients_of_its_own_only() -> None:
+def test_adapter_has_gradients_and_moments_only_for_its_weights() -> None:
     shape = replace(SHAPE, adapter=60)
     found = phases(shape, Settings(micro_tokens=1), chunk_cells=CHUNK).parts["update"]
     assert (found["frozen base"], found["adapter (float32)"]) == (2000, 240)
@@ -78,7 +78,7 @@ def test_an_adapter_has_moments_and_gradients_of_its_own_only() -> None:
     assert four_bit["frozen base"] == int(0.53 * 800) + 2 * 200
 
 
-def test_the_engine_counts_while_it_is_awake() -> None:
+def test_engine_counts_while_awake() -> None:
     settings = Settings(micro_tokens=1, engine=7000, reference_copy=True)
     awake = phases(SHAPE, settings, chunk_cells=CHUNK)
     asleep = phases(SHAPE, replace(settings, engine_sleeps=True), chunk_cells=CHUNK)
@@ -93,8 +93,8 @@ def test_the_engine_counts_while_it_is_awake() -> None:
     assert awake.peak_phase == "update" and awake.peak == awake.total("update")
 
 
-def test_an_engine_that_sleeps_does_so_with_every_staleness(recipe: Any) -> None:
-    """It generates before the update then. One that generates during the update has its memory meanwhile."""
+def test_sleeping_engine_sleeps_with_every_staleness(recipe: Any) -> None:
+    """It then generates before the update. An engine that generates during the update keeps its memory meanwhile."""
     machine, peaks = Machine(80 * GIB, True, "test"), set()
     for staleness in (0, 1, 4):
         for sleep in (True, False):
@@ -106,8 +106,8 @@ def test_an_engine_that_sleeps_does_so_with_every_staleness(recipe: Any) -> None
     assert len(peaks) == 2
 
 
-def test_an_offloaded_reference_is_there_while_it_is_read() -> None:
-    """Then there are no gradients (4000) and no activations, so it lowers the peak by all that it weighs."""
+def test_offloaded_reference_counts_while_it_is_used() -> None:
+    """At that time there are no gradients (4000) and no activations, so offloading lowers the peak by its full size."""
     settings = Settings(micro_tokens=1, reference_copy=True)
     here = phases(SHAPE, settings, chunk_cells=CHUNK)
     away = phases(SHAPE, replace(settings, reference_offloaded=True), chunk_cells=CHUNK)
@@ -117,7 +117,7 @@ def test_an_offloaded_reference_is_there_while_it_is_read() -> None:
     assert here.peak - away.peak == 2400 and away.peak_phase == "update"
 
 
-def test_a_teacher_has_its_own_size() -> None:
+def test_teacher_has_its_own_size() -> None:
     """Twice the student, 1600 of 2000 in matrices: 2 bytes there, 4 elsewhere; 0.53 and 2 in 4 bits."""
     teacher = replace(SHAPE, parameters=2000, linear=1600)
     settings = Settings(micro_tokens=1, reference_copy=True, teacher=teacher)
@@ -126,8 +126,8 @@ def test_a_teacher_has_its_own_size() -> None:
     assert four_bit.parts["update"]["reference copy"] == 848 + 2 * 400
 
 
-def test_the_plan_reads_the_teachers_configuration(recipe: Any, tmp_path: Path) -> None:
-    """A teacher of ten times the layers, of which only the configuration is there."""
+def test_plan_reads_the_teachers_configuration(recipe: Any, tmp_path: Path) -> None:
+    """A teacher with ten times the layers, of which only the configuration exists."""
     config = tiny.build()[0].config
     config.num_hidden_layers *= 10
     config.save_pretrained(tmp_path / "teacher")
@@ -142,9 +142,10 @@ def test_the_plan_reads_the_teachers_configuration(recipe: Any, tmp_path: Path) 
     assert settings_of(recipe(model={"path": "tiny", "lora": {}}, kl=kl), shape, half=True, longest=8, card=GIB).teacher
 
 
-def test_a_divided_model_by_hand() -> None:
-    """Of 1000 parameters 800 in 2 blocks: in four parts 16 bytes a parameter become 4. Whole for a while: three times a
-    block of 400 in bfloat16, and the 200 outside with their gradients; of casts the head's are left, 50 * 10."""
+def test_memory_of_a_sharded_model() -> None:
+    """Of 1000 parameters 800 are in 2 blocks: in four shards 16 bytes per parameter become 4. Temporarily whole: three
+    times a block of 400 in bfloat16, and the 200 outside with their gradients; of the casts, the head's 50 * 10
+    remain."""
     settings = Settings(micro_tokens=100, ranks=4, reference_copy=True)
     found = phases(SHAPE, settings, chunk_cells=CHUNK).parts["update"]
     assert found == {
@@ -162,8 +163,8 @@ def test_a_divided_model_by_hand() -> None:
     }
 
 
-def test_a_divided_base_under_an_adapter_by_hand() -> None:
-    """In four parts 500 of the base's 2000 bytes stay; the adapter, its gradients and moments are whole. For a while
+def test_memory_of_a_sharded_base_under_an_adapter() -> None:
+    """In four shards 500 of the base's 2000 bytes stay; the adapter, its gradients and moments are whole. Temporarily
     two blocks of 400 and the 200 outside are whole, in bfloat16."""
     shape = replace(SHAPE, adapter=64)
     found = phases(shape, Settings(micro_tokens=100, ranks=4), chunk_cells=CHUNK).parts["update"]
@@ -180,9 +181,9 @@ def test_a_divided_base_under_an_adapter_by_hand() -> None:
     assert halves["logits"] == found["logits"]
 
 
-def test_parts_of_layers_by_hand() -> None:
-    """Four ranks, two of which run the same tokens with half of each layer: 400 of the 800 numbers of layers, and 200
-    outside less half of the head's 100, in two parts: 275 numbers. Of the logits half are a rank's."""
+def test_memory_with_tensor_parallelism() -> None:
+    """Four ranks, two of which run the same tokens with half of each layer: 400 of the 800 parameters of layers, and
+    200 outside minus half of the head's 100, in two shards: 275. A rank has half of the logits."""
     shape = replace(SHAPE, vocabulary=10)
     plain, halves = (Settings(micro_tokens=100, ranks=4, tensor=tensor) for tensor in (1, 2))
     whole, found = (phases(shape, s, chunk_cells=1000).parts["update"] for s in (plain, halves))
@@ -191,8 +192,9 @@ def test_parts_of_layers_by_hand() -> None:
     assert found["logits"] == whole["logits"] // 2 and found["activations"] < whole["activations"]
 
 
-def test_moments_in_eight_bits_by_hand() -> None:
-    """A byte a moment and 8/256 of scales for 900 numbers, and 8 for the 100 of embeddings; paged they may leave."""
+def test_memory_of_8_bit_moments() -> None:
+    """A byte per moment and 8/256 of scales for 900 parameters, and 8 bytes for the 100 of embeddings; paged moments
+    may be moved out."""
     shape, settings = replace(SHAPE, embeddings=100), Settings(micro_tokens=1, optimizer="adamw_8bit")
     expected = int(2.03125 * 900) + 8 * 100
     assert phases(shape, settings, chunk_cells=CHUNK).parts["update"]["8-bit AdamW moments"] == expected
@@ -203,8 +205,9 @@ def test_moments_in_eight_bits_by_hand() -> None:
     assert adapted["8-bit AdamW moments"] == 2 * 64 + 2
 
 
-def test_muon_has_one_number_of_a_layers_matrix_by_hand() -> None:
-    """Of 1000 parameters 800 are in matrices; experts in one tensor of three dimensions are AdamW's."""
+def test_memory_of_muon() -> None:
+    """One moment per weight of a layer's matrix. Of 1000 parameters 800 are in matrices; experts in one 3-dimensional
+    tensor use AdamW."""
     settings = Settings(micro_tokens=1, optimizer="muon")
     for experts in (0, 300):
         found = phases(replace(SHAPE, experts=experts), settings, chunk_cells=CHUNK).parts["update"]
@@ -212,8 +215,8 @@ def test_muon_has_one_number_of_a_layers_matrix_by_hand() -> None:
         assert (found["Muon momentum"], found["AdamW moments"]) == (4 * matrices, 8 * (1000 - matrices))
 
 
-def test_logits_are_a_chunk_in_rl_and_a_tile_in_sft() -> None:
-    """5000 cells. Tiles are of 4096 tokens and 32768 columns, and there are fewer of both; TRL's are in bfloat16."""
+def test_logits_memory_is_a_chunk_in_rl_and_a_tile_in_sft() -> None:
+    """5000 cells. Tiles have 4096 tokens and 32768 columns, more than these; TRL's are in bfloat16."""
     found = {
         name: phases(SHAPE, Settings(micro_tokens=100, **{name: True}), chunk_cells=1000).parts["update"]["logits"]
         for name in ("plain_head", "trl_logits")
@@ -224,23 +227,26 @@ def test_logits_are_a_chunk_in_rl_and_a_tile_in_sft() -> None:
 
 
 @pytest.mark.parametrize(("half", "lora"), [(False, False), (True, False), (True, True)])
-def test_activations_are_what_autograd_keeps(half: bool, lora: bool) -> None:
-    """Of four blocks less two, without parameters and their casts, on the packed path.
+def test_activation_memory_equals_what_autograd_saves(half: bool, lora: bool) -> None:
+    """Of four blocks minus two, without parameters and their casts, on the packed path.
 
-    On a CPU the attention of trained weights copies its output once more than the GPU's kernel: 2 bytes a head cell.
+    On a CPU the attention of trained weights copies its output once more than the GPU's kernel: 2 bytes per head cell.
     """
     shape = shape_of(llama(4, lora), Lora(rank=4) if lora else None)
     settings = Settings(micro_tokens=TOKENS, half=half)
     expected = block_bytes(shape, settings) + (2 * shape.heads if half and not lora else 0)
-    measured = (kept(llama(4, lora), half) - kept(llama(2, lora), half)) / 2 / TOKENS
+    measured = (count_saved_bytes(llama(4, lora), half) - count_saved_bytes(llama(2, lora), half)) / 2 / TOKENS
     assert measured == pytest.approx(expected, rel=0.05)
 
 
-def test_half_weights_are_not_cast_and_their_blocks_keep_less() -> None:
-    """Two bytes a weight and four for its master; no casts. What autograd keeps of a block, as above."""
+def test_memory_of_bfloat16_weights() -> None:
+    """Two bytes per weight and four for its master; no casts. What autograd saves of a block, as above."""
     shape = shape_of(llama(4, lora=False), None)
     settings = Settings(micro_tokens=TOKENS, half_weights=True)
-    measured = (kept(llama(4, lora=False).bfloat16(), False) - kept(llama(2, lora=False).bfloat16(), False)) / 2
+    measured = (
+        count_saved_bytes(llama(4, lora=False).bfloat16(), False)
+        - count_saved_bytes(llama(2, lora=False).bfloat16(), False)
+    ) / 2
     assert measured / TOKENS == pytest.approx(block_bytes(shape, settings) + 2 * shape.heads, rel=0.05)
     found = phases(SHAPE, replace(settings, micro_tokens=1), chunk_cells=CHUNK).parts["update"]
     assert (found["weights (bfloat16)"], found["master weights (float32)"]) == (2000, 4000)
@@ -250,8 +256,8 @@ def test_half_weights_are_not_cast_and_their_blocks_keep_less() -> None:
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("varlen_on_cpu")
-def test_compiled_blocks_compute_again_what_is_cheap(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are divided into forward and backward as for a GPU, and run without code made for them."""
+def test_compiled_blocks_recompute_cheap_operations(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are split into forward and backward as for a GPU, and run without generated code."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     shape = shape_of(llama(4, lora), Lora(rank=4) if lora else None)
     expected = block_bytes(shape, Settings(micro_tokens=TOKENS, compiled=True))
@@ -260,12 +266,12 @@ def test_compiled_blocks_compute_again_what_is_cheap(lora: bool, monkeypatch: py
         model = llama(layers, lora)
         torch.compiler.reset()
         with compile_layers(model, Model(path="tiny", compile=True))():
-            return kept(model, half=True)
+            return count_saved_bytes(model, half=True)
 
     assert (held(4) - held(2)) / 2 / TOKENS == pytest.approx(expected, rel=0.05)
 
 
-def test_checkpointing_keeps_the_inputs_of_blocks() -> None:
+def test_gradient_checkpointing_saves_block_inputs() -> None:
     settings = Settings(micro_tokens=TOKENS, checkpointing=True)
     assert activations(SHAPE, settings) == TOKENS * 4 * 10 * 2
     adapted = replace(SHAPE, adapter=60)
@@ -274,7 +280,7 @@ def test_checkpointing_keeps_the_inputs_of_blocks() -> None:
     assert activations(SHAPE, selective) - activations(SHAPE, settings) == TOKENS * 2 * 10 * 2, "outputs of attention"
 
 
-def test_with_checkpointing_the_peak_is_the_heads_or_a_blocks() -> None:
+def test_peak_with_checkpointing_is_the_head_or_a_block() -> None:
     """Of 1000 tokens 80,000 bytes of inputs, and the head (20*10 and 10*50 a token, 6*500, a cast of 2*500), or a block
     with half as much again for its way back (580 a token) and the casts of one of two blocks (2*800). Under an adapter
     nothing is cast."""
@@ -305,8 +311,9 @@ MEASURED: list[tuple[dict[str, Any], int, float]] = [
 
 
 @pytest.mark.parametrize(("settings", "tokens", "peak"), MEASURED)
-def test_peaks_of_long_rows_are_as_measured(settings: dict[str, Any], tokens: int, peak: float) -> None:
-    """Within a tenth of `benchmarks/results/long_rows_h200.json`, but for CUDA itself, which no allocator gives out."""
+def test_predicted_peaks_match_measured_long_rows(settings: dict[str, Any], tokens: int, peak: float) -> None:
+    """Within a tenth of `benchmarks/results/long_rows_h200.json`, except for CUDA itself, which no allocator
+    reports."""
     linear = 28 * (1536 * (1536 + 2 * 256 + 1536) + 3 * 1536 * 8960)
     shape = Shape(
         parameters=1_385_838_080, linear=linear, layers=28, hidden=1536, heads=1536, kv_heads=256, intermediate=8960,
@@ -317,16 +324,16 @@ def test_peaks_of_long_rows_are_as_measured(settings: dict[str, Any], tokens: in
     assert (found.total("update") - GIB // 2) / GIB == pytest.approx(peak, rel=0.1)
 
 
-def test_inputs_that_wait_on_the_host_by_hand() -> None:
-    """Of eight blocks three inputs of 4 * 10 bytes a token are there, and eight of 300 * 40 = 12000 bytes, rounded up
-    to 16384, on the host."""
+def test_memory_of_offloaded_inputs() -> None:
+    """Of eight blocks, three inputs of 4 * 10 bytes per token are on the GPU, and eight of 300 * 40 = 12000 bytes,
+    rounded up to 16384, on the host."""
     shape, settings = replace(SHAPE, layers=8), Settings(micro_tokens=TOKENS, checkpointing=True, inputs_offloaded=True)
     assert activations(shape, settings) == TOKENS * 4 * 10 * 3
     assert phases(shape, settings, chunk_cells=CHUNK).host == {"inputs of blocks": 8 * 16384}
 
 
-def test_moments_and_masters_that_wait_on_the_host_by_hand() -> None:
-    """Eight bytes a weight, and four more of master weights; gradients stay."""
+def test_memory_of_offloaded_moments_and_masters() -> None:
+    """Eight bytes per weight, and four more of master weights; gradients stay on the GPU."""
     for half, host in ((False, 8000), (True, 12000)):
         settings = Settings(micro_tokens=1, half_weights=half, optimizer_offloaded=True)
         found = phases(SHAPE, settings, chunk_cells=CHUNK)
@@ -351,7 +358,7 @@ LONG_ROWS: list[tuple[dict[str, Any], float, float]] = [
 ]
 
 
-def test_long_rows_of_a_7b_model_are_planned(tmp_path: Path) -> None:
+def test_plan_of_long_rows_of_a_7b_model(tmp_path: Path) -> None:
     """Nothing but a config.json is there. By hand, of the last: 7.616e9 weights in bfloat16 (14.2 GiB) and their
     gradients in float32 (28.4); of 32,768 tokens three inputs of 3584 numbers (0.7), a block (7.2) and half as much for
     its backward pass (3.6); CUDA itself (0.5)."""
@@ -381,6 +388,7 @@ TOKENS = 300
 
 
 def llama(layers: int, lora: bool) -> Any:
+    """Return a small random Llama, optionally with a LoRA adapter on a bfloat16 base."""
     config = LlamaConfig(
         vocab_size=400, hidden_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=384,
@@ -395,8 +403,9 @@ def llama(layers: int, lora: bool) -> Any:
     return model
 
 
-def kept(model: Any, half: bool) -> int:
-    """Bytes of distinct storages that autograd holds after a forward pass, but for those of weights and their casts."""
+def count_saved_bytes(model: Any, half: bool) -> int:
+    """Return the bytes of distinct storages that autograd holds after a forward pass, except those of weights and their
+    casts."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
     held: list[torch.Tensor] = []
@@ -410,7 +419,7 @@ def kept(model: Any, half: bool) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
-# The recipe's side
+# --- recipes ---
 
 
 @pytest.fixture
@@ -435,7 +444,7 @@ def recipe(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=8), Lora(rank=8, targets=["q_proj", "v_proj"])])
-def test_the_shape_is_that_of_the_loaded_model(recipe: Any, lora: Lora | None) -> None:
+def test_shape_equals_the_loaded_models(recipe: Any, lora: Lora | None) -> None:
     shape = shape_of(skeleton(recipe()), lora)
     model: Any = tiny.build()[0]
     assert shape.parameters == sum(p.numel() for p in model.parameters())
@@ -447,7 +456,7 @@ def test_the_shape_is_that_of_the_loaded_model(recipe: Any, lora: Lora | None) -
         assert shape_of(model, lora) == shape
 
 
-def test_the_arithmetic_of_a_step(recipe: Any) -> None:
+def test_tokens_of_a_step(recipe: Any) -> None:
     """40 prompts in steps of 4; 32 rollouts a step, 2 updates on 16 each."""
     found = plan(recipe())["batch"]
     assert found["prompts"] == 40 and found["steps"] == 10
@@ -456,7 +465,7 @@ def test_the_arithmetic_of_a_step(recipe: Any) -> None:
     assert 32 * 16 < found["tokens a step at most"] <= 32 * (16 + found["longest prompt"])
 
 
-def test_an_engine_elsewhere_is_not_on_the_trainers_gpu(recipe: Any) -> None:
+def test_engine_on_other_gpus_is_not_counted_for_the_trainer(recipe: Any) -> None:
     """80 GiB assumed, 0.9 of each of two other cards."""
     sizes = {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 16, "engine": "vllm"}
     here, there = (plan(recipe(rollout={**sizes, **more})) for more in ({}, {"vllm": {"server": {"devices": [1, 2]}}}))
@@ -466,8 +475,8 @@ def test_an_engine_elsewhere_is_not_on_the_trainers_gpu(recipe: Any) -> None:
     assert not any(edit["change"].startswith("rollout.vllm") for edit in there["edits"])
 
 
-def test_an_engine_of_several_trainers_gpus(recipe: Any) -> None:
-    """Of each of the GPUs it has its share, 0.3; four ranks have two engines of two GPUs, three cannot."""
+def test_engine_over_several_training_gpus(recipe: Any) -> None:
+    """On each of its GPUs it has its share, 0.3; four ranks have two engines of two GPUs, three ranks cannot."""
     sizes = {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 16, "engine": "vllm"}
     one, two = (recipe(rollout={**sizes, "vllm": {"tensor_parallel": size}}) for size in (1, 2))
     machine = Machine(80 * GIB, True, "test", ranks=4)
@@ -480,7 +489,7 @@ def test_an_engine_of_several_trainers_gpus(recipe: Any) -> None:
             plan(two, replace(machine, ranks=ranks))
 
 
-def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
+def test_advised_edits_lower_the_peak(recipe: Any) -> None:
     machine = Machine(80 * GIB, True, "test")
     asked = recipe(
         rollout={"engine": "vllm", "vllm": {"gpu_memory": 0.5}, "group_size": 64, "max_new_tokens": 512},
@@ -500,15 +509,15 @@ def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_edit_is_advised_that_would_be_refused(recipe: Any, compiled: bool) -> None:
-    """4 bits lower the peak of a large frozen base, and stand against model.compile."""
+def test_refused_edits_are_not_advised(recipe: Any, compiled: bool) -> None:
+    """4 bits lower the peak of a large frozen base, but are refused with model.compile."""
     asked = recipe(model={"path": "tiny", "lora": {"rank": 8}, "compile": compiled})
     shape = replace(shape_of(skeleton(asked), Lora(rank=8)), parameters=10**9, linear=9 * 10**8)
     texts = [e.text for e in edits(asked, shape, 20, Machine(80 * GIB, True, "test"), count=9)]
     assert ("model.quantize=nf4" in texts) is not compiled
 
 
-def test_dividing_is_advised_where_there_are_gpus_to_divide_among(recipe: Any) -> None:
+def test_sharding_is_advised_only_with_several_gpus(recipe: Any) -> None:
     shape = replace(shape_of(skeleton(recipe()), None), parameters=10**9, linear=9 * 10**8)
     texts = [[e.text for e in edits(recipe(), shape, 20, Machine(80 * GIB, True, "test", n))] for n in (1, 2)]
     assert "model.shard=true" not in texts[0] and "model.shard=true" in texts[1]
@@ -520,21 +529,21 @@ def test_dividing_is_advised_where_there_are_gpus_to_divide_among(recipe: Any) -
     assert parts["update"]["AdamW moments"] == 4 * 10**9
 
 
-def test_a_micro_batch_holds_no_more_than_an_update(recipe: Any) -> None:
-    """16 rollouts of at most 16 new tokens behind the longest prompt, 20: less than the 16384 tokens that may be."""
+def test_micro_batch_has_at_most_the_tokens_of_an_update(recipe: Any) -> None:
+    """16 rollouts of at most 16 new tokens after the longest prompt, 20: less than the allowed 16384 tokens."""
     asked = recipe()
     assert settings_of(asked, SHAPE, half=True, longest=20, card=GIB).micro_tokens == 16 * 36
     assert settings_of(asked, SHAPE, half=True, longest=30000, card=GIB).micro_tokens == 30016
 
 
-def test_calibration_runs_the_update(recipe: Any) -> None:
+def test_calibration_runs_an_update(recipe: Any) -> None:
     found = calibrate(recipe(batch={"micro_tokens": 128}), prompt=8, tokens_a_step=1000)
     rows = 128 // 24
     assert found["update_s"] == pytest.approx(found["micro_batch_s"] / (rows * 24) * 1000)
 
 
-def test_what_components_need_is_told() -> None:
-    """Hidden states of 64 float32 numbers a token; 50 likeliest tokens, a float32 and a flag each."""
+def test_memory_of_component_needs() -> None:
+    """Hidden states of 64 float32 numbers per token; the 50 likeliest tokens, a float32 and a flag each."""
     assert component_bytes({"hidden", "groups"}, 64) == 256
     assert component_bytes({"topk_logp", "topk_chosen"}, 64) == 250
     assert component_bytes({"values", "new_values"}, 64) == 8

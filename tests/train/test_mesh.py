@@ -1,4 +1,5 @@
-"""Ranks that divide a model among them, in one group or several, with and without an adapter, compute what one does."""
+"""Device meshes: ranks that shard a model, in one or several replicas, with and without an adapter, compute what one
+rank does."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def folder(sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rows(answer: Callable[..., Any], folder: Path) -> Callable[..., list[Values]]:
-    """The metrics of a run that so many processes make (ranked.py)."""
+    """Return the metrics of a run with this number of processes (ranked.py)."""
 
     def run(
         stage: str,
@@ -78,7 +79,7 @@ def rows(answer: Callable[..., Any], folder: Path) -> Callable[..., list[Values]
 
 
 def assert_equal(found: list[Values], expected: list[Values]) -> None:
-    """Losses and gradient norms within 1e-5; what is 0 but for rounding, absolutely."""
+    """Assert losses and gradient norms equal within 1e-5; values that are 0 up to rounding, absolutely."""
     assert len(found) == len(expected) and all(row["grad_norm"] > 0 for row in expected)
     for row, other in zip(found, expected, strict=True):
         for name in ("loss", "grad_norm"):
@@ -86,10 +87,10 @@ def assert_equal(found: list[Values], expected: list[Values]) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param("sft", marks=pytest.mark.slow), "rl"])
-def test_a_divided_base_under_an_adapter_computes_what_a_whole_one_does(rows: Any, stage: str, folder: Path) -> None:
-    """Two halves, read from files, that stop; one process goes on with the whole, and two with halves again. The
-    checkpoint and the final model are an adapter's."""
-    model = {**LORA, "path": saved(folder)}
+def test_sharded_base_under_an_adapter_equals_the_unsharded(rows: Any, stage: str, folder: Path) -> None:
+    """Two shards, read from files, that stop; one process resumes with the whole model, and two with shards again. The
+    checkpoint and the final model contain only the adapter."""
+    model = {**LORA, "path": save_model(folder)}
     expected = rows(stage, 1, steps=3, **model)
     assert_equal(rows(stage, 2, steps=1, name="run", parallel={}, **model), expected[:1])
     assert_equal(rows(stage, 1, steps=2, name="run", resume=True, **model), expected[:2])
@@ -99,8 +100,8 @@ def test_a_divided_base_under_an_adapter_computes_what_a_whole_one_does(rows: An
     assert json.loads((folder / "run" / "summary.json").read_text())["save"]["kind"] == "adapter"
 
 
-def saved(folder: Path) -> str:
-    """The tiny model in files."""
+def save_model(folder: Path) -> str:
+    """Write the tiny model to files."""
     model, tokenizer = tiny.build(0)
     model.save_pretrained(folder / "model", max_shard_size="200KB")
     tokenizer.save_pretrained(folder / "model")
@@ -110,10 +111,10 @@ def saved(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("stage", RECIPES)
-def test_copies_of_divided_models_compute_what_one_whole_does(
+def test_replicas_of_sharded_models_equal_the_unsharded_model(
     rows: Any, stage: str, model: Values, folder: Path
 ) -> None:
-    model = {**model, "path": saved(folder)}
+    model = {**model, "path": save_model(folder)}
     expected = rows(stage, 1, **model)
     assert_equal(rows(stage, 2, parallel={"shard": 2}, **model), expected)
     assert_equal(rows(stage, 4, parallel={"replicate": 2}, **model), expected)
@@ -123,8 +124,8 @@ def test_copies_of_divided_models_compute_what_one_whole_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("stage", RECIPES)
-def test_ranks_that_divide_lines_of_rows_compute_what_one_does(rows: Any, stage: str, model: Values) -> None:
-    """Context 2, alone and beside two parts and two copies of the weights. Adam makes much of rounding: SFT's rows are
+def test_context_parallel_ranks_equal_one(rows: Any, stage: str, model: Values) -> None:
+    """Context 2, alone and with two shards and two replicas of the weights. Adam amplifies rounding: SFT's rows are
     packed on one rank as well."""
     expected = rows(stage, 1, **model)
     for ranks, parallel in ((2, {"context": 2}), (4, {"context": 2}), (4, {"context": 2, "replicate": 2})):
@@ -133,7 +134,7 @@ def test_ranks_that_divide_lines_of_rows_compute_what_one_does(rows: Any, stage:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
-def test_compiled_layers_of_a_divided_model_compute_what_whole_ones_do(rows: Any, model: Values) -> None:
+def test_compiled_layers_of_a_sharded_model_equal_the_unsharded(rows: Any, model: Values) -> None:
     expected = rows("sft", 1, steps=3, **model)
     assert_equal(rows("sft", 2, steps=3, parallel={}, compile=True, **model), expected)
 
@@ -149,11 +150,11 @@ def test_compiled_layers_of_a_divided_model_compute_what_whole_ones_do(rows: Any
         ("rl", {"engine": "vllm"}),
     ],
 )
-def test_a_divided_base_in_four_bits_computes_what_a_whole_one_does(
+def test_sharded_4_bit_base_equals_the_unsharded(
     rows: Any, stage: str, more: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two parts, that stop, and one process that goes on with the whole. An engine with a model of its own (a stand-in
-    for vLLM) gets the base dequantised."""
+    """Two shards that stop, and one process that resumes with the whole model. An engine with its own model (a stand-in
+    for vLLM) gets the base dequantized."""
     pytest.importorskip("bitsandbytes")
     own = {"parallel": {}, **more}
     if "engine" in own:
@@ -165,15 +166,14 @@ def test_a_divided_base_in_four_bits_computes_what_a_whole_one_does(
     assert_equal(rows(stage, 1, steps=3, name="run", resume=True, **model), expected)
 
 
-def test_two_ranks_divide_lines_of_rows(rows: Any) -> None:
-    """And one goes on with the whole, from their checkpoint."""
+def test_context_parallel_run_resumes_on_one_rank(rows: Any) -> None:
     expected = rows("dpo", 1, steps=3, **LORA)
     assert_equal(rows("dpo", 2, steps=2, name="run", parallel={"context": 2}, **LORA), expected[:2])
     assert_equal(rows("dpo", 1, steps=3, name="run", resume=True, **LORA), expected)
 
 
-def test_copies_add_up_their_gradients_once_an_update(sft_recipe: Any, opened: Any, monkeypatch: Any) -> None:
-    """Behind the last of four micro-batches; the numbers of several are held by the test of copies."""
+def test_replicas_reduce_gradients_once_per_update(sft_recipe: Any, opened: Any, monkeypatch: Any) -> None:
+    """After the last of four micro-batches; the test of replicas checks the results."""
     told = list[bool]()
     monkeypatch.setattr(sharding, "sum_over_copies", lambda _, now: told.append(now))
     with opened() as directory:
@@ -181,8 +181,8 @@ def test_copies_add_up_their_gradients_once_an_update(sft_recipe: Any, opened: A
     assert told == [False, False, False, True] * 2
 
 
-def test_a_pass_of_layers_in_half_precision_has_its_products_in_it() -> None:
-    """What tries whether rows may be packed opens no autocast for weights that are float32 on each rank."""
+def test_pass_over_half_precision_layers_has_half_precision_products() -> None:
+    """The packing trial opens no autocast for weights that are float32 on each rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = load.load(Model(path="tiny"), Path(), training=True).model
@@ -193,7 +193,7 @@ def test_a_pass_of_layers_in_half_precision_has_its_products_in_it() -> None:
         dist.destroy_process_group()
 
 
-def test_the_numbers_of_a_mesh_are_those_of_the_ranks() -> None:
+def test_mesh_sizes_must_match_the_number_of_ranks() -> None:
     assert shard_ranks(Parallel(), 8) == shard_ranks(Parallel(context=4), 8) == 8
     assert shard_ranks(Parallel(replicate=2), 8) == shard_ranks(Parallel(shard=4, replicate=2), 8) == 4
     for parallel in (Parallel(shard=4), Parallel(replicate=3), Parallel(shard=8, replicate=2), Parallel(context=3)):

@@ -1,4 +1,4 @@
-"""Mixtures of experts on every mesh compute what one process does."""
+"""Mixtures of experts on every device mesh compute what one process does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_mesh import LORA, Values, assert_equal, folder, rows
 __all__ = ["folder", "rows"]  # fixtures
 
 BALANCE: dict[str, Values] = {
-    # SFT's is a mean over micro-batches, which must be the same on all ranks
+    # SFT's router loss is a mean over micro-batches, which must be the same on all ranks
     "sft": {
         "objective": {"router_aux_loss": 0.5},
         "batch": {"size": 8, "micro_size": 2, "packing": True},
@@ -26,7 +26,7 @@ BALANCE: dict[str, Values] = {
 }
 
 
-def test_the_plan_of_experts_is_followed_or_refused() -> None:
+def test_expert_parallel_plan_is_applied_or_refused() -> None:
     with torch.device("meta"):
         mixture, dense = family("mixtral"), family("llama")
     expert_split.check(mixture, 2)
@@ -40,10 +40,8 @@ def test_the_plan_of_experts_is_followed_or_refused() -> None:
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("stage", BALANCE)
-def test_divided_mixtures_compute_what_whole_ones_do(
-    rows: Any, stage: str, kind: str, model: Values, folder: Path
-) -> None:
-    """Parts of the weights, of the lines and of the experts; these also beside parts and copies."""
+def test_parallel_mixtures_equal_the_unsharded(rows: Any, stage: str, kind: str, model: Values, folder: Path) -> None:
+    """Sharded weights, lines and experts; experts also combined with shards and replicas."""
     model = {**model, "path": str(save_family(kind, folder / kind)), "keys": BALANCE[stage]}
     expected = rows(stage, 1, **model)
     for parallel in ({"shard": 2}, {"context": 2}):
@@ -53,8 +51,8 @@ def test_divided_mixtures_compute_what_whole_ones_do(
 
 
 @pytest.mark.slow
-def test_a_run_with_divided_experts_goes_on_with_whole_ones(rows: Any, folder: Path) -> None:
-    """And with two that have half of the experts each, of a checkpoint that four have written."""
+def test_expert_parallel_run_resumes_on_other_meshes(rows: Any, folder: Path) -> None:
+    """With whole experts, and with two ranks of half of the experts each, from a checkpoint written by four."""
     given: Values = {"path": str(save_family("qwen3_moe", folder / "moe")), "keys": BALANCE["sft"]}
     expected = rows("sft", 1, steps=3, **given)
     for steps, (ranks, parallel) in enumerate([(4, {"expert": 2}), (2, {"expert": 2})], 1):

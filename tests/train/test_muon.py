@@ -1,4 +1,4 @@
-"""Muon for matrices of layers beside AdamW: against torch's own, and in runs."""
+"""Muon for matrices of layers, with AdamW for other weights: compared with torch's, and in runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from posttrain.train.optimizers import layer_matrices
 SECTION = Optim(use="muon", lr=2e-3, weight_decay=0.1, momentum=0.9)
 
 
-def test_its_updates_are_those_of_torchs_two_optimisers() -> None:
-    """Matrices of the layers by Muon; embeddings (which are the head) with weight decay and norms without, by AdamW.
-    The schedule moves both. Then each kind's update is about as long as lr says: 0.2 lr a number by Muon."""
+def test_updates_equal_torchs_muon_and_adamw() -> None:
+    """Matrices of the layers by Muon; embeddings (tied to the head) with weight decay and norms without, by AdamW. The
+    schedule applies to both. Then the size of each kind's update follows lr: 0.2 lr per weight by Muon."""
     model: Any = tiny.build(0)[0]
     other: Any = tiny.build(0)[0]
     inside = {n: p for n, p in other.named_parameters() if ".layers." in n and p.ndim == 2}
@@ -58,7 +58,7 @@ RUNS: dict[str, Any] = {"sft": sft.run, "dpo": preference.run}
 
 
 @pytest.mark.parametrize("stage", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
-def test_a_resumed_run_goes_on_exactly(stage: str, sft_recipe: Any, dpo_recipe: Any, rows_of: Any) -> None:
+def test_run_resumes_exactly(stage: str, sft_recipe: Any, dpo_recipe: Any, rows_of: Any) -> None:
     make = {"sft": sft_recipe, "dpo": dpo_recipe}[stage]
     settings: dict[str, Any] = {"optim": {"use": "muon", "lr": 1e-3}}
     straight = rows_of(RUNS[stage], make(**settings, run={"steps": 4}), "straight")
@@ -68,7 +68,7 @@ def test_a_resumed_run_goes_on_exactly(stage: str, sft_recipe: Any, dpo_recipe: 
 
 
 @pytest.mark.slow
-def test_rl_takes_it_beside_a_critic_and_resumes(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
+def test_rl_with_muon_and_a_critic_resumes_exactly(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
     from posttrain.recipe.load import load_dict
 
     dpo_recipe()  # writes the rows
@@ -99,11 +99,11 @@ def test_rl_takes_it_beside_a_critic_and_resumes(dpo_recipe: Any, rows_of: Any, 
         ({}, {"use": "adamw", "momentum": 0.8}, "optim.momentum: does nothing with adamw"),
     ],
 )
-def test_what_cannot_stand_beside_it(model: Any, optimizer: Any, said: str, sft_recipe: Any) -> None:
+def test_incompatible_settings_are_refused(model: Any, optimizer: Any, said: str, sft_recipe: Any) -> None:
     with pytest.raises(RecipeError, match=said):
         sft_recipe(model={"path": "tiny", **model}, optim={"use": "muon", **optimizer})
 
 
-def test_a_model_without_layers_is_refused() -> None:
+def test_model_without_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear does not say which of its modules are layers"):
         optim.build(nn.Linear(2, 2), Optim(use="muon"))

@@ -1,4 +1,4 @@
-"""The objective: presets by hand, the order of its steps, one denominator, and what it refuses."""
+"""The objective: hand-computed presets, the order of its steps, denominators, and refused settings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from posttrain.train.objective import Objective
 from tests.preset_objectives import preset_objective
 
 NAN = float("nan")
-RL = ("dapo", "dr_grpo", "grpo")  # of the others, the sweep over all presets and the laws of their parts say more
+RL = (
+    "dapo",
+    "dr_grpo",
+    "grpo",
+)  # other presets are tested by the sweep over all presets and by invariants of their components
 F64 = torch.float64
 
 
 def batch(rewards: list[list[float]], lengths: list[int], **changes: Any) -> tuple[RolloutBatch, torch.Tensor]:
-    """Groups of rewards; rows of these lengths, garbage behind; old_logp and ref_logp differ from logp."""
+    """Return groups of rewards; rows of these lengths followed by garbage; old_logp and ref_logp differ from logp."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     generator = torch.Generator().manual_seed(0)
 
@@ -49,10 +53,10 @@ def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tu
     return loss.item(), found
 
 
-def test_grpo_on_policy_by_hand() -> None:
-    """Rewards (1, 0): A = +-sqrt(1/2) with eps 0. Ratio 1, N = 2, lengths 3 and 1: gradient -A / (N n_i) a token.
+def test_grpo_on_policy_gradient() -> None:
+    """Rewards (1, 0): A = +-sqrt(1/2) with eps 0. Ratio 1, N = 2, lengths 3 and 1: gradient -A / (N n_i) per token.
 
-    The loss is -(A_1 + A_2) / 2 = 0: a mean of centred advantages. Nothing to see there, all in the gradient.
+    The loss is -(A_1 + A_2) / 2 = 0, a mean of centered advantages: only the gradient is informative.
     """
     rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
     loss, found = gradient(preset_objective("grpo", advantage={"eps": 0.0}), rows, logp)
@@ -61,15 +65,15 @@ def test_grpo_on_policy_by_hand() -> None:
     torch.testing.assert_close(found, torch.tensor([[-a / 6] * 3, [a / 2, 0, 0]], dtype=F64))
 
 
-def test_dr_grpo_on_policy_by_hand() -> None:
+def test_dr_grpo_on_policy_gradient() -> None:
     """A = +-1/2, norm_len 10: -A / (N * 10) a token, whatever the lengths are."""
     rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
     _, found = gradient(preset_objective("dr_grpo", rollout={"max_new_tokens": 10}), rows, logp)
     torch.testing.assert_close(found, torch.tensor([[-1 / 40] * 3, [1 / 40, 0, 0]], dtype=F64))
 
 
-def test_dapo_on_policy_by_hand() -> None:
-    """The second group is all right: it leaves, and 4 tokens remain. A = +-sqrt(1/2): -A / 4 a token."""
+def test_dapo_on_policy_gradient() -> None:
+    """The second group is all right and is dropped, and 4 tokens remain. A = +-sqrt(1/2): -A / 4 per token."""
     rows, logp = batch([[1, 0], [1, 1]], [3, 1, 2, 2], old_logp=None)
     objective = preset_objective("dapo", advantage={"eps": 0.0})
     _, found = gradient(objective, rows, logp)
@@ -79,7 +83,7 @@ def test_dapo_on_policy_by_hand() -> None:
 
 
 def test_dropped_rows_leave_both_denominators() -> None:
-    """Also where rows are counted: two rows remain, not four with two empty ones."""
+    """Also in row-mean modes: two rows remain, not four with two empty rows."""
     objective = preset_objective("dapo", loss={"aggregation": "seq_mean_token_mean"})
     rows, _ = batch([[1, 0], [1, 1]], [3, 1, 2, 2])
     totals = objective.totals(objective.compute_advantages(rows))
@@ -87,14 +91,14 @@ def test_dropped_rows_leave_both_denominators() -> None:
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("group", math.sqrt(0.5)), ("batch", math.sqrt(0.5))])
-def test_advantages_see_kept_rows_only(scale: str, expected: float) -> None:
-    """The std of the batch too: with the dropped group of 5s it would be 2.6 and not sqrt(1/2)."""
+def test_advantages_are_computed_from_kept_rows_only(scale: str, expected: float) -> None:
+    """Also the batch std: with the dropped group of 5s it would be 2.6 instead of sqrt(1/2)."""
     rows, _ = batch([[1, 0], [5, 5]], [1, 1, 1, 1])
     assigned = preset_objective("dapo", advantage={"scale": scale, "eps": 0.0}).compute_advantages(rows)
     assert assigned.advantages.tolist() == pytest.approx([expected, -expected, 0.0, 0.0])  # type: ignore[union-attr]
 
 
-def test_truncated_rows_carry_no_loss_but_count() -> None:
+def test_truncated_rows_are_masked_but_counted() -> None:
     """They stay in the group's mean and in the row count; their mask is empty."""
     truncated = torch.tensor([False, True])
     objective = preset_objective("grpo", loss={"mask_truncated": True}, advantage={"eps": 0.0})
@@ -108,7 +112,7 @@ def test_truncated_rows_carry_no_loss_but_count() -> None:
         objective.compute_advantages(rows.replace(truncated=None))
 
 
-def test_kl_in_the_loss_is_added_once_by_token() -> None:
+def test_kl_in_the_loss_is_averaged_over_tokens() -> None:
     """Equal rewards: A = 0. d = 0.5 and 1, k2 = 0.125 and 0.5: their mean over the row's 2 tokens, over 2 rows."""
     rows, _ = batch([[1, 1]], [2, 0])
     logp = torch.full((2, 2), -1.0, dtype=F64, requires_grad=True)
@@ -120,7 +124,7 @@ def test_kl_in_the_loss_is_added_once_by_token() -> None:
     assert stats["kl"].item() == pytest.approx(0.625)
 
 
-def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
+def test_kl_in_the_reward_is_subtracted_before_the_advantage() -> None:
     """Rewards 1, 1; old - ref is 0.5 + 1 in row 0 and 0 in row 1; coef 0.2: rewards 0.7 and 1, advantages -+0.15."""
     rows, logp = batch([[1, 1]], [2, 1])
     old = torch.tensor([[-1.0, -1.0], [-1.0, NAN]], dtype=F64)
@@ -139,7 +143,7 @@ def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
         objective.compute_advantages(rows.replace(old_logp=None))
 
 
-def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
+def test_unscored_row_has_no_gradient_but_is_counted() -> None:
     rows, logp = batch([[1, NAN, 0]], [2, 2, 2], old_logp=None)
     objective = preset_objective("grpo", advantage={"eps": 0.0})
     _, found = gradient(objective, rows, logp)
@@ -149,8 +153,8 @@ def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
 
 @pytest.mark.parametrize("name", RL)
 @pytest.mark.parametrize("cut", [1, 3, 4])
-def test_split_equals_whole(name: str, cut: int) -> None:
-    """Micro-batches of any rows and lengths add up to the whole batch: loss, gradient and statistics."""
+def test_sum_over_micro_batches_equals_whole_batch(name: str, cut: int) -> None:
+    """Micro-batches of any rows and lengths sum to the whole batch: loss, gradient and statistics."""
     objective = preset_objective(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     rows, logp = batch([[1, 0, 0.2], [0, 0], [0, 1]], [5, 1, 0, 3, 2, 4, 4])
     assigned = objective.compute_advantages(rows)
@@ -168,7 +172,7 @@ def test_split_equals_whole(name: str, cut: int) -> None:
 
 @pytest.mark.parametrize("name", RL)
 @pytest.mark.parametrize("coef", [0.0, 0.1])
-def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: float) -> None:
+def test_only_rows_with_a_signal_have_a_gradient(name: str, coef: float) -> None:
     objective = preset_objective(name, rollout={"max_new_tokens": 9}, kl={"coef": coef})
     rows, logp = batch([[1, 0], [1, 1], [0, 1, NAN]], [3, 2, 2, 2, 0, 4, 1], old_logp=None)
     _, found = gradient(objective, rows, logp)
@@ -181,7 +185,7 @@ def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: f
     [([[1, 1], [1, 1]], [2, 1, 3, 1]), ([[1], [0]], [2, 2]), ([[NAN, NAN]], [2, 2]), ([[1, NAN]], [2, 2])],
     ids=["all right", "groups of one", "nothing scored", "one of two scored"],
 )
-def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[float]], lengths: list[int]) -> None:
+def test_batch_without_a_signal_gives_zero_not_nan(name: str, rewards: list[list[float]], lengths: list[int]) -> None:
     rows, logp = batch(rewards, lengths)
     loss, found = gradient(preset_objective(name, rollout={"max_new_tokens": 9}), rows, logp)
     assert loss == 0.0
@@ -189,7 +193,7 @@ def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[f
 
 
 @pytest.mark.parametrize("name", RL)
-def test_no_trained_token_gives_zero_and_not_nan(name: str) -> None:
+def test_batch_without_trained_tokens_gives_zero_not_nan(name: str) -> None:
     rows, logp = batch([[1, 0]], [2, 2])
     objective = preset_objective(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     loss, found = gradient(objective, rows.replace(mask=torch.zeros_like(rows.mask)), logp)
@@ -198,7 +202,7 @@ def test_no_trained_token_gives_zero_and_not_nan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RL)
-def test_presets_state_what_they_choose(name: str) -> None:
+def test_presets_describe_their_choices(name: str) -> None:
     preset = presets.preset(name)
     assert preset.title and preset.purpose and preset.not_stated and preset.stage == "rl"
     assert {"advantage", "loss", "kl"} <= preset.choices.keys()
@@ -214,7 +218,7 @@ def test_an_override_changes_one_key() -> None:
 
 
 def sections(base_dir: Path | None = None, **changes: Any) -> Objective:
-    """An objective from recipe sections with these changes."""
+    """Return an objective from recipe sections with these changes."""
     bare = {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "x"}]}
     recipe = RlRecipe.model_validate({**bare, "rollout": {"max_new_tokens": 8}, **changes})
     recipe._base_dir = base_dir or Path.cwd()
@@ -230,11 +234,11 @@ def sections(base_dir: Path | None = None, **changes: Any) -> Objective:
         ({"use": "k1", "coef": 0.1, "where": "reward"}, {"ref_logp", "old_logp"}),
     ],
 )
-def test_needs(kl: dict[str, Any], needs: set[str]) -> None:
+def test_needs_follow_from_the_components(kl: dict[str, Any], needs: set[str]) -> None:
     assert sections(kl=kl).needs - {"groups"} == needs
 
 
-def test_the_norm_len_of_the_recipe_wins() -> None:
+def test_norm_len_of_the_recipe_takes_precedence() -> None:
     assert sections(loss={"aggregation": "fixed"}).norm_len == 8
     assert sections(loss={"aggregation": "fixed", "norm_len": 5}).norm_len == 5
 
@@ -248,7 +252,7 @@ def reinforce(batch, logp, *, weight: float = 1.0):
 """
 
 
-def test_a_loss_of_the_user(tmp_path: Path) -> None:
+def test_user_defined_loss(tmp_path: Path) -> None:
     """-w A logp, A = +-1/2 with scale none, w = 3, one token a row, N = 2: gradient -3 A / 2."""
     (tmp_path / "mine.py").write_text(USER_LOSS)
     objective = sections(
@@ -258,7 +262,7 @@ def test_a_loss_of_the_user(tmp_path: Path) -> None:
     assert gradient(objective, rows, logp)[1].flatten().tolist() == pytest.approx([-0.75, 0.75])
 
 
-def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
+def test_wrong_key_of_a_user_function_raises(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USER_LOSS)
     with pytest.raises(RecipeError, match=r"has no argument wait\n.*it takes: weight"):
         sections(loss={"use": "mine.py:reinforce", "wait": 3.0}, base_dir=tmp_path)
@@ -270,7 +274,7 @@ def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
         sections(loss={"use": "mine.py:reinforced"}, base_dir=tmp_path)
 
 
-def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
+def test_group_reward_is_a_component_for_gdpo() -> None:
     """kimi_length with weight 1/2 on two right rows of 3 and 1 tokens: -1/4 and + 1/4 on equal rewards."""
     rows, _ = batch([[1, 1]], [3, 1])
     objective = preset_objective("gdpo", group_rewards=[{"use": "kimi_length"}])
@@ -279,8 +283,8 @@ def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
     assert assigned.advantages is not None and assigned.advantages[0] < 0 < assigned.advantages[1]
 
 
-def test_copo_leaves_rows_without_tokens_out_of_its_mean() -> None:
-    """The mean over rows of the loss: an empty row is none of them, so that the others weigh 1/3 and not 1/4."""
+def test_copo_excludes_rows_without_tokens_from_its_mean() -> None:
+    """The mean over rows excludes an empty row, so the others weigh 1/3 instead of 1/4."""
     rows, logp = batch([[1, 0], [1, 0]], [3, 1, 2, 0], old_logp=None, answer_ids=torch.tensor([0, 1, 0, 1]))
     objective = preset_objective("copo")
     assert objective.totals(objective.compute_advantages(rows)).rows == 3

@@ -1,4 +1,4 @@
-"""Losses on completions that the data rows bring (`rollout.engine: stored`), through the command line on `tiny`."""
+"""Losses on stored completions (`rollout.engine: stored`), through the command line on `tiny`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_oreo_trains_twenty_steps(cli: Any, level: str, tmp_path: Path) -> None:
-    """Right traces become likelier than wrong ones; going on from a checkpoint changes nothing."""
+    """Right traces become likelier than wrong traces; the run resumes exactly."""
     rows = cli.resumed(tmp_path / "a run", "rl", "rl/oreo_tiny", *LEVELS[level])
     margins = [row["oreo/margin"] for row in rows]
     assert len(rows) == 20 and margins[0] == pytest.approx(0, abs=1e-6)
@@ -48,8 +48,8 @@ def a_batch(turn_ids: Any = None, mask: Any = None, **more: Any) -> RolloutBatch
     )
 
 
-def test_the_loss_is_the_formulas_row_by_row() -> None:
-    """`loss: oreo` is value plus policy loss of the formula, also with garbage where nothing is trained."""
+def test_oreo_loss_equals_the_formula_row_by_row() -> None:
+    """`loss: oreo` is value plus policy loss of the formula, also with garbage in masked cells."""
     batch = a_batch(mask=[[1, 1, 1, 0], [1, 1, 1, 1]])
     logp = torch.tensor([[-1.0, -2, -3, float("nan")], [-0.5, -1, -1, -1]], dtype=F64, requires_grad=True)
     values = batch.new_values.requires_grad_()
@@ -63,7 +63,7 @@ def test_the_loss_is_the_formulas_row_by_row() -> None:
     torch.testing.assert_close(values.grad, again.grad)
 
 
-def test_a_step_of_one_token_is_a_token_and_a_step_of_all_is_the_response() -> None:
+def test_steps_of_one_token_and_of_the_whole_response() -> None:
     logp = -torch.rand(2, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
     each, whole = a_batch([[0, 1, 2, 3]] * 2), a_batch([[0, 0, 0, 0]] * 2)
     for batch, level in ((each, "token"), (whole, "response")):
@@ -71,7 +71,7 @@ def test_a_step_of_one_token_is_a_token_and_a_step_of_all_is_the_response() -> N
         torch.testing.assert_close(by_step.mean(-1), offline_rl.oreo_loss(batch, logp, level=level).values.mean(-1))
 
 
-def test_what_cannot_be_trained_on_is_told(cli: Any, tmp_path: Path) -> None:
+def test_invalid_data_raises(cli: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2" * 9, "answer": "2"}, {"prompt": "2+1=", "answer": "3"}]
     file = tmp_path / "rows.jsonl"
 
@@ -98,15 +98,15 @@ STORED: dict[str, Any] = {
 
 
 def critic_of(cli: Any, folder: Path, steps: int) -> Path:
-    """A run that trains a critic alone."""
+    """Return a run that trains only a critic."""
     recipe = folder / "critic.yaml"
     recipe.write_text(json.dumps({**STORED, "loss": "critic", "critic": {"lr": 3e-3}}))
     cli.run("rl", str(recipe), f"run.steps={steps}", "--output", str(folder / "critic"))
     return folder / "critic"
 
 
-def by_advantages(folder: Path, critic: Path) -> list[str]:
-    """The command that trains the policy with it."""
+def advantages_command(folder: Path, critic: Path) -> list[str]:
+    """Return the command that trains the policy with the critic."""
     recipe = folder / "policy.yaml"
     split = {"scoring": {"workers": 1, "split": "lines"}, "critic": {"path": str(critic)}}
     recipe.write_text(json.dumps({**STORED, **split, "loss": "direct_advantage", "optim": {"lr": 1e-3}}))
@@ -118,18 +118,18 @@ def test_direct_advantages_train_twenty_steps(cli: Any, tmp_path: Path) -> None:
     critic = critic_of(cli, tmp_path, 20)
     errors = [row["critic/error"] for row in cli.rows_of(critic)]
     assert errors[0] == pytest.approx(0.25) and min(errors) < 0.25
-    rows = cli.resumed(tmp_path / "a run", *by_advantages(tmp_path, critic), "run.steps=20", "run.save_every=10")
+    rows = cli.resumed(tmp_path / "a run", *advantages_command(tmp_path, critic), "run.steps=20", "run.save_every=10")
     margins = [row["direct_advantage/margin"] for row in rows]
     assert margins[0] == pytest.approx(0, abs=1e-5) and sum(margins[10:]) > sum(margins[:10]) and margins[-1] > 0
 
 
-def test_a_critic_is_trained_alone_and_read_frozen(cli: Any, tmp_path: Path) -> None:
-    """Its run leaves the model as it was; the policy's run leaves the critic as it was."""
+def test_critic_is_trained_alone_and_loaded_frozen(cli: Any, tmp_path: Path) -> None:
+    """The critic's run does not change the model; the policy's run does not change the critic."""
     critic = critic_of(cli, tmp_path, 2)
     assert all(row["grad_norm"] == 0 for row in cli.rows_of(critic))
     head = load_file(critic / "final" / "critic.safetensors")
     assert head["weight"].any()
-    command = by_advantages(tmp_path, critic)
+    command = advantages_command(tmp_path, critic)
     cli.run(*command, "run.steps=2", "--output", str(tmp_path / "run"))
     rows = cli.rows_of(tmp_path / "run")
     assert rows[0]["direct_advantage/margin"] == pytest.approx(0, abs=1e-5) and rows[1]["direct_advantage/margin"]
@@ -142,9 +142,9 @@ def test_a_critic_is_trained_alone_and_read_frozen(cli: Any, tmp_path: Path) -> 
     assert "scoring.split" in cli.refused(*elsewhere, "scoring.split=null")
 
 
-def test_a_step_without_a_token_is_no_step() -> None:
-    """Two steps end within one token ("}\\n}\\n"), so a number is missing. The reward is counted once, behind the last
-    step, and a step's value is followed by that of the next one that is there."""
+def test_steps_without_a_token_are_skipped() -> None:
+    """Two steps end within one token ("}\n}\n"), so a number is missing. The reward is counted once, after the last
+    step, and a step's value is followed by the value of the next existing step."""
     logp, values = -torch.rand(2, 4, dtype=F64), torch.rand(2, 4, dtype=F64) - 0.5
     found, wanted = (
         offline_rl.direct_advantage_loss(a_batch(turns, values=values), logp, beta=0.2)
@@ -154,7 +154,7 @@ def test_a_step_without_a_token_is_no_step() -> None:
     torch.testing.assert_close(found.stats["direct_advantage/margin"], wanted.stats["direct_advantage/margin"])
 
 
-def test_direct_advantages_are_the_formula_with_steps_of_tokens() -> None:
+def test_direct_advantages_equal_the_formula_with_token_steps() -> None:
     batch = a_batch([[0, 0, 1, 1], [0, 1, 2, 2]], values=torch.rand(2, 4, dtype=F64) - 0.5)
     logp = -torch.rand(2, 4, dtype=F64)
     found = offline_rl.direct_advantage_loss(batch, logp, beta=0.2)

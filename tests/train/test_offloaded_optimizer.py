@@ -1,4 +1,4 @@
-"""AdamW whose moments are on the host is AdamW: updates, checkpoints and runs."""
+"""AdamW with moments on the host equals AdamW: updates, checkpoints and runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(half: bool) -> Any:
 
 
 def update(one: nn.Module, optimizer: Any, first: int, count: int) -> None:
-    """Updates number `first` ... by random gradients; one weight has none, as experts that got no token."""
+    """Run update number `first` with random gradients; one weight has none, like experts that got no token."""
     for step in range(first, first + count):
         draw = torch.Generator().manual_seed(step)
         for n, parameter in enumerate(one.parameters()):
@@ -56,8 +56,8 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_updates_are_those_of_adamw_and_checkpoints_fit_both(half: bool) -> None:
-    """Three updates, a checkpoint, two more: by each kind, and by each from the checkpoint of the other."""
+def test_updates_equal_adamw_and_checkpoints_are_interchangeable(half: bool) -> None:
+    """Three updates, a checkpoint, two more: by each optimizer, and by each from the checkpoint of the other."""
     ends, saved = [], []
     for offload in (False, True):
         one = model(half)
@@ -71,7 +71,7 @@ def test_updates_are_those_of_adamw_and_checkpoints_fit_both(half: bool) -> None
     assert not equal(ends[0], weights(saved[0][0], None))
     for offload, (one, exact, state) in zip((True, False), saved, strict=True):
         if half:
-            keep_half_weights(one)  # which a copy of a model forgets
+            keep_half_weights(one)  # an attribute that a copy of a model loses
         optimizer = optim.build(one, SECTION.model_copy(update={"offload": offload}))
         optim.load_masters(optimizer, one, exact or {})
         optimizer.load_state_dict(state)
@@ -79,7 +79,7 @@ def test_updates_are_those_of_adamw_and_checkpoints_fit_both(half: bool) -> None
         assert equal(weights(one, optimizer), ends[0])
 
 
-def test_moments_are_packed_in_few_pieces_of_memory() -> None:
+def test_moments_are_packed_in_few_buffers() -> None:
     one = model(half=False)
     optimizer: Any = optim.build(one, Optim(offload=True))
     update(one, optimizer, 0, 1)
@@ -87,8 +87,8 @@ def test_moments_are_packed_in_few_pieces_of_memory() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in moments}) == 1 < len(moments)
 
 
-def test_a_checkpoint_holds_and_counts_the_moments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the whole piece of memory in which they are; the weights and two moments take 4 bytes a number each."""
+def test_checkpoint_contains_moments_without_their_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights and two moments take 4 bytes per number each."""
     loaded = models.load(Model(path="tiny"), tmp_path, training=True)
     optimizer: Any = optim.build(loaded.model, Optim(offload=True))
     update(loaded.model, optimizer, 0, 1)
@@ -109,10 +109,10 @@ HALF = {"dtype": "bfloat16", "half_weights": True}
     ("stage", "own"),
     [("sft", HALF), *(pytest.param(stage, {}, marks=pytest.mark.slow) for stage in ("dpo", "rl"))],
 )
-def test_a_run_is_the_same_and_resumes_exactly(
+def test_offloaded_run_equals_adamw_and_resumes_exactly(
     stage: str, own: Any, sft_recipe: Any, dpo_recipe: Any, rows_of: Any, tmp_path: Path
 ) -> None:
-    """The one that is resumed begins without offload."""
+    """The resumed run starts without offload."""
     make = {"sft": sft_recipe, "dpo": dpo_recipe, "rl": dpo_recipe}[stage]
     more: dict[str, Any] = {"model": {"path": "tiny", **own}}
     if stage == "rl":
@@ -145,6 +145,6 @@ def test_a_run_is_the_same_and_resumes_exactly(
         ({"optim": {"offload": True}, "model": {"path": "tiny", "shard": True}}, "the moments are divided among"),
     ],
 )
-def test_what_cannot_stand_beside_it(values: Any, said: str, sft_recipe: Any) -> None:
+def test_incompatible_settings_are_refused(values: Any, said: str, sft_recipe: Any) -> None:
     with pytest.raises(RecipeError, match=said):
         sft_recipe(**values)

@@ -1,4 +1,4 @@
-"""HyPO: a KL on the policy's own answers while it trains on pairs."""
+"""HyPO: a KL term on the policy's own answers while it trains on pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(dpo_recipe: Any, tmp_path: Path) -> list[str]:
     return ["dpo", str(tmp_path / "hypo.yaml")]
 
 
-def test_it_resumes_exactly_and_micro_batches_change_nothing(cli: Any, command: list[str], tmp_path: Path) -> None:
+def test_run_resumes_exactly_and_micro_batches_change_nothing(cli: Any, command: list[str], tmp_path: Path) -> None:
     rows = cli.resumed(tmp_path / "run", *command, steps=4)
     assert rows[0]["online_kl/kl"] == pytest.approx(0, abs=1e-4) and rows[-1]["online_kl/kl"] != 0
     cli.run(*command, "batch.micro_size=2", "--output", str(tmp_path / "cut"))
@@ -46,8 +46,8 @@ def test_it_resumes_exactly_and_micro_batches_change_nothing(cli: Any, command: 
         assert cut == pytest.approx(whole, rel=1e-3, abs=1e-4)
 
 
-def test_the_gradient_is_that_of_the_formula() -> None:
-    """Parts of a step add up to `hypo` without its pairs."""
+def test_gradient_equals_the_formula() -> None:
+    """The parts of a step sum to `hypo` without its pairs."""
     loaded = models.load(Model(path="tiny"), None, training=True)
     pairs = [Pair(str(n), tuple(range(5, 8 + n)), (9,), (10,)) for n in range(3)]
     online = OnlinePolicy(loaded, OnlineKl(coef=0.5, samples=2, max_new_tokens=5, baseline="rloo"), pairs)
@@ -77,5 +77,5 @@ def test_the_gradient_is_that_of_the_formula() -> None:
         ("online_kl.max_new_tokens=100000", "exceed the window"),
     ],
 )
-def test_what_cannot_be_is_told(cli: Any, command: list[str], change: str, told: str, tmp_path: Path) -> None:
+def test_invalid_settings_raise(cli: Any, command: list[str], change: str, told: str, tmp_path: Path) -> None:
     assert told in cli.refused(*command, change, "--output", str(tmp_path / "run"))

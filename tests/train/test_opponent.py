@@ -20,7 +20,7 @@ COMMAND = ["rl", "rl/nash_mp_tiny"]
 
 @pytest.mark.slow
 def test_nash_mirror_prox_trains_twenty_steps(cli: Any, tmp_path: Path) -> None:
-    """The policy gets ahead of an opponent that follows it."""
+    """The policy gains an advantage over an opponent that follows it."""
     rows = cli.resumed(tmp_path / "a run", *COMMAND)
     margins = [row["reward/shaped"] for row in rows]
     assert len(rows) == 20 and sum(margins[10:]) > sum(margins[:10])
@@ -36,15 +36,15 @@ def test_nash_mirror_prox_trains_twenty_steps(cli: Any, tmp_path: Path) -> None:
         ["rollout.staleness=2", "corrections=[{use: off_policy_seq_mask}]"],
     ],
 )
-def test_a_resumed_run_has_the_opponent_that_it_had(cli: Any, changes: list[str], tmp_path: Path) -> None:
-    """Also one whose answers are those of the step that begins the rollouts."""
+def test_resumed_run_restores_the_opponent(cli: Any, changes: list[str], tmp_path: Path) -> None:
+    """Also an opponent whose answers are sampled at the start of the rollouts' step."""
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4"]
     small += ["run.steps=4", "run.save_every=2"]
     rows = cli.resumed(tmp_path / "run", *COMMAND, *small, *changes, steps=4)
     assert rows[-1]["nash_mp/opponent"] and rows[-1].get("rollout/staleness", 2) == 2
 
 
-def test_an_opponent_stands_in_for_the_policy_and_follows_it() -> None:
+def test_opponent_replaces_the_policy_temporarily_and_follows_it() -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout())
     model[0].weight.data.fill_(1.0)
     opponent = Opponent(model, ema=0.25)
@@ -56,7 +56,7 @@ def test_an_opponent_stands_in_for_the_policy_and_follows_it() -> None:
     assert opponent.weights["0.weight"].item() == 2.0
 
 
-def test_the_chance_to_beat_its_answers() -> None:
+def test_win_rate_against_the_opponents_answers() -> None:
     rows = RolloutBatch(
         group_ids=torch.zeros(4),
         mask=torch.ones(4, 1).bool(),
@@ -71,7 +71,7 @@ def test_the_chance_to_beat_its_answers() -> None:
     torch.testing.assert_close(versus_opponent(rows, scale=2.0)[:3], soft)
 
 
-def test_the_loss_is_the_formula_summed_over_tokens() -> None:
+def test_loss_is_the_formula_summed_over_tokens() -> None:
     draw = torch.Generator().manual_seed(0)
     logp, ref, theirs = (-torch.rand(3, 4, generator=draw, dtype=F64) for _ in range(3))
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
@@ -100,5 +100,5 @@ def test_the_loss_is_the_formula_summed_over_tokens() -> None:
         (["rollout.engine=stored", "rollout.group_size=1"], "no effect if no rollout is sampled"),
     ],
 )
-def test_what_cannot_be_is_told(cli: Any, change: list[Any], told: str, tmp_path: Path) -> None:
+def test_invalid_settings_raise(cli: Any, change: list[Any], told: str, tmp_path: Path) -> None:
     assert told in cli.refused(*COMMAND, *change, "--output", str(tmp_path / "run"))

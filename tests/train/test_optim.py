@@ -1,4 +1,4 @@
-"""The 8-bit optimisers: what they keep, how near they are to AdamW, and that a resumed run goes on exactly."""
+"""8-bit optimizers: their state, their closeness to AdamW, and exact resuming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is No
 
 
 def states(optimizer: Any) -> dict[tuple[int, ...], set[torch.dtype]]:
-    """By shape of a parameter: the dtypes of its two moments."""
+    """Return by shape of a parameter the dtypes of its two moments."""
     return {tuple(p.shape): {s["state1"].dtype, s["state2"].dtype} for p, s in optimizer.state.items()}
 
 
@@ -37,8 +37,9 @@ def stepped(use: Any, steps: int = 5) -> tuple[Any, nn.Module]:
 
 
 @bitsandbytes
-def test_weights_outside_of_several_adapters_are_clipped_too() -> None:
-    """Gradients of ones: the adapters' norms are the roots of their sizes, and so is that of the trained norms."""
+def test_weights_outside_the_adapters_are_clipped_too() -> None:
+    """With gradients of ones, the gradient norms of the adapters and of the trained norm layers are the square roots of
+    their sizes."""
     model = adapters.add(tiny.build(0)[0], Lora(rank=2, adapters=["one", "two"]), seed=0)
     norms = [p.requires_grad_() for name, p in model.named_parameters() if name.endswith("norm.weight")]
     parts = {**adapters.parameters_by_adapter(model), optim.OUTSIDE: norms}
@@ -50,7 +51,7 @@ def test_weights_outside_of_several_adapters_are_clipped_too() -> None:
         assert float(nn.utils.get_total_norm([p.grad for p in part])) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_matrices_have_moments_of_one_byte_and_embeddings_of_four() -> None:
+def test_matrices_have_8_bit_moments_and_embeddings_float32() -> None:
     """`tiny`: matrices of 64 x 64 = 4096 and more; norms of 64; tied embeddings of vocabulary x 64."""
     optimizer, model = stepped("adamw_8bit", steps=1)
     embeddings = tuple(model.get_input_embeddings().weight.shape)  # type: ignore[operator]
@@ -59,8 +60,8 @@ def test_matrices_have_moments_of_one_byte_and_embeddings_of_four() -> None:
 
 
 @bitsandbytes
-def test_its_steps_are_those_of_adamw_to_the_quantisation() -> None:
-    """Five steps of 1e-3 on random gradients: a weight moves by up to 5e-3, and 8 bits tell where to a few percent."""
+def test_updates_equal_adamw_up_to_quantization() -> None:
+    """Five steps of 1e-3 on random gradients: a weight changes by up to 5e-3, and 8 bits are exact to a few percent."""
     start: Any = tiny.build(0)[0]
     moved = [
         torch.cat([(a - b).detach().flatten() for a, b in zip(model.parameters(), start.parameters(), strict=True)])
@@ -72,7 +73,7 @@ def test_its_steps_are_those_of_adamw_to_the_quantisation() -> None:
 
 @bitsandbytes
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_a_resumed_run_goes_on_exactly(
+def test_run_resumes_exactly(
     stage: str, sft_recipe: Callable[..., Any], dpo_recipe: Callable[..., Any], rows_of: Callable[..., Any]
 ) -> None:
     make, run = (sft_recipe, sft.run) if stage == "sft" else (dpo_recipe, preference.run)
@@ -83,7 +84,7 @@ def test_a_resumed_run_goes_on_exactly(
     assert straight[0]["loss"] != straight[-1]["loss"]
 
 
-def test_what_cannot_run_here_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_optimizers_raise_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("bitsandbytes") is not None:
         with pytest.raises(RecipeError, match="needs a GPU") as told:
             optim.check(Optim(use="paged_adamw_8bit"), CPU)
@@ -98,14 +99,22 @@ def test_what_cannot_run_here_is_told_before_a_model_is_loaded(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("schedule", "update", "planned", "total", "last", "before", "now"),
     [
-        ("cosine", 100, 100, 200, 2.5e-7, "2.5e-07", "0.0005"),  # it had come to its end: two thousand times as much
+        (
+            "cosine",
+            100,
+            100,
+            200,
+            2.5e-7,
+            "2.5e-07",
+            "0.0005",
+        ),  # the schedule had ended: a rate two thousand times higher
         ("cosine", 50, 100, 200, 5e-4, "0.0005", "0.000854"),
         ("linear", 90, 100, 200, 1e-4, "0.0001", "0.00055"),
         ("linear", 50, 200, 100, 7e-4, "0.00075", "0.0005"),  # shorter
         ("stable_decay", 99, 100, 200, 1.2e-4, "0.000122", "0.001"),
     ],
 )
-def test_a_schedule_of_another_length_is_told_on_resume(
+def test_schedule_of_another_length_is_reported_on_resume(
     schedule: Any, update: int, planned: int, total: int, last: float, before: str, now: str
 ) -> None:
     note = optim.changed_lr_note(Optim(lr=1e-3, schedule=schedule), update, planned, total, last)
@@ -117,17 +126,17 @@ def test_a_schedule_of_another_length_is_told_on_resume(
     [
         ("constant", 100, 100, 200),
         ("cosine", 50, 100, 100),
-        ("cosine", 50, None, 100),  # a checkpoint that does not say how long the run was
+        ("cosine", 50, None, 100),  # a checkpoint without the length of the run
         ("stable_decay", 10, 100, 200),  # far from the end of either
         ("linear", 2, 100, 200),  # within the warm-up
     ],
 )
-def test_a_schedule_that_goes_on_as_it_was_is_not_told(schedule: Any, update: int, planned: Any, total: int) -> None:
+def test_unchanged_schedule_is_not_reported(schedule: Any, update: int, planned: Any, total: int) -> None:
     section = Optim(lr=1e-3, schedule=schedule, warmup_steps=5)
     assert optim.changed_lr_note(section, update, planned, total, 1e-3) is None
 
 
-def test_a_resumed_run_tells_of_its_new_schedule(
+def test_resumed_run_reports_its_new_schedule(
     sft_recipe: Callable[..., Any], opened: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = lambda steps: sft_recipe(optim={"schedule": "cosine"}, run={"steps": steps})  # noqa: E731

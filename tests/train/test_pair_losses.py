@@ -1,4 +1,4 @@
-"""Every pair loss of the index trains on `tiny`: its margin grows; and what it needs of the data is asked for."""
+"""Every pair loss of the index trains on `tiny`, its margin grows, and missing data columns are reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.recipe import presets
 from posttrain.train import pair_columns, preference
 
-# Numbers that let five steps of a tiny model be seen: what is not here trains with its defaults.
+# Settings with a visible effect in five steps of a tiny model; other losses train with their defaults.
 SETTINGS: dict[str, dict[str, Any]] = {
     "sppo": {"beta": 0.1},
     "inpo": {"eta": 0.05},
@@ -33,8 +33,8 @@ LOSSES = sorted(registry.load_index()["pair_loss"])
 
 
 @pytest.fixture
-def numbered(dpo_recipe: Any, tmp_path: Any) -> Any:
-    """Makes a recipe whose pairs have every column of NUMBERS but those left out."""
+def make_recipe_with_numbers(dpo_recipe: Any, tmp_path: Any) -> Any:
+    """Return a function that builds a recipe whose pairs have every column of NUMBERS except those left out."""
 
     def make(*without: str, **changes: Any) -> Any:
         recipe = dpo_recipe(**changes)
@@ -48,15 +48,15 @@ def numbered(dpo_recipe: Any, tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("use", LOSSES)
-def test_the_margin_grows(use: str, numbered: Any, rows_of: Any) -> None:
-    recipe = numbered(loss={"use": use, **SETTINGS.get(use, {})}, run={"steps": 5})
+def test_margin_grows(use: str, make_recipe_with_numbers: Any, rows_of: Any) -> None:
+    recipe = make_recipe_with_numbers(loss={"use": use, **SETTINGS.get(use, {})}, run={"steps": 5})
     rows = rows_of(preference.run, recipe)
     assert len(rows) == 5
     assert rows[-1]["rewards/margins"] > rows[0]["rewards/margins"] + 1e-3
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_every_preset_of_the_stage_names_a_loss_that_is_tested() -> None:
+def test_losses_of_all_presets_are_tested() -> None:
     assert {presets.preset(name).choices["loss"]["use"] for name in presets.names("dpo")} <= set(LOSSES)
 
 
@@ -64,17 +64,17 @@ def test_every_preset_of_the_stage_names_a_loss_that_is_tested() -> None:
     "use",
     [u for u in LOSSES if set(registry.load_index()["pair_loss"][u]["needs"]) & {*pair_columns.GIVEN} - {"labels"}],
 )
-def test_a_column_that_is_missing_is_asked_for(use: str, numbered: Any, opened: Any) -> None:
-    """Before a model is loaded, by name and row."""
+def test_missing_column_raises_with_name_and_row(use: str, make_recipe_with_numbers: Any, opened: Any) -> None:
+    """Before a model is loaded."""
     needs = registry.load_index()["pair_loss"][use]["needs"]
     missing = next(field for need in needs if need in pair_columns.GIVEN for field in pair_columns.GIVEN[need])
-    recipe = numbered(missing, loss={"use": use, **SETTINGS.get(use, {})})
+    recipe = make_recipe_with_numbers(missing, loss={"use": use, **SETTINGS.get(use, {})})
     with opened() as directory, pytest.raises(DataError, match=f"`{use}` needs the column `{missing}`"):
         preference.run(recipe, directory)
 
 
-def test_hard_targets_need_no_win_rates(numbered: Any, rows_of: Any) -> None:
-    recipe = numbered(
+def test_hard_targets_need_no_win_rates(make_recipe_with_numbers: Any, rows_of: Any) -> None:
+    recipe = make_recipe_with_numbers(
         "chosen_win", "rejected_win", loss={"use": "sppo", "beta": 0.1, "targets": "hard"}, run={"steps": 2}
     )
     assert rows_of(preference.run, recipe)[0]["loss"] == pytest.approx(
@@ -82,8 +82,8 @@ def test_hard_targets_need_no_win_rates(numbered: Any, rows_of: Any) -> None:
     )  # (1/2 / beta)^2 on each side, halved
 
 
-def test_log_probs_of_the_data_are_the_reference(dpo_recipe: Any, tmp_path: Any, rows_of: Any) -> None:
-    """IPO on sums: h is then the policy's margin less that of the columns, and no reference is computed."""
+def test_log_probs_in_the_data_replace_the_reference(dpo_recipe: Any, tmp_path: Any, rows_of: Any) -> None:
+    """IPO on sums: h is then the policy's margin minus the columns' margin, and no reference is computed."""
     plain = dpo_recipe(
         loss={"use": "ipo", "length_normalize": False}, run={"steps": 1}, batch={"size": 20, "micro_size": 20}
     )
@@ -103,7 +103,7 @@ def test_log_probs_of_the_data_are_the_reference(dpo_recipe: Any, tmp_path: Any,
     ("use", "settings"), [("kto", {}), ("dpo", {"nll_weight": 1.0, "nll_reduction": "token"}), ("cpo", {})]
 )
 def test_micro_batches_change_nothing(use: str, settings: Any, dpo_recipe: Any, rows_of: Any) -> None:
-    """KTO's baseline and the mean over all chosen tokens belong to the step."""
+    """KTO's baseline and the mean over all chosen tokens are computed over the step."""
     changes = {"loss": {"use": use, **settings}, "run": {"steps": 2}}
     whole = rows_of(preference.run, dpo_recipe(**changes, batch={"size": 6, "micro_size": 6}), "whole")
     split = rows_of(preference.run, dpo_recipe(**changes, batch={"size": 6, "micro_size": 2}), "split")
@@ -112,8 +112,8 @@ def test_micro_batches_change_nothing(use: str, settings: Any, dpo_recipe: Any, 
             assert row[name] == pytest.approx(expected[name], rel=5e-4, abs=2e-6), (row["step"], name)
 
 
-def test_kto_takes_answers_with_labels(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
-    """Good and bad rows apart; at the start h = z0 = 0 and every row loses 1 - s(0) = 1/2."""
+def test_kto_trains_on_labeled_answers(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
+    """Good and bad rows separately; at the start h = z0 = 0 and every row has the loss 1 - s(0) = 1/2."""
     recipe = dpo_recipe(loss={"use": "kto"}, run={"steps": 5})
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1) if i % 3 else "no", "label": bool(i % 3)} for i in range(20)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -127,15 +127,20 @@ def test_kto_takes_answers_with_labels(dpo_recipe: Any, rows_of: Any, tmp_path: 
     )
 
 
-def test_kto_reads_conversations_as_trl_writes_them(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
-    """A prompt and a completion of messages train like the same texts."""
+def test_kto_reads_conversations_in_trls_format(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
+    """A prompt and a completion as messages train like the same texts."""
 
-    def said(role: str, text: str) -> list[dict[str, str]]:
+    def metrics_of_labels(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
     texts = [{"prompt": f"{i}+1=", "completion": str(i + 1) if i % 3 else "no", "label": bool(i % 3)} for i in range(8)]
     talks = [
-        {**r, "prompt": said("user", r["prompt"]), "completion": said("assistant", r["completion"])} for r in texts
+        {
+            **r,
+            "prompt": metrics_of_labels("user", r["prompt"]),
+            "completion": metrics_of_labels("assistant", r["completion"]),
+        }
+        for r in texts
     ]
     found = []
     for name, rows in (("texts", texts), ("talks", talks)):
@@ -145,8 +150,8 @@ def test_kto_reads_conversations_as_trl_writes_them(dpo_recipe: Any, rows_of: An
     assert found[0][1]["grad_norm"] == found[1][1]["grad_norm"] > 0
 
 
-def test_what_is_told_of_single_answers_is_told_by_their_label() -> None:
-    """Good rows -1 and -3, a bad one -8: means of each side's own rows, also over two micro-batches."""
+def test_metrics_of_labeled_answers_are_means_by_label() -> None:
+    """Good rows -1 and -3, a bad row -8: means over each label's rows, also over two micro-batches."""
     logps, good = torch.tensor([-1.0, -8.0, -3.0]), torch.tensor([True, False, True])
     shown = preference.split_by_label({"logps/chosen": logps, "loss/kl": logps, "logps/rejected": logps[:0]}, good)
     assert {name: value.sum().item() for name, value in shown.items()} == {
@@ -167,7 +172,7 @@ def test_what_is_told_of_single_answers_is_told_by_their_label() -> None:
     assert one_sided["rewards/rejected"] is None and one_sided["rewards/margins"] is None
 
 
-def test_what_is_told_of_lengths_and_labels() -> None:
+def test_notes_on_lengths_and_labels() -> None:
     pairs = [Pair("1", (1,), (1, 2), (1,)), Pair("2", (1,), (1,), (1, 2, 3, 4))]
     told = "1.5 tokens chosen, 2.5 rejected on average; the chosen side is longer in 50% of the pairs"
     assert preference.lengths_note(pairs) == told

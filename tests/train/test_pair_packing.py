@@ -1,4 +1,4 @@
-"""Pairs in one line with their prompt once: the numbers of padded rows, and rows of a step balanced by tokens."""
+"""Pairs packed in one line that share their prompt: equal to padded rows, with rows of a step balanced by tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .vision_families import prompts_of, save_seeing
 
 PAIRS = [
     Pair("a", (5, 6, 7, 8), (9, 10, 11), (12, 13)),
-    Pair("b", (5,), (9, 10), (12, 13, 14, 15, 16)),  # nothing to share
+    Pair("b", (5,), (9, 10), (12, 13, 14, 15, 16)),  # no shared prompt
     Pair("c", (6, 7, 8, 9, 10, 11), (12,), (13,)),
     Pair("d", (), (12, 14), (13, 15, 16)),  # the first token of a row has no predecessor
 ]
@@ -37,8 +37,8 @@ def trainer_of(dpo_recipe: Any, directory: Any, tmp_path: Any, model: Any, *, pa
 
 
 @pytest.mark.parametrize("model", [{"path": "tiny"}, {"path": "tiny", "lora": {"rank": 4}}], ids=["full", "lora"])
-def test_log_probs_and_gradients_are_those_of_padded_rows(dpo_recipe, opened, tmp_path, model):
-    """Different weights on all eight rows, so that a token that saw another row would move a gradient."""
+def test_log_probs_and_gradients_equal_padded_rows(dpo_recipe, opened, tmp_path, model):
+    """Different weights on all eight rows, so that attention between rows would change a gradient."""
     weights = torch.arange(1.0, 9.0)
     found = []
     for packed in (False, True):
@@ -59,7 +59,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(dpo_recipe, opened, tm
         torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_prompt_is_in_the_line_once():
+def test_prompt_is_in_the_line_once():
     """Pair a: 4 + 3 tokens, then the prompt's last token again and 2: 10 instead of 13."""
     batch = pair_packing.make_packing_collator(torch.device("cpu"))([{f"{n}_ids": list(getattr(PAIRS[0], f"{n}_ids"))
                                                        for n in ("prompt", "chosen", "rejected")}])  # fmt: skip
@@ -71,8 +71,8 @@ def test_a_prompt_is_in_the_line_once():
     assert batch["row_tokens"].tolist() == [7, 6]
 
 
-def test_a_sliding_window_counts_from_the_end_of_the_row():
-    """Keys of other rows beyond the window change nothing; those within it do."""
+def test_sliding_window_counts_from_the_end_of_the_row():
+    """Keys of other rows beyond the window change nothing; keys within it do."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 4)
     before = _attend_row(q, k, v, None, 3, gqa=False)
@@ -83,8 +83,8 @@ def test_a_sliding_window_counts_from_the_end_of_the_row():
     assert not torch.allclose(_attend_row(q, near, v, None, 3, gqa=False)[:, :, 0], before[:, :, 0])
 
 
-def test_an_architecture_that_leaks_is_padded(monkeypatch):
-    """A model that adds the mean of the line to every token is found out."""
+def test_architecture_that_leaks_between_rows_is_padded(monkeypatch):
+    """The trial detects a model that adds the mean of the line to every token."""
     loaded = models.load(Model(path="tiny"), Path.cwd(), seed=0, training=True)
     assert pair_packing.packs_exactly(loaded, PAIRS[:1])
     layer = loaded.model.model.layers[0]
@@ -94,16 +94,16 @@ def test_an_architecture_that_leaks_is_padded(monkeypatch):
 
 
 @pytest.mark.slow
-def test_image_tokens_that_see_each_other_both_ways_are_padded(tmp_path):
+def test_bidirectional_image_tokens_are_padded(tmp_path):
     loaded = models.load(Model(path=str(save_seeing("gemma3", tmp_path / "gemma3"))), tmp_path, seed=0, training=True)
     about = [Pair("0", prompts_of(loaded)[0].ids, (9, 10), (11,), prompts_of(loaded)[0].images.shown)]
     assert pair_packing.packs_exactly(loaded, PAIRS[:1]) and not pair_packing.packs_exactly(loaded, about)
 
 
 @pytest.mark.parametrize("kind", ["tiny-vision", "qwen2_5_vl"])
-def test_pairs_about_images_are_those_of_padded_rows(dpo_recipe, opened, tmp_path, kind):
+def test_pairs_with_images_equal_padded_rows(dpo_recipe, opened, tmp_path, kind):
     """Two images in one prompt, one in another, none in the third; log-probs of each side, and gradients of the tower.
-    Positions by height and width go on behind a prompt for both of its sides."""
+    Height and width positions continue after a prompt for both of its sides."""
     path = kind if kind == "tiny-vision" else str(save_seeing(kind, tmp_path / kind))
     recipe = dpo_recipe(model={"path": path, "vision": "all"}, batch={"size": 4, "micro_size": 4})
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
@@ -134,7 +134,7 @@ def test_pairs_about_images_are_those_of_padded_rows(dpo_recipe, opened, tmp_pat
     assert words[0].prompt_ids[-1] in loaded.images.token_ids and not pair_packing.packs_exactly(loaded, words)
 
 
-def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatch):
+def test_packed_run_equals_padded_run(dpo_recipe, opened, tmp_path, monkeypatch):
     """The whole stage, as on a GPU: losses, margins and counts of six steps."""
     with opened("padded") as directory:
         preference.run(dpo_recipe(), directory)
@@ -146,8 +146,8 @@ def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatc
             assert line[name] == pytest.approx(padded[name], rel=5e-4, abs=2e-6), name
 
 
-def test_order_within_a_step():
-    """Longest first; or 9 | 8 | then 5 to 8's, 4 to 9's, 1 to the lighter."""
+def test_rows_of_a_step_are_balanced_by_tokens():
+    """Longest first; or 9 | 8 | then 5 goes to 8's line, 4 to 9's, 1 to the lighter one."""
     lengths = [1, 9, 4, 8, 5]
     assert load_balancing.sort_by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
     assert load_balancing.balance_micro_batches(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]

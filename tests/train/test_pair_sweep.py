@@ -1,8 +1,8 @@
-"""Every preset of preference optimisation and every pair loss for twenty steps: margins grow and resuming is exact.
+"""Every preference preset and every pair loss for twenty steps: margins grow and runs resume exactly.
 
-The whole sweep is slow and runs with `make test-slow`. Otherwise: one method a family, and the law that lets the
-families stand for the rest: a pair loss is a function of its batch, so what resumes exactly in the loop resumes exactly
-in every loss. Five steps of each loss are in test_pair_losses.py.
+The whole sweep is slow and runs with `make test-slow`. Otherwise: one method per family, and the invariant that lets
+the families stand for all: a pair loss is a function of its batch, so a loop that resumes exactly for one loss resumes
+exactly for every loss. Five steps of each loss are in test_pair_losses.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.cli.app import app
 from posttrain.recipe import presets
 from posttrain.run.metrics import read_metrics
 
-# Numbers that let a few steps of a tiny model be seen, by loss.
+# Settings by loss with a visible effect in a few steps of a tiny model.
 SETTINGS: dict[str, dict[str, Any]] = {"sppo": {"beta": 0.1}, "inpo": {"eta": 0.05}, "mnpo": {"eta": 0.5}}
 COLUMNS = {
     "chosen_win": 0.8,
@@ -60,7 +60,7 @@ def folder(dpo_recipe: Any, tmp_path: Path) -> Path:
 
 
 def trained(folder: Path, values: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    """The metrics of a run through the command line, and of one that went on in its middle: they are one."""
+    """Return the metrics of a run through the command line, after checking that a resumed run has the same."""
     recipe = {
         "stage": "dpo",
         "model": {"path": "tiny"},
@@ -75,7 +75,7 @@ def trained(folder: Path, values: dict[str, Any], steps: int) -> list[dict[str, 
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     whole = rows_of(folder)
-    shutil.rmtree(folder / "run" / "checkpoints" / f"step-{steps:08d}")  # as if killed before it was there
+    shutil.rmtree(folder / "run" / "checkpoints" / f"step-{steps:08d}")  # as if killed before it was written
     (folder / "run" / "summary.json").unlink()
     done = CliRunner().invoke(app, [*command, "--resume"])
     assert done.exit_code == 0, done.output
@@ -89,13 +89,13 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_method_a_family_trains_and_resumes_exactly(name: str, folder: Path) -> None:
+def test_one_method_per_family_trains_and_resumes_exactly(name: str, folder: Path) -> None:
     assert len(trained(folder, FAMILIES[name], 4)) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_twenty_steps(name: str, folder: Path) -> None:
+def test_margin_grows_in_twenty_steps(name: str, folder: Path) -> None:
     rows = trained(folder, METHODS[name], 20)
     margins = [row["rewards/margins"] for row in rows]
     assert len(rows) == 20
@@ -113,8 +113,8 @@ RL_LOSSES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RL_LOSSES)
-def test_twenty_steps_on_samples(name: str, folder: Path) -> None:
-    """The pair losses that run on the policy's own samples, in rl: the reward grows."""
+def test_online_pair_losses_raise_the_reward_in_twenty_steps(name: str, folder: Path) -> None:
+    """The pair losses that run on the policy's own samples, in rl."""
     (folder / "digits.py").write_text(
         "def digits(completion, token_count):\n    return sum(c.isdigit() for c in completion) / max(token_count, 1)\n"
     )
@@ -137,8 +137,8 @@ def test_twenty_steps_on_samples(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("use", LOSSES)
-def test_a_pair_loss_is_a_function_of_its_batch(use: str) -> None:
-    """The same numbers twice, and the batch is left as it was."""
+def test_pair_loss_is_a_function_of_its_batch(use: str) -> None:
+    """The same values twice, and the batch is not modified."""
     draw = torch.Generator().manual_seed(0)
 
     def logps(*shape: int) -> torch.Tensor:
@@ -159,5 +159,5 @@ def test_a_pair_loss_is_a_function_of_its_batch(use: str) -> None:
     assert all(torch.equal(getattr(batch, name), value) for name, value in fields.items())
 
 
-def test_every_preset_and_every_loss_is_swept() -> None:
+def test_sweep_contains_every_preset_and_every_loss() -> None:
     assert set(PRESETS) <= set(METHODS) and set(LOSSES) <= {*METHODS, *PRESETS.values()}

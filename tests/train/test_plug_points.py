@@ -1,4 +1,4 @@
-"""The objective's plug points by hand: their order, what a selection does to denominators, losses over groups."""
+"""Plug points of the objective: hand-computed order, effect of selections on denominators, and losses over groups."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def own_mean(batch, logp):
 
 @pytest.fixture
 def objective(tmp_path: Path) -> Any:
-    """An objective of the functions above: linear loss, advantages are rewards; keyword arguments change sections."""
+    """Return an objective of the functions above: linear loss, advantages equal rewards; keyword arguments change
+    sections."""
     (tmp_path / "mine.py").write_text(PARTS)
 
     def make(**changes: Any) -> Objective:
@@ -98,7 +99,7 @@ def objective(tmp_path: Path) -> Any:
 
 
 def rows() -> tuple[RolloutBatch, torch.Tensor]:
-    """Rewards 1, 2, 3 in one group and 4 in another; 2, 1, 2, 2 tokens."""
+    """Return rewards 1, 2, 3 in one group and 4 in another; 2, 1, 2, 2 tokens."""
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]], dtype=torch.bool)
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 0, 0, 1]), mask=mask, rewards=torch.tensor([1.0, 2, 3, 4], dtype=F64)
@@ -113,7 +114,7 @@ def gradient(objective: Objective) -> tuple[RolloutBatch, torch.Tensor]:
     return assigned, torch.autograd.grad(loss, logp)[0]
 
 
-def test_the_order_from_rewards_to_tokens(objective: Any) -> None:
+def test_plug_points_apply_in_order_from_rewards_to_tokens(objective: Any) -> None:
     """Rewards 1, 2 (others dropped), doubled to 2, 4, halved, plus 1: 2, 3; all of it at the first token. 3 tokens."""
     made = objective(
         group_rewards=["mine.py:double"],
@@ -129,14 +130,14 @@ def test_the_order_from_rewards_to_tokens(objective: Any) -> None:
     torch.testing.assert_close(found, -assigned.advantages / 3)
 
 
-def test_a_factor_of_tokens_weighs_advantages_of_rows(objective: Any) -> None:
+def test_token_factor_weights_row_advantages(objective: Any) -> None:
     """Rewards 1 to 4, once at the first token and twice at the second; 7 tokens are trained on."""
     assigned, found = gradient(objective(factors=["mine.py:by_place"]))
     assert assigned.advantages.tolist() == [[1, 2], [2, 4], [3, 6], [4, 8]]
     torch.testing.assert_close(found, -assigned.advantages * rows()[0].mask.to(F64) / 7)
 
 
-def test_a_factor_weighs_every_channel(objective: Any) -> None:
+def test_factor_weights_every_channel(objective: Any) -> None:
     """-A logp of each of two channels, 1 and 2 a row, all halved: -1.5 a token of 7."""
     made = objective(
         advantage="mine.py:parted", factors=["mine.py:half"], loss={"use": "clip_channels", "aggregation": "token_mean"}
@@ -147,8 +148,9 @@ def test_a_factor_weighs_every_channel(objective: Any) -> None:
 
 
 @pytest.mark.parametrize(("denominator", "tokens"), [("all", 7), ("kept", 4)])
-def test_a_selection_says_what_it_is_divided_by(objective: Any, denominator: str, tokens: int) -> None:
-    """Only first tokens are pushed, over all 7 tokens or over the 4 that are kept; the pull of 0.5 as its own mean."""
+def test_selection_sets_the_denominator(objective: Any, denominator: str, tokens: int) -> None:
+    """Only first tokens have the policy loss, over all 7 tokens or over the 4 selected; the regularizer of 0.5 has its
+    own mean."""
     select = [{"use": "mine.py:first_token", "denominator": denominator}]
     assigned, found = gradient(objective(select=select))
     expected = torch.zeros(4, 2, dtype=F64)
@@ -160,16 +162,16 @@ def test_a_selection_says_what_it_is_divided_by(objective: Any, denominator: str
     torch.testing.assert_close(found, expected + 7.0 * everywhere / tokens)
 
 
-def test_a_correction_leaves_other_terms_and_denominators_alone(objective: Any) -> None:
-    """Weight 3 on first tokens, the second ones lose their policy term; the pull of 1 stays on all 7 tokens."""
+def test_correction_changes_only_the_policy_term(objective: Any) -> None:
+    """Weight 3 on first tokens, second tokens lose their policy term; the regularizer of 1 stays on all 7 tokens."""
     _, found = gradient(objective(corrections=["mine.py:triple"], regularisers=[{"use": "mine.py:pull", "coef": 1.0}]))
     expected = rows()[0].mask.to(F64)
     expected[:, 0] -= 3 * torch.tensor([1.0, 2, 3, 4])
     torch.testing.assert_close(found, expected / 7)
 
 
-def test_a_term_with_a_mean_of_its_own(objective: Any) -> None:
-    """2 * mean over the 4 first tokens: 1/2 each, whatever the recipe's aggregation, in one piece or two."""
+def test_term_with_its_own_mean(objective: Any) -> None:
+    """2 * mean over the 4 first tokens: 1/2 each, whatever the recipe's aggregation, in one or two micro-batches."""
     made = objective(
         regularisers=[{"use": "mine.py:own_mean", "coef": 2.0}], factors=[{"use": "mine.py:half", "by": 0.0}]
     )
@@ -183,7 +185,7 @@ def test_a_term_with_a_mean_of_its_own(objective: Any) -> None:
     torch.testing.assert_close(torch.autograd.grad(parts[0] + parts[1], logp)[0], expected)
 
 
-def test_what_a_component_remembers_comes_back(objective: Any) -> None:
+def test_component_memory_is_returned_in_the_next_step(objective: Any) -> None:
     made = objective(advantage_transforms=["mine.py:counting"])
     batch, _ = rows()
     first = made.compute_advantages(batch)
@@ -191,7 +193,7 @@ def test_what_a_component_remembers_comes_back(objective: Any) -> None:
     assert made.compute_advantages(batch.replace(memory=first.memory)).memory == {"mine.py:counting": {"steps": 2}}
 
 
-def test_controllers_change_numbers_and_nothing_else(objective: Any) -> None:
+def test_controllers_change_only_their_numbers(objective: Any) -> None:
     made = objective(factors=["mine.py:half", {"use": "mine.py:half", "by": 2.0}], kl={"use": "k2", "coef": 0.1})
     changed = made.at({"factors.1.by": 3.0, "kl.coef": 0.5})
     assert [part.params for part in changed.factors] == [{}, {"by": 3.0}]
@@ -210,7 +212,7 @@ def test_controllers_change_numbers_and_nothing_else(objective: Any) -> None:
         ({"use": "broken.py:Kept"}, "broken.py cannot be imported: ValueError: at import"),
     ],
 )
-def test_a_wrong_controller_is_told_before_a_model_is_loaded(
+def test_invalid_controller_raises_before_the_model_is_loaded(
     use: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from posttrain.recipe.load import load_dict
@@ -232,7 +234,7 @@ def test_a_wrong_controller_is_told_before_a_model_is_loaded(
         rl.run(loaded.require(RlRecipe), directory)
 
 
-def test_a_controlled_coefficient_of_0_keeps_its_term() -> None:
+def test_controlled_coefficient_of_0_keeps_its_term() -> None:
     recipe = RlRecipe.model_validate(
         {
             "model": {"path": "tiny"},
@@ -247,8 +249,8 @@ def test_a_controlled_coefficient_of_0_keeps_its_term() -> None:
     assert controls.numbers(controls.start(), 10) == {"kl.coef": 0.02}
 
 
-def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
-    """It would do nothing."""
+def test_token_mask_with_a_group_loss_is_refused() -> None:
+    """The mask would have no effect."""
     batch, _ = rows()
     objective = preset_objective("copg", select=[{"use": "high_entropy_tokens"}])
     with pytest.raises(UserError, match="`copg` has one value per group"):
@@ -258,13 +260,13 @@ def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("disco", {"kl_beta": 0.0}),  # its penalty, and DRPO's, is a square of a mean over the groups of one pass
+        ("disco", {"kl_beta": 0.0}),  # its penalty, and DRPO's, is the square of a mean over the groups of one pass
         ("drpo", {"kl_beta": 0.0}),
         *((name, {}) for name in ("pacs", "trpa", "copg", "p3o")),
     ],
 )
-def test_losses_over_groups_split_between_groups(name: str, changes: dict[str, float]) -> None:
-    """Two parts of whole groups add up to the whole: loss and gradient, for groups of different size."""
+def test_group_losses_sum_over_whole_groups(name: str, changes: dict[str, float]) -> None:
+    """Two parts of whole groups sum to the whole: loss and gradient, for groups of different size."""
     objective = preset_objective(name, loss=changes)
     generator = torch.Generator().manual_seed(3)
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
@@ -289,14 +291,14 @@ def test_losses_over_groups_split_between_groups(name: str, changes: dict[str, f
     assert expected.isfinite().all() and expected.any() and not expected[~mask].any()
 
 
-def test_minibatches_of_whole_groups() -> None:
+def test_minibatches_keep_groups_whole() -> None:
     groups = torch.tensor([5, 5, 7, 7, 7])
     parts = minibatches(groups, 4, seed=0, whole=True)
     assert sorted(map(tuple, parts)) == [(0, 1), (2, 3, 4)]
 
 
-def test_micro_batches_of_whole_groups() -> None:
-    """Lengths 3, 1 | 2, 2 | 9. The group of the 9 stands alone; the others are 8 tokens together, 12 when padded."""
+def test_micro_batches_keep_groups_whole() -> None:
+    """Lengths 3, 1 | 2, 2 | 9. The group of the 9 is alone; the others are 8 tokens together, 12 when padded."""
     lengths, groups = [3, 1, 2, 2, 9], [0, 0, 1, 1, 2]
     assert micro_batches(lengths, 8, packed=True, groups=groups) == [[4], [0, 1, 2, 3]]
     assert micro_batches(lengths, 8, packed=False, groups=groups) == [[4], [0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""Preference training on `tiny`: TRL's own loss on a shared batch, the reference in each setting, micro-batches."""
+"""Preference training on `tiny`: TRL's loss on a shared batch, the reference in each setting, micro-batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepared(recipe: Any, tmp_path: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("model", [{"path": "tiny"}, LORA], ids=["full", "lora"])
-def test_dpo_starts_at_log_2_and_falls(dpo_recipe, rows_of, model):
+def test_dpo_loss_starts_at_log_2_and_falls(dpo_recipe, rows_of, model):
     rows = rows_of(preference.run, dpo_recipe(model=model, run={"steps": 15}))
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
@@ -70,7 +70,7 @@ def test_loss_and_gradients_equal_those_of_trl(dpo_recipe, opened, tmp_path):
 
 
 def move(model: torch.nn.Module) -> None:
-    """Noise on every weight, so that the policy is not its reference."""
+    """Add noise to every weight, so that the policy differs from its reference."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -78,7 +78,7 @@ def move(model: torch.nn.Module) -> None:
 
 
 def stock_trainer(model: Any, reference: Any, loaded: Any, pairs: Any, tmp_path: Any) -> DPOTrainer:
-    """TRL's DPOTrainer as it comes, but for tokenisation, which our renderer did."""
+    """Return TRL's unmodified DPOTrainer, except for tokenization, which our renderer did."""
 
     class Stock(DPOTrainer):
         def _prepare_dataset(self, dataset, *_):
@@ -93,7 +93,7 @@ def stock_trainer(model: Any, reference: Any, loaded: Any, pairs: Any, tmp_path:
 
 
 def test_the_reference_under_lora_is_the_base_without_adapter(dpo_recipe, opened, tmp_path):
-    """After training, log-probs with the adapter switched off are still those that were precomputed."""
+    """After training, log-probs with the adapter disabled still equal the precomputed ones."""
     recipe = dpo_recipe(model=LORA)
     loaded, pairs = prepared(recipe, tmp_path)
     with opened() as directory:
@@ -120,7 +120,7 @@ def test_simpo_has_no_reference(dpo_recipe, opened, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_dpo_that_is_reference_free_computes_none(dpo_recipe, opened):
+def test_reference_free_dpo_computes_no_reference(dpo_recipe, opened):
     with opened() as directory:
         preference.run(dpo_recipe(loss={"reference_free": True}, run={"steps": 1}), directory)
         assert not (directory.path / "reference.safetensors").exists()
@@ -128,7 +128,7 @@ def test_dpo_that_is_reference_free_computes_none(dpo_recipe, opened):
 
 @pytest.mark.parametrize("use", ["dpo", "simpo"])
 def test_micro_batches_change_nothing(dpo_recipe, rows_of, use):
-    """20 pairs in steps of 6, one pass: the last step has 2 pairs, less than a forward pass of 3."""
+    """20 pairs in steps of 6, one pass: the last step has 2 pairs, fewer than a forward pass of 3."""
     run = {"steps": None, "epochs": 1}
     whole = rows_of(preference.run, dpo_recipe(loss={"use": use}, run=run, batch={"size": 6, "micro_size": 6}), "whole")
     split = rows_of(preference.run, dpo_recipe(loss={"use": use}, run=run, batch={"size": 6, "micro_size": 3}), "split")
@@ -140,7 +140,7 @@ def test_micro_batches_change_nothing(dpo_recipe, rows_of, use):
                 assert row[name] == pytest.approx(expected[name], rel=5e-4, abs=2e-6), (row["step"], name)
 
 
-def test_a_resumed_run_reads_the_reference_of_the_start(dpo_recipe, opened, rows_of, monkeypatch):
+def test_resumed_run_uses_the_stored_reference(dpo_recipe, opened, rows_of, monkeypatch):
     """Resuming at step 3 of 6: metrics as unbroken, and no second reference pass."""
     unbroken = rows_of(preference.run, dpo_recipe(), "unbroken")
     recipe = dpo_recipe()
@@ -158,7 +158,7 @@ def test_a_resumed_run_reads_the_reference_of_the_start(dpo_recipe, opened, rows
     assert rows_of(preference.run, recipe, "broken", resume=True) == unbroken
 
 
-def test_a_stored_reference_of_other_pairs_is_not_used(dpo_recipe, tmp_path):
+def test_stored_reference_of_other_pairs_is_not_used(dpo_recipe, tmp_path):
     _, pairs = prepared(dpo_recipe(), tmp_path)
     logps = {side: torch.ones(len(pairs)) for side in reference_models.SIDES}
     stored_logps.write(tmp_path / "cache", reference_models.tokens_of(pairs), logps)
@@ -182,8 +182,8 @@ def wrong(batch):
 """
 
 
-def test_a_loss_of_ones_own_gets_the_reference(dpo_recipe, rows_of, tmp_path):
-    """(0 - 2)^2 = 4 at the start, since policy and reference are one."""
+def test_user_defined_loss_gets_the_reference(dpo_recipe, rows_of, tmp_path):
+    """(0 - 2)^2 = 4 at the start, because policy and reference are equal."""
     (tmp_path / "mine.py").write_text(CUSTOM)
     rows = rows_of(preference.run, dpo_recipe(loss={"use": "mine.py:margin", "target": 2.0}))
     assert rows[0]["loss"] == pytest.approx(4, abs=1e-4)
@@ -191,7 +191,7 @@ def test_a_loss_of_ones_own_gets_the_reference(dpo_recipe, rows_of, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_a_loss_that_returns_something_else_is_refused(dpo_recipe, opened, tmp_path):
+def test_loss_with_a_wrong_return_value_is_refused(dpo_recipe, opened, tmp_path):
     (tmp_path / "mine.py").write_text(CUSTOM)
     with opened() as directory, pytest.raises(UserError, match="must return a PairLoss"):
         preference.run(dpo_recipe(loss={"use": "mine.py:wrong"}), directory)

@@ -1,4 +1,4 @@
-"""`posttrain preflight`: what it predicts is what the run then does, and what it advises follows from it."""
+"""`posttrain preflight`: its predictions match the run, and its advice follows from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call(folder: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, [arguments[0], str(folder / "rl.yaml"), *arguments[1:]], prog_name="posttrain")
 
 
-def test_signal_and_tokens_are_those_of_the_runs_first_steps(tmp_path: Path) -> None:
+def test_signal_and_tokens_equal_the_runs_first_steps(tmp_path: Path) -> None:
     result = call(tmp_path, "preflight", "--prompts", "24", "--json")
     report = json.loads(result.stdout)
     assert (report["prompts"], report["rollouts"], report["steps"]) == (24, 96, 6)
@@ -51,7 +51,7 @@ def test_signal_and_tokens_are_those_of_the_runs_first_steps(tmp_path: Path) -> 
     assert not list(tmp_path.glob("runs")) and report["hours"] > 0
 
 
-def test_the_page_says_what_to_change_and_other_recipes_are_refused(tmp_path: Path) -> None:
+def test_page_gives_advice_and_other_stages_are_refused(tmp_path: Path) -> None:
     result = call(tmp_path, "preflight", "--prompts", "4", "rollout.max_new_tokens=2")
     assert result.exit_code == 0 and "completions are cut: rollout.max_new_tokens=4 or" in result.stdout
     assert "pass rate of the groups" in result.stdout and "the run: 6 steps" in result.stdout
@@ -59,10 +59,10 @@ def test_the_page_says_what_to_change_and_other_recipes_are_refused(tmp_path: Pa
     assert refused.exit_code == 2 and "`preflight` needs an rl recipe" in refused.stderr
 
 
-def test_probability_of_a_mixed_group() -> None:
+def test_probability_of_a_group_with_mixed_rewards() -> None:
     """1 of 2 right: Beta(3/2, 3/2), E[p^2] = (3/2 * 5/2) / (3 * 4) = 5/16, so 1 - 2 * 5/16 = 3/8."""
     assert probability_mixed(1, 2, 2) == pytest.approx(3 / 8)
-    assert probability_mixed(0, 8, 1) == pytest.approx(0)  # one answer is never mixed
+    assert probability_mixed(0, 8, 1) == pytest.approx(0)  # a group of one answer is never mixed
     assert probability_mixed(0, 8, 8) < probability_mixed(0, 8, 32) < probability_mixed(4, 8, 32)
 
 
@@ -81,7 +81,7 @@ def test_pass_rates_are_counted_by_group() -> None:
     assert {(low, high): n for low, high, n in found if n} == {(0, 0): 1, (0.4, 0.6): 1, (1, 1): 2}
 
 
-def test_rounds_follow_from_the_groups_that_keep_passes() -> None:
+def test_refill_rounds_follow_from_the_share_of_kept_groups() -> None:
     groups = [0, 0, 1, 1, 2, 2]
     one_of_three = batch([1, 0, 1, 1, 0, 0], groups, [True, True, False, False, False, False])
     assert generation_rounds(one_of_three, 8) == 3 and generation_rounds(one_of_three, 2) == 2
@@ -95,7 +95,7 @@ def report(**changes: Any) -> dict[str, Any]:
     return {**found, "signal": {f"signal/{name}": share for name, share in signal.items()}}
 
 
-def test_advice_follows_from_what_was_measured() -> None:
+def test_advice_follows_from_the_measurements() -> None:
     recipe: Any = load_dict(RECIPE, base_dir=Path.cwd(), where="test").recipe
     assert advice(report(signal={"share": 0.9}), recipe) == []
     hard = report(signal={"share": 0.2, "too_hard": 0.8}, larger_groups={4: 0.2, 8: 0.45, 16: 0.6})
@@ -107,8 +107,8 @@ def test_advice_follows_from_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstarts_first_ten_steps_are_predicted(tmp_path: Path) -> None:
-    """Within 20%, with the model that its sft stage makes: signal and tokens of a step."""
+def test_first_ten_steps_of_the_quickstart_are_predicted(tmp_path: Path) -> None:
+    """Within 20%, with the model of its sft stage: signal and tokens per step."""
     stages = {stage["name"]: stage for stage in load("quickstart", stage="run").resolved["stages"]}
     for name in ("sft", "rl"):
         values = {key: value for key, value in stages[name].items() if key != "name"}

@@ -1,4 +1,4 @@
-"""What every preset of stage rl obeys when its parts work together, whatever its formulas."""
+"""Invariants of every preset of stage rl as a combination of components, whatever its formulas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MARKS = ("target", "easiness", "difficulty")
 
 
 def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype: torch.dtype = F64) -> RolloutBatch:
-    """Five groups of three rows of uneven length, one empty; masked cells hold `garbage`."""
+    """Return five groups of three rows of uneven length, one empty; masked cells hold `garbage`."""
     generator = torch.Generator().manual_seed(5)
 
     def matrix(*depth: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_is_a_gradient_and_it_is_finite(name: str) -> None:
+def test_gradient_is_finite_and_not_zero(name: str) -> None:
     _, found = gradient(objective_of(name), batch(name), policy())
     assert found.isfinite().all() and found.any()
     assert not found[~MASK].any()
@@ -128,15 +128,15 @@ def test_there_is_a_gradient_and_it_is_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
-def test_garbage_under_the_mask_changes_nothing(name: str, garbage: float) -> None:
+def test_masked_cells_change_nothing(name: str, garbage: float) -> None:
     clean = gradient(objective_of(name), batch(name), policy())
     dirty = gradient(objective_of(name), batch(name, garbage=garbage), policy(garbage))
     torch.testing.assert_close(dirty, clean, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_split_equals_whole(name: str) -> None:
-    """Micro-batches of whole groups, in any number, add up to the whole: loss, gradient and statistics."""
+def test_sum_over_micro_batches_equals_whole_batch(name: str) -> None:
+    """Micro-batches of whole groups, in any number, sum to the whole: loss, gradient and statistics."""
     changes = BY_PASS.get(name, {})
     if changes is None:
         pytest.skip("it is defined by the micro-batch")
@@ -159,13 +159,13 @@ def test_split_equals_whole(name: str) -> None:
 
 UNEQUAL = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 4])
 EQUAL_ONLY = {name for name in NAMES if any("equal_groups" in part.needs for part in objective_of(name).every_part)}
-TIES = {"d3s"}  # takes rows and tokens of equal worth in their order
+TIES = {"d3s"}  # breaks ties between rows and tokens by order
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_groups_may_differ_in_size_and_their_rows_may_stand_apart(name: str) -> None:
-    """Groups of 2, 4, 3, 5 and 1 rows; with the rows in another order, loss and gradient are the same, in that order.
-    What cannot do that says so before it is asked (`equal_groups`), and refuses."""
+def test_groups_of_different_sizes_with_interleaved_rows(name: str) -> None:
+    """Groups of 2, 4, 3, 5 and 1 rows; with permuted rows, loss and gradient are permuted alike. Presets that need
+    equal groups declare it (`equal_groups`) and raise."""
     states = torch.stack([UNEQUAL + 1.0, -(UNEQUAL + 1.0), UNEQUAL * 0.5], -1).to(F64)
     marks = dict.fromkeys(MARKS, (UNEQUAL + 1).to(F64))
     rows = batch(name).replace(group_ids=UNEQUAL, columns=marks, legal_returns=states)
@@ -187,7 +187,7 @@ def test_groups_may_differ_in_size_and_their_rows_may_stand_apart(name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_without_signal_have_no_gradient(name: str) -> None:
-    """They are never passed through the model, so none may be needed."""
+    """Such rows are never passed through the model, so they must not need a gradient."""
     objective = objective_of(name)
     assigned = objective.compute_advantages(batch(name))
     logp = policy()
@@ -205,24 +205,24 @@ def test_rows_without_signal_have_no_gradient(name: str) -> None:
 @pytest.mark.parametrize(
     "rewards", [torch.ones(15), torch.zeros(15), torch.full((15,), float("nan"))], ids=["1", "0", "nan"]
 )
-def test_equal_or_unknown_rewards_are_finite(name: str, rewards: torch.Tensor) -> None:
+def test_equal_or_missing_rewards_give_finite_losses(name: str, rewards: torch.Tensor) -> None:
     rows = batch(name, rewards.to(F64))
     if rewards.isnan().any():
-        rows = rows.replace(correct=torch.zeros(15, dtype=F64))  # filters want to know what is right
+        rows = rows.replace(correct=torch.zeros(15, dtype=F64))  # filters need correctness
     loss, found = gradient(objective_of(name), rows, policy())
     assert loss.isfinite() and found.isfinite().all()
 
 
 @pytest.mark.parametrize("name", NORMALISED)
-def test_groups_of_one_have_no_advantage(name: str) -> None:
-    """Where a baseline is that of the group, one row is its own baseline. (COPO compares prompts as well.)"""
+def test_groups_of_one_get_zero(name: str) -> None:
+    """If the baseline is the group's, a single row is its own baseline. (COPO compares prompts as well.)"""
     objective = dataclasses.replace(objective_of(name), keep=(), advantage_transforms=(), group_rewards=())
     rows = batch(name).replace(
         group_ids=torch.arange(15), answer_logp=torch.zeros(15, 4)
     )  # turns of a row are compared
     advantages = objective.compute_advantages(rows).advantages
     assert advantages is not None and advantages.isfinite().all()
-    alone = ("coda", "search_self_play", "mc_grpo")  # what is alone keeps its reward, or is compared with other actions
+    alone = ("coda", "search_self_play", "mc_grpo")  # a single row keeps its reward, or is compared with other actions
     if name not in (
         "copo",
         "riskpo",
@@ -242,7 +242,7 @@ def test_float32_is_close_to_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_states_what_it_chooses(name: str) -> None:
+def test_preset_describes_its_choices(name: str) -> None:
     found = presets.preset(name)
     assert found.title and found.purpose and found.not_stated and found.stage == "rl"
     assert {"loss", "kl"} <= found.choices.keys() | {"kl"}
@@ -262,8 +262,8 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("name", "needs"), LOSSES, ids=[name for name, _ in LOSSES])
-def test_a_loss_says_that_it_reads_no_advantages(name: str, needs: list[str]) -> None:
-    """`own_credit`: others beside it are then refused as idle (recipe/objective_checks.py)."""
+def test_losses_without_advantages_declare_own_credit(name: str, needs: list[str]) -> None:
+    """`own_credit`: advantages in the recipe are then refused as unused (recipe/objective_checks.py)."""
     copies = {name: -torch.rand(15, 6).double() for name in ("opponent_logp", "prox_logp")}
     rows = batch("grpo").replace(turn_ids=torch.arange(6).expand(15, 6) // 2, **copies)
     advantage = torch.linspace(-1, 1, 15, dtype=F64)
@@ -281,7 +281,7 @@ def test_a_loss_says_that_it_reads_no_advantages(name: str, needs: list[str]) ->
 @pytest.mark.parametrize(
     "name", [n for n, e in registry.load_index()["advantage"].items() if "components" in e["needs"]]
 )
-def test_an_advantage_of_components_does_not_see_a_kl_in_the_reward(name: str) -> None:
+def test_component_advantages_ignore_a_kl_in_the_reward(name: str) -> None:
     given = {"channels": {"channels": [{"rewards": {"reward": 1.0}}]}, "decs": {"max_length": 6.0}}.get(name, {})
     rows = batch("decs").replace(components={**batch("decs").components, "reward": MIXED})
     kl = {"use": "k1", "coef": 0.5, "where": "reward"}

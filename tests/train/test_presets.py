@@ -1,4 +1,4 @@
-"""Every preset of stage rl trains on `tiny`, calls what it names, moves the weights, and resumes exactly."""
+"""Every preset of stage rl trains on `tiny`, calls its components, changes the weights, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Choice:
     def close(self): pass
 """
 
-# A preset whose numbers are for models that write more than a few tokens.
+# Presets with settings for models that write more than a few tokens.
 SMALLER: dict[str, dict[str, Any]] = {
     **{
         name: {"rollout": {"max_new_tokens": 40}} for name in ("rl_plus", "calibrl", "relift")
@@ -94,7 +94,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rewards and rows with the columns of numbers and texts that some presets read."""
+    """A folder with rewards and rows with the numeric and text columns that some presets read."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "game.py").write_text(GAME)
     with (tmp_path / "rows.jsonl").open("w") as file:
@@ -114,7 +114,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def values_of(name: str) -> dict[str, Any]:
-    """`algorithm: NAME` with the rewards that it reads, as ones that an untrained model gets now and then."""
+    """Return `algorithm: NAME` with its rewards as functions that an untrained model satisfies now and then."""
     named = [{**reward} for reward in presets.preset(name).rewards]
     for number, reward in enumerate(named):
         if not reward["use"].endswith("necessary_prefix"):  # it gives several numbers
@@ -145,7 +145,7 @@ def recipe_of(name: str, folder: Path) -> RlRecipe:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The keys of the parts that were called since training began (the rehearsal before it does not count)."""
+    """Record the keys of components called since training started (the rehearsal before does not count)."""
     keys: set[str] = set()
     call, train = BoundComponent.__call__, rl.train
 
@@ -166,22 +166,22 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
 
 
-def test_there_are_presets() -> None:
+def test_presets_are_found() -> None:
     assert len(NAMES) >= 60
 
 
 def command(name: str, folder: Path, *options: str) -> list[str]:
-    """The arguments of `posttrain` that train a preset; the recipe is written where it is looked for."""
+    """Return the arguments of `posttrain` that train a preset; writes the recipe to the folder."""
     recipe = folder / f"{name}.yaml"
     recipe.write_text(json.dumps(values_of(name)))  # JSON is YAML
     return ["rl", str(recipe), "--output", str(folder / name), *options]
 
 
-EVERY_RUN = NAMES[::3]  # the others with the slow tests
+EVERY_RUN = NAMES[::3]  # the others run with the slow tests
 
 
 @pytest.mark.parametrize("name", [n if n in EVERY_RUN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
-def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]) -> None:
+def test_preset_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]) -> None:
     """Three steps through the command line, a checkpoint after the second; then the third again from there."""
     recipe = recipe_of(name, folder)
     done = CliRunner().invoke(app, command(name, folder))
@@ -202,7 +202,7 @@ def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]
 @pytest.mark.parametrize(
     "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "tis"))]
 )  # clipped surrogate, value head, engine correction
-def test_one_preset_a_family_as_a_process(name: str, folder: Path) -> None:
+def test_one_preset_per_family_in_a_separate_process(name: str, folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "posttrain", *command(name, folder, "run.steps=2")],
@@ -213,7 +213,7 @@ def test_one_preset_a_family_as_a_process(name: str, folder: Path) -> None:
     assert len(rows) == 2 and any(row["grad_norm"] > 0 for row in rows)
 
 
-def test_a_reward_that_a_preset_reads_and_the_recipe_lacks_is_told_before_the_model_loads(
+def test_missing_reward_of_a_preset_raises_before_the_model_is_loaded(
     folder: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of("hdpo", folder)

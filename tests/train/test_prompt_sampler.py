@@ -1,4 +1,4 @@
-"""Prompt samplers in the loop: what they draw, exact resumes, and what a step says to them."""
+"""Prompt samplers in the training loop: sampled prompts, exact resuming, and updates from a step's results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.recipe.objective_checks import band_notes
 from posttrain.run import checkpoints
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 
-from .conftest import merged
+from .conftest import merge_sections
 from .test_rollout_source import recipe, run, use  # noqa: F401  fixtures
 from .versioned_engine import VersionedEngine
 
@@ -65,12 +65,12 @@ class Reversed(Sampler):
 
 @pytest.fixture
 def make(recipe: Make, tmp_path: Path) -> Make:  # noqa: F811
-    """A recipe of six steps with groups of 4, on 24 prompts."""
+    """Return a function that builds a recipe of six steps with groups of 4 on 24 prompts."""
     (tmp_path / "mine.py").write_text(OWN)
 
     def made(**changes: Any) -> Any:
         base = {"rollout": {"group_size": 4, **changes.pop("rollout", {})}}
-        return recipe(**merged(base, changes))
+        return recipe(**merge_sections(base, changes))
 
     return made
 
@@ -86,7 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "staleness"), CASES)
-def test_a_run_that_was_killed_goes_on_exactly(
+def test_killed_run_resumes_exactly(
     make: Make,
     run: Any,  # noqa: F811
     use: Any,  # noqa: F811
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_goes_on_exactly(
     name: str,
     staleness: int,
 ) -> None:
-    """In the middle of an epoch, with what the sampler knows; also where rollouts of later steps are under way."""
+    """In the middle of an epoch, with the sampler's state; also with rollouts of later steps in progress."""
     made = make(**SAMPLERS[name], rollout={"staleness": staleness}, run={"samples_per_step": 99})
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.001))
     straight = run("straight", made)
@@ -110,8 +110,8 @@ def test_a_run_that_was_killed_goes_on_exactly(
     assert states[0] == states[1]
 
 
-def test_rollouts_are_divided_unequally_at_the_same_budget(make: Make, run: Any, use: Any) -> None:  # noqa: F811
-    """XRPO: every prompt has n_min, the rest goes where rewards differ; the step's rows are those of equal groups."""
+def test_rollouts_are_allocated_unequally_within_the_budget(make: Make, run: Any, use: Any) -> None:  # noqa: F811
+    """XRPO: every prompt gets n_min, the others go where rewards differ; the step has the rows of equal groups."""
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.0))
     rows = run("run", make(**SAMPLERS["xrpo"]))
     assert {row["rollout/rows"] for row in rows} == {12}
@@ -119,7 +119,7 @@ def test_rollouts_are_divided_unequally_at_the_same_budget(make: Make, run: Any,
     assert any(row["sampler/largest_group"] > row["sampler/smallest_group"] for row in rows)
 
 
-def test_what_greedy_decoding_solves_is_not_trained_on(make: Make, run: Any, use: Any) -> None:  # noqa: F811
+def test_prompts_solved_by_greedy_decoding_are_not_trained_on(make: Make, run: Any, use: Any) -> None:  # noqa: F811
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.0))
     rows = run("run", make(**SAMPLERS["self_curation"], run={"samples_per_step": 99}))
     assert all(row["sampler/measured"] >= 3 and 1 <= row["sampler/prompts"] <= 3 for row in rows)
@@ -127,7 +127,7 @@ def test_what_greedy_decoding_solves_is_not_trained_on(make: Make, run: Any, use
     assert all(row["rollout/rows"] == 4 * row["sampler/prompts"] for row in rows)
 
 
-def test_a_user_sampler_draws_what_it_says(make: Make, run: Any, use: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_user_defined_sampler(make: Make, run: Any, use: Any, tmp_path: Path) -> None:  # noqa: F811
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.0))
     run("run", make(**SAMPLERS["own"], run={"samples_per_step": 99}))
     first = [row for row in sampled(tmp_path / "run") if row["step"] == 1]
@@ -135,10 +135,10 @@ def test_a_user_sampler_draws_what_it_says(make: Make, run: Any, use: Any, tmp_p
     assert all(f"{number}+{number}=" not in row["prompt"] for row in first for number in (10, 15, 20))
 
 
-# --- what a step says, by hand ---
+# --- results of a step ---
 
 
-def test_groups_get_their_losses_and_kl() -> None:
+def test_groups_have_their_losses_and_kl() -> None:
     groups = [Group(4, "a", (1.0, 0.0), (1.0, 0.0), group=0), Group(5, "b", (0.0,), (0.0,), group=1)]
     groups += [Group(6, "c", (1.0,), (1.0,), group=7), Group(4, "a", (1.0,), (1.0,), measured=True)]
     batch = RolloutBatch(
@@ -155,7 +155,7 @@ def test_groups_get_their_losses_and_kl() -> None:
 
 
 class Proposes:
-    """Proposes one plan, whatever is asked."""
+    """Proposes one fixed plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -185,7 +185,7 @@ class Proposes:
         (Plan([0, 1], [2, 2], bins=[1]), "1 bins"),
     ],
 )
-def test_a_plan_that_cannot_be_is_an_error(make: Make, plan: Plan, told: str) -> None:
+def test_invalid_plan_raises(make: Make, plan: Plan, told: str) -> None:
     settings = make(rollout={"prompts_per_step": 2}).rollout
     source = StepSampler.from_recipe(make(), [_prompt(n) for n in range(5)], 6)
     object.__setattr__(source, "sampler", Proposes(plan))
@@ -202,7 +202,7 @@ def _prompt(n: int) -> Any:
     return Prompt(f"p{n}", {"difficulty": n / 5}, "", (1,))
 
 
-# --- what is refused ---
+# --- refused settings ---
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def _prompt(n: int) -> Any:
         ({"sampler": {"use": "xrpo", "aplha": 0.1}}, "alpha"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Make, changes: Values, told: str) -> None:
+def test_incompatible_settings_are_refused(make: Make, changes: Values, told: str) -> None:
     with pytest.raises(RecipeError) as error:
         make(**changes)
     assert told in str(error.value)
@@ -242,14 +242,14 @@ def test_what_cannot_work_is_refused(make: Make, changes: Values, told: str) -> 
         ({"use": "mine.py:Sampler"}, "no method `propose`"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(make: Make, sampler: Values, told: str) -> None:
+def test_inconsistent_arguments_are_refused(make: Make, sampler: Values, told: str) -> None:
     from posttrain.errors import UserError
 
     with pytest.raises((UserError, TypeError), match=told):
         StepSampler.from_recipe(make(sampler=sampler), [_prompt(n) for n in range(5)], 6)
 
 
-def test_a_band_that_few_groups_can_be_in_is_told(make: Make) -> None:
+def test_difficulty_band_with_few_possible_rates_is_noted(make: Make) -> None:
     keep = {"use": "balanced_difficulty_filter", "t_low": 0.3, "t_high": 0.7}
     (note,) = band_notes(make(keep=keep))
     assert note == "keep: of the pass rates of 4 rollouts, 2/4 lie between 0.3 and 0.7"
@@ -264,7 +264,7 @@ def test_a_band_that_few_groups_can_be_in_is_told(make: Make) -> None:
         ([0.7, 0.8, 0.9, 1.0], [0.3, 1.0], ["stage 0 has no prompt (difficulty <= 0.3), and draws from all"]),
     ],
 )
-def test_prompts_that_no_stage_draws_and_empty_stages_are_noted(
+def test_unreachable_prompts_and_empty_stages_are_noted(
     make: Make, difficulties: list[float], boundaries: list[float], told: list[str]
 ) -> None:
     sampler = {"use": "curriculum_stage", "column": "difficulty", "boundaries": boundaries}
@@ -273,21 +273,21 @@ def test_prompts_that_no_stage_draws_and_empty_stages_are_noted(
     assert len(notes) == len(told) and all(want in note for want, note in zip(told, notes, strict=True))
 
 
-def test_difficulties_of_another_scale_are_refused_with_theirs(make: Make) -> None:
+def test_difficulties_outside_the_scale_raise_with_their_range(make: Make) -> None:
     prompts = [Prompt(f"p{n}", {"difficulty": n}, "", (1,)) for n in range(1, 6)]
     with pytest.raises(DataError, match=r"`difficulty` is 1 to 5: 4 of 5 prompts are outside of 0 to 1") as error:
         StepSampler.from_recipe(make(sampler={"use": "curriculum_stage", "column": "difficulty"}), prompts, 4)
     assert "(difficulty - 1) / 4" in str(error.value)
 
 
-def test_the_stage_of_a_step_is_a_metric(make: Make) -> None:
+def test_curriculum_stage_is_a_metric(make: Make) -> None:
     sampler = {"use": "curriculum_stage", "column": "difficulty", "boundaries": [0.3, 0.6, 1.0]}
     source = StepSampler.from_recipe(make(sampler=sampler), [_prompt(n) for n in range(5)], 6)
     stages = [source.metrics(source.update(None, [], step), [])["sampler/stage"] for step in range(6)]
     assert stages == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_column_of_difficulties_is_looked_for(tmp_path: Path) -> None:
+def test_missing_difficulty_column_raises(tmp_path: Path) -> None:
     sampler = {"use": "curriculum_stage", "column": "difficulty", "boundaries": [0.3, 1.0]}
     base = {"stage": "rl", "model": {"path": "tiny"}, "data": {"source": "x.jsonl"}, "rewards": ["math.accuracy"]}
     loaded: Any = load_dict(

@@ -1,4 +1,4 @@
-"""Rollouts of one prompt in one line with the prompt once: the numbers and gradients of rows that stand alone."""
+"""Rollouts of one prompt packed with the prompt once: log-probs and gradients equal separate rows."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def model_of(kind: str, *, lora: bool = False) -> Any:
     return model
 
 
-def graded(model: Any, *, share: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Log-probs of all rows, and the gradient of their sum with a weight for each token."""
+def log_probs_and_gradient(model: Any, *, share: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return log-probs of all rows, and the gradient of their sum with a weight for each token."""
     extras = Extras(router="moe" in model.config.model_type)
     found = completion_scores(model, ROWS, 5, packed=True, share=share, fill=16, extras=extras)
     weights = torch.linspace(-1.0, 2.0, 40).view(8, 5)
@@ -75,12 +75,10 @@ def graded(model: Any, *, share: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "lora"), [*((kind, False) for kind in FAMILIES), ("llama", True), ("qwen3", True)])
-def test_log_probs_and_gradients_are_those_of_whole_rows(
-    kind: str, lora: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sliding windows are shorter than the prompts. A token that saw another row would move a gradient."""
+def test_log_probs_and_gradients_equal_whole_rows(kind: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding windows are shorter than the prompts. Attention between rows would change a gradient."""
     model = model_of(kind, lora=lora)
-    wanted, gradients = graded(model, share=False)
+    wanted, gradients = log_probs_and_gradient(model, share=False)
     tokens: list[int] = []
     below = packed_pass.backbone
 
@@ -92,7 +90,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
         return run
 
     monkeypatch.setattr(packed_pass, "backbone", counted)
-    found, shared_gradients = graded(model, share=True)
+    found, shared_gradients = log_probs_and_gradient(model, share=True)
     assert sum(ROWS.lengths) == 124 and tokens == [64], "4 x 15 + 11 fall away of 124, filled to a multiple of 16"
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=2e-6, msg=name)
@@ -103,11 +101,11 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
 
 
 @pytest.mark.usefixtures("varlen_on_cpu")
-def test_the_kernel_s_line() -> None:
+def test_shared_prompt_with_the_variable_length_kernel() -> None:
     """One variable-length kernel for all rows, as on a GPU."""
     model = model_of("llama")
-    wanted, gradients = graded(model, share=False)
-    found, shared_gradients = graded(model, share=True)
+    wanted, gradients = log_probs_and_gradient(model, share=False)
+    found, shared_gradients = log_probs_and_gradient(model, share=True)
     torch.testing.assert_close(found["logp"], wanted["logp"], rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(shared_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
@@ -118,11 +116,11 @@ def loaded_of(model: Any) -> LoadedModel:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_an_architecture_is_tried(kind: str) -> None:
+def test_packing_is_tried_per_architecture(kind: str) -> None:
     assert shares_prompts(loaded_of(model_of(kind)))
 
 
-def test_attention_that_does_not_find_the_prompt_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_rejects_attention_that_misses_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
 
     def own_tokens_alone(prompts: Prompts, filling: int, device: torch.device) -> Packed:
@@ -135,7 +133,7 @@ def test_attention_that_does_not_find_the_prompt_says_no(monkeypatch: pytest.Mon
     assert not shares_prompts(loaded_of(model))
 
 
-def test_what_is_shared_and_what_it_costs() -> None:
+def test_shared_tokens_and_cost() -> None:
     prompts = ROWS.prompts
     assert prompts.shared_token_counts(range(8)) == [0, 0, 15, 15, 0, 11, 15, 15]
     assert prompts.shared_token_counts([7, 5, 3]) == [0, 0, 15], "the first in a line is whole"
@@ -143,7 +141,7 @@ def test_what_is_shared_and_what_it_costs() -> None:
     assert prompts.is_worthwhile() and not Prompts.of([(1, 2, 3, 4, 5)] * 2, [2, 2]).is_worthwhile()
 
 
-def test_rows_of_a_prompt_come_together_as_far_as_there_is_room() -> None:
+def test_rows_of_a_prompt_are_packed_together_within_the_budget() -> None:
     lengths, prompts = ROWS.lengths, ROWS.prompts
     whole = micro_batches(lengths, 1000, packed=True, prompts=prompts)
     assert [sorted(rows) for rows in whole] == [list(range(8))]
@@ -163,10 +161,10 @@ def spread(completion):
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_a_run_has_the_numbers_of_one_that_shares_nothing(
+def test_run_with_prompt_sharing_equals_a_run_without(
     tools: bool, tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long prompts, two minibatches, a reference, and replies of tools within completions. As packed on a GPU."""
+    """Long prompts, two minibatches, a reference, and replies of tools within completions. Packed as on a GPU."""
     (tmp_path / "rewards.py").write_text(REWARD)
     rows = [json.dumps({"prompt": f"{i}+{i}=" + "?" * 40, "answer": str(2 * i)}) for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -215,11 +213,11 @@ class Echo:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("shared", [False, True])
-def test_blocks_of_short_rows_are_the_rows_by_themselves(
+def test_attention_in_blocks_of_short_rows_equals_single_rows(
     shared: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs and gradients, with two queries a key. Rows of two prompts take turns; another has no other row, a fourth
-    is too long to stand beside them, and nobody reads what fills the line."""
+    """Outputs and gradients, with two queries per key. Rows of two prompts alternate; a third prompt has a single row,
+    a fourth is too long to share a line, and filler tokens are not read."""
     prompts = [(1, 2, 3, 4)] * 2 + [(5, 6)] + [(1, 2, 3, 4), (5, 6), (7,), tuple(range(40))]
     ids = [(*prompt, *range(9, 10 + n)) for n, prompt in enumerate(prompts)]
     known = Prompts.of(ids, [len(prompt) for prompt in prompts])

@@ -1,5 +1,5 @@
-"""Prompt variants: what was put into a prompt or an answer is there, is trained on only where it should be, and a run
-that goes on from its middle is the unbroken one."""
+"""Prompt variants: additions to a prompt or answer are present, are trained on only where intended, and runs resume
+exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def always(completion):
 
 
 class Seen:
-    """What each step trained on, as the update was given it."""
+    """Records what each step trained on, as passed to the update."""
 
     def __init__(self) -> None:
         self.rollouts: list[list[Rollout]] = []
@@ -87,7 +87,7 @@ def values_of(reward: str = "digits", **changes: Any) -> Values:
         "rollout": {"prompts_per_step": 5, "group_size": 4, "max_new_tokens": 8},
         "rewards": [
             {"use": f"rewards.py:{reward}", "correct": True},
-            *([{"use": "rewards.py:digits", "weight": 0.1}] if reward != "digits" else []),  # for there to be a signal
+            *([{"use": "rewards.py:digits", "weight": 0.1}] if reward != "digits" else []),  # so that there is a signal
         ],
         "scoring": {"workers": 1, "correct_at": 0.25},
         "optim": {"lr": 1e-3},
@@ -98,7 +98,7 @@ def values_of(reward: str = "digits", **changes: Any) -> Values:
 
 @pytest.fixture
 def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
-    """The metrics of three steps of a recipe through the command line."""
+    """Return a function that runs three steps of a recipe through the command line and returns their metrics."""
 
     def run(values: Values, name: str = "run", *options: str) -> list[Values]:
         (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
@@ -112,9 +112,7 @@ def solution_of(rollout: Rollout) -> str:
     return str(rollout.prompt.row["solution"])
 
 
-def test_a_hint_is_in_the_prompt_of_groups_that_failed_and_is_not_trained_on(
-    ran: Callable[..., list[Values]], seen: Seen
-) -> None:
+def test_hints_are_added_to_failed_groups_and_not_trained_on(ran: Callable[..., list[Values]], seen: Seen) -> None:
     """GHPO: hinted rows keep the prompt that they were sampled from, groups with a right rollout are never hinted, and
     the loss has no token of the prompt."""
     metrics = ran(values_of(algorithm="ghpo"))
@@ -131,27 +129,27 @@ def test_a_hint_is_in_the_prompt_of_groups_that_failed_and_is_not_trained_on(
         assert ids == [*rollout.prompt.ids, *rollout.ids]
         assert int(batch.mask.sum()) == len(rollout.sampled) == len(rollout.ids)
         assert rollout.prompt.row["answer"] not in rollout.prompt.text.partition("reference")[2]
-        if hint:  # of a stage before, nobody was right: else this one had not been sampled
+        if hint:  # the earlier stage had no right rollout, otherwise this stage would not have been sampled
             ratio = rollout.variant.note["ratio"]
             assert solution_of(rollout).rpartition("\n")[0][: round(ratio * 10)] in rollout.prompt.text
 
 
-def test_a_hint_that_holds_the_name_of_a_field_stays_as_it_is() -> None:
-    """And so does a question that holds one."""
+def test_hint_with_braces_is_not_formatted() -> None:
+    """Nor is a question that contains a field name in braces."""
     variant = Variant("hint", user="{prompt}\n\nHint: {hint} {other}", fills={"hint": "print '{prompt}' and {hint}"})
     assert variant.ask("What does {hint} do?") == ("What does {hint} do?\n\nHint: print '{prompt}' and {hint} {other}")
     assert Variant().ask("{prompt}?") == "{prompt}?"
 
 
-def test_a_group_with_a_right_rollout_is_never_hinted(ran: Callable[..., list[Values]], seen: Seen) -> None:
+def test_groups_with_a_right_rollout_are_never_hinted(ran: Callable[..., list[Values]], seen: Seen) -> None:
     ran(values_of("always", algorithm="ghpo", run={"steps": 1}))
     assert {r.variant.name for r in seen.rollouts[0] if r.variant} == {"plain"}
 
 
-def test_rollouts_that_hinted_ones_replace_are_in_the_ledger(
+def test_rollouts_replaced_by_hinted_ones_are_in_the_ledger(
     ran: Callable[..., list[Values]], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is ever right: each group is sampled plain and with two hints, and every sampled token is counted."""
+    """No rollout is ever right: each group is sampled plain and with two hints, and every sampled token is counted."""
     sampled: list[int] = []
     sample_prompts = collect.sample_prompts
 
@@ -175,8 +173,8 @@ def test_no_hint_before_its_first_step(ran: Callable[..., list[Values]], seen: S
     assert named == [{"plain"}, {"hint 0.5"}]
 
 
-def test_the_shortest_sufficient_prefix_is_remembered(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
-    """POPE: guided and plain groups side by side; no group has both; what a probe has found is in the checkpoint."""
+def test_shortest_sufficient_prefix_is_stored(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+    """POPE: guided and plain groups side by side; no group mixes both; the result of a probe is in the checkpoint."""
     ran(values_of(algorithm="pope", run={"steps": 4, "save_every": 4}))
     names = {r.variant.name for rollouts in seen.rollouts for r in rollouts if r.variant}
     assert "plain" in names and any(name.startswith("prefix ") for name in names)
@@ -189,8 +187,8 @@ def test_the_shortest_sufficient_prefix_is_remembered(ran: Callable[..., list[Va
         assert int(batch.mask.sum()) == len(rollout.ids)
 
 
-def test_a_trace_prefix_is_a_part_of_the_state(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """PrefixRL: the answer begins inside the trace; rewards read the whole, the loss has the new tokens alone."""
+def test_trace_prefix_is_masked_but_rewarded(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """PrefixRL: the answer starts inside the trace; rewards read the whole text, the loss has only the new tokens."""
     ran(values_of(algorithm="prefixrl"))
     rows = [(r, b, ids) for r, b, ids in seen.rows() if r.variant and r.variant.hinted]
     assert 0.4 < len(rows) / len(seen.rows()) < 0.95
@@ -202,7 +200,7 @@ def test_a_trace_prefix_is_a_part_of_the_state(ran: Callable[..., list[Values]],
         assert int(batch.mask.sum()) == len(rollout.sampled) and not bool(batch.hint_mask.any())  # type: ignore[union-attr]
 
 
-def test_a_loss_does_not_depend_on_the_log_probs_of_a_prefix() -> None:
+def test_loss_does_not_depend_on_log_probs_of_a_prefix() -> None:
     torch.manual_seed(0)
     rollout_batch = RolloutBatch(
         group_ids=torch.tensor([0]),
@@ -247,14 +245,14 @@ def endless(asked):
 '''
 
 
-def test_a_function_of_the_users_own(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+def test_user_defined_function(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
     (home / "own.py").write_text(OWN)
     ran(values_of(prompt_variants={"use": "./own.py:loudly", "times": 3}))
     texts = {r.variant.name: r.prompt.text for rollouts in seen.rollouts for r in rollouts if r.variant}
     assert "!!!" in texts["loud"] and "!" not in texts["plain"]
 
 
-def test_a_class_of_the_users_own_learns_and_resumes_exactly(cli: Any, home: Path) -> None:
+def test_user_defined_class_learns_and_resumes_exactly(cli: Any, home: Path) -> None:
     (home / "own.py").write_text(OWN)
     values = values_of(prompt_variants={"use": "./own.py:Counting"}, run={"steps": 20, "save_every": 10})
     values["rollout"]["max_new_tokens"] = 3
@@ -274,7 +272,7 @@ def test_a_class_of_the_users_own_learns_and_resumes_exactly(cli: Any, home: Pat
         ({"use": "hint_on_falure"}, "hint_on_failure"),
     ],
 )
-def test_what_cannot_work_is_refused(cli: Any, home: Path, variants: Values, said: str) -> None:
+def test_incompatible_settings_are_refused(cli: Any, home: Path, variants: Values, said: str) -> None:
     (home / "own.py").write_text(OWN)
     values = values_of(prompt_variants=variants)
     values["rollout"]["max_new_tokens"] = 2
@@ -282,7 +280,7 @@ def test_what_cannot_work_is_refused(cli: Any, home: Path, variants: Values, sai
     assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
-def test_places_that_a_variant_has_no_room_in(cli: Any, home: Path) -> None:
+def test_variants_that_do_not_fit_are_refused(cli: Any, home: Path) -> None:
     for changes, said in (
         ({"opponent": {"samples": 1}, "group_rewards": ["versus_opponent"]}, "the opponent answers"),
         ({"tools": [{"use": "calculator"}], "algorithm": "prefixrl"}, "start of the answer"),
@@ -292,7 +290,7 @@ def test_places_that_a_variant_has_no_room_in(cli: Any, home: Path) -> None:
         assert said in cli.refused("recipe", "validate", str(home / "run.yaml"))
 
 
-def test_rollouts_that_are_an_update_old_keep_their_prompts_in_checkpoints(cli: Any, home: Path) -> None:
+def test_stale_rollouts_keep_their_prompts_in_checkpoints(cli: Any, home: Path) -> None:
     values = values_of(
         prompt_variants={"use": "hint_on_failure"}, run={"steps": 4, "save_every": 2}, corrections=[{"use": "tis"}]
     )
@@ -301,10 +299,10 @@ def test_rollouts_that_are_an_update_old_keep_their_prompts_in_checkpoints(cli: 
     cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
 
 
-def test_hint_length_follows_the_fit_and_hints_are_read_but_not_trained_on(
+def test_hint_length_follows_the_fit_and_hints_are_masked(
     ran: Callable[..., list[Values]], seen: Seen, home: Path
 ) -> None:
-    """SEELE: rounds of one group begin with a part of the solution; the policy loss has the sampled tokens alone."""
+    """SEELE: rounds of one group start with a part of the solution; the policy loss has only the sampled tokens."""
     values = values_of(algorithm="seele", run={"steps": 2, "save_every": 2})
     values["prompt_variants"] = {"use": "item_response", "rounds": 3}
     metrics = ran(values)
@@ -326,10 +324,9 @@ def test_hint_length_follows_the_fit_and_hints_are_read_but_not_trained_on(
     assert memory["item_response"].keys() == uids and all(0 <= p <= 1 for p in memory["item_response"].values())
 
 
-def test_hint_tokens_are_trained_on_with_weights_and_never_pushed_down(
-    ran: Callable[..., list[Values]], seen: Seen
-) -> None:
-    """ADHint: half of a group is plain; hint tokens are in the mask, weigh at most 1, and 0 where the row did badly."""
+def test_adhint_trains_hint_tokens_with_non_negative_weights(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Half of a group is plain; hint tokens are in the mask, with a weight of at most 1, and 0 in rows with a negative
+    advantage."""
     ran(values_of(algorithm="adhint"))
     hinted = [(r, b) for r, b, _ in seen.rows() if r.variant and r.variant.hinted]
     assert 0 < len(hinted) <= len(seen.rows()) / 2
@@ -343,11 +340,11 @@ def test_hint_tokens_are_trained_on_with_weights_and_never_pushed_down(
         assert bool((shown == 0).all()) if own <= 0 else bool(((shown >= 0) & (shown <= own + 1e-6)).all())
 
 
-def test_the_loss_prompt_lacks_the_hint_and_the_ratio_is_to_the_prompt_that_had_it(
+def test_guide_trains_without_the_hint_with_the_ratio_to_the_hinted_prompt(
     ran: Callable[..., list[Values]], seen: Seen
 ) -> None:
-    """GUIDE: groups that failed are sampled again with a hint; log-probs under the plain prompt, old ones under the
-    hinted one; the loss shapes the ratio."""
+    """Failed groups are sampled again with a hint; log-probs are under the plain prompt, old log-probs under the hinted
+    prompt; the loss shapes the ratio."""
     values = values_of("rarely", algorithm="guide_grpo")
     values["rewards"], values["rollout"] = values["rewards"][:1], {**values["rollout"], "group_size": 8}
     metrics = ran(values)
@@ -365,7 +362,7 @@ def test_the_loss_prompt_lacks_the_hint_and_the_ratio_is_to_the_prompt_that_had_
 
 
 def test_guided_retries_are_trained_on_without_their_guidance(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """Agent-RLVR: failed tasks are tried again with guidance in the prompt; the trained pass reads the plain one."""
+    """Agent-RLVR: failed tasks are retried with guidance in the prompt; the training pass reads the plain prompt."""
     values = values_of("rarely", algorithm="agent_rlvr")
     values["prompt_variants"] = {"use": "guided_retry", "guidance": "hint"}
     ran(values)
@@ -378,8 +375,8 @@ def test_guided_retries_are_trained_on_without_their_guidance(ran: Callable[...,
         assert {r.variant.name for r in mates if r.variant} == {"plain", "guided"} or len(mates) > 8
 
 
-def test_a_template_is_drawn_by_group_with_its_rule(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """Prompt augmentation: one template a group, written into the prompt; its rule reaches the reward."""
+def test_template_is_sampled_per_group_with_its_rule(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Prompt augmentation: one template per group, rendered into the prompt; its rule reaches the reward."""
     values = values_of(algorithm="prompt_augmentation")
     values["rewards"].append({"use": "templates.augmented"})
     ran(values)
@@ -391,12 +388,14 @@ def test_a_template_is_drawn_by_group_with_its_rule(ran: Callable[..., list[Valu
     for rollout in (r for rollouts in seen.rollouts for r in rollouts):
         assert rollout.variant is not None
         rule, form = rollout.prompt.row["template"], rollout.scores["augmented"]
-        assert form == 1.0 if rule == "free" else form is not None and form < 1.0  # it writes hardly any tags
+        assert (
+            form == 1.0 if rule == "free" else form is not None and form < 1.0
+        )  # the tiny model writes hardly any tags
         assert rollout.prompt.text.endswith(rollout.variant.prefill)
 
 
-def test_one_instruction_for_the_whole_run(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """Prior prompts: the style's instruction is in every prompt, and no token of it is trained on."""
+def test_prior_prompt_uses_one_instruction_for_the_whole_run(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """The style's instruction is in every prompt, and none of its tokens is trained on."""
     values = values_of(prompt_variants={"use": "prior_instruction", "style": "planning"})
     values["rewards"].append({"use": "templates.prior", "weight": 0.5, "params": {"style": "planning"}})
     ran(values)
@@ -406,8 +405,8 @@ def test_one_instruction_for_the_whole_run(ran: Callable[..., list[Values]], see
         assert "<plan>" in rollout.prompt.text and int(batch.mask.sum()) == len(rollout.sampled)
 
 
-def test_a_population_of_instructions_evolves(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
-    """INSPO: members are drawn by weight, which follows rewards; pruned ones make room for candidates."""
+def test_instruction_population_evolves(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+    """INSPO: members are sampled by weight, which follows rewards; pruned members are replaced by candidates."""
     own = {"use": "instructions", "pool": ["one", "two", "three", "four"], "candidates": ["five", "six", "seven"]}
     own |= {"evolve_every": 2, "temperature": 1.0}
     ran(values_of(prompt_variants=own, run={"steps": 4, "save_every": 2}))
@@ -429,8 +428,8 @@ def test_a_population_of_instructions_evolves(ran: Callable[..., list[Values]], 
     )
 
 
-def test_solved_examples_come_from_the_runs_own_store(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """XRPO: what was solved is stored; a prompt that every rollout failed sees it before its question."""
+def test_examples_are_solved_rollouts_of_the_run(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """XRPO: solved rollouts are stored; a prompt on which every rollout failed gets one before its question."""
     values = values_of("rarely", algorithm="xrpo_icl_seeding", run={"steps": 6})
     ran(values)
     solved: set[str] = set()
@@ -450,13 +449,13 @@ def test_solved_examples_come_from_the_runs_own_store(ran: Callable[..., list[Va
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["seele", "guide_grpo", "inspo", "xrpo_icl_seeding", "adhint"])
-def test_what_is_learnt_goes_on_exactly(cli: Any, home: Path, name: str) -> None:
+def test_learned_state_resumes_exactly(cli: Any, home: Path, name: str) -> None:
     values = values_of("rarely", algorithm=name, run={"steps": 4, "save_every": 2})
     (home / "run.yaml").write_text(json.dumps(values))
     cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
 
 
-def test_inspect_and_plan_show_what_a_kind_adds(cli: Any, home: Path) -> None:
+def test_inspect_and_plan_show_the_additions_of_each_kind(cli: Any, home: Path) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(algorithm="ghpo")))
     report = json.loads(cli.run("data", "inspect", str(home / "run.yaml"), "--json", "--rows", "1"))
     parts = report["samples"][0]["parts"]
@@ -467,8 +466,9 @@ def test_inspect_and_plan_show_what_a_kind_adds(cli: Any, home: Path) -> None:
     assert batch["longest prompt"] > batch["of these tokens a variant may add"] > 20
 
 
-def test_pairs_of_guided_successes(cli: Any, home: Path) -> None:
-    """Agent-RLVR's update: stage pairs puts a guided success over failures, behind the prompt without the guidance."""
+def test_pairs_prefer_guided_successes(cli: Any, home: Path) -> None:
+    """Agent-RLVR's update: stage pairs prefers a guided success over failures, under the prompt without the
+    guidance."""
     for name, template in (("first", "{prompt}"), ("guided", "{prompt}\n\nGuidance: {hint}")):
         values = {key: value for key, value in values_of("rarely").items() if key in ("model", "scoring")}
         values |= {"stage": "eval", "data": {"source": "rows.jsonl", "prompt_template": template}}
@@ -484,10 +484,10 @@ def test_pairs_of_guided_successes(cli: Any, home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ghpo", "pope", "prefixrl", "seele", "prior_prompt", "prompt_augmentation", "inspo"])
-def test_no_variant_is_longer_than_the_room_that_was_made_for_it(
+def test_no_variant_exceeds_its_reserved_length(
     name: str, ran: Callable[..., list[Values]], seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine starts for the longest prompt and this room, so a longer one would end the run."""
+    """An engine starts for the longest prompt plus this length, so a longer variant would end the run."""
     rooms: list[int] = []
     made = variants.PromptVariants.from_recipe
 

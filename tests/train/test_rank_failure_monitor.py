@@ -25,16 +25,17 @@ Two = tuple[RankFailureMonitor, RankFailureMonitor, threading.Event, threading.E
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Two:
-    """Two monitors at one store with a short grace period, and an event for each that is set when it is stopped."""
+def two_monitors(monkeypatch: pytest.MonkeyPatch) -> Two:
+    """Two monitors on one store with a short grace period, and an event for each that is set when it stops its
+    process."""
     monkeypatch.setattr(rank_failure_monitor, "EXIT_GRACE_S", 0.1)
     store, ends = dist.HashStore(), (threading.Event(), threading.Event())
     first, second = (RankFailureMonitor(store, stop=end.set) for end in ends)
     return first, second, *ends
 
 
-def test_one_that_waits_is_ended_and_says_who_failed_and_why(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
-    failing, waiting, *ends = two
+def test_waiting_rank_is_aborted_with_rank_and_reason(two_monitors: Two, capsys: pytest.CaptureFixture[str]) -> None:
+    failing, waiting, *ends = two_monitors
     with failing, waiting:
         failing.report_failure("no column `answer`")
         assert ends[1].wait(5)
@@ -43,8 +44,8 @@ def test_one_that_waits_is_ended_and_says_who_failed_and_why(two: Two, capsys: p
     assert not ends[0].is_set(), "it ends by itself"
 
 
-def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(two: Two) -> None:
-    first, second, *ends = two
+def test_exiting_rank_is_not_aborted_and_the_first_failure_is_kept(two_monitors: Two) -> None:
+    first, second, *ends = two_monitors
     with first, second:
         first.report_failure("the first")
         assert second.wait_for_failure(5) == "rank 1 failed: the first"
@@ -54,8 +55,8 @@ def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(two: Two
     assert not any(end.is_set() for end in ends)
 
 
-def test_a_checkpoint_that_is_written_is_finished(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing, saving, _, ended = two
+def test_checkpoint_in_progress_is_finished(two_monitors: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, saving, _, ended = two_monitors
     with failing, saving:
         failing.report_failure("broken")
         monkeypatch.setenv("RANK", "0")
@@ -64,7 +65,7 @@ def test_a_checkpoint_that_is_written_is_finished(two: Two, monkeypatch: pytest.
         assert ended.wait(5)
 
 
-def test_a_store_that_is_gone_took_rank_0_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_store_means_that_rank_0_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def check(self, _: Any) -> bool:
             raise RuntimeError("Connection reset by peer")

@@ -1,4 +1,4 @@
-"""Ranks that meet at a store in which earlier ones have left what they wrote."""
+"""Rendezvous of ranks at a store that contains keys of earlier starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from posttrain.train import rank_rendezvous
 from posttrain.train.rank_rendezvous import agree_on_start
 
 
-def test_each_start_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second, rank 0 finds the words of the first; in the third, one of a rank that died before it had its
+def test_each_start_has_a_unique_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second start, rank 0 finds keys of the first; in the third, of a rank that died before it got its
     answer."""
     monkeypatch.setattr(rank_rendezvous, "POLL_S", 0.01)
     store = dist.HashStore()
@@ -26,7 +26,7 @@ def test_each_start_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(name) for name in names] == [1, 1, 1] and len(set.union(*names)) == 3
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+def test_missing_rank_times_out() -> None:
     store = dist.HashStore()
     store.set("posttrain/here/1", "dead")
     with pytest.raises(RuntimeError, match="only 1 of 2 ranks arrived"):

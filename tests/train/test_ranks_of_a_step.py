@@ -1,4 +1,4 @@
-"""What a step asks of its ranks: one process alone answers itself, and several answer everything that one does."""
+"""Rank queries of a training step: one process answers them itself, and several support all queries of one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from posttrain.train.ranks import Ranks, SeveralRanks, ranks_of_run
 
 
-def test_several_ranks_answer_all_that_one_answers() -> None:
-    """A question that only `Ranks` knew would be answered by each of several processes for itself."""
+def test_several_ranks_override_every_query() -> None:
+    """A query defined only in `Ranks` would be answered by each of several processes for itself."""
     asked = {name for name, _ in inspect.getmembers(Ranks, inspect.isfunction) if not name.startswith("_")}
     assert asked and asked <= vars(SeveralRanks).keys()
 
 
-def test_one_process_divides_nothing_and_asks_nobody() -> None:
+def test_one_process_shares_nothing_and_communicates_nothing() -> None:
     alone, numbers = ranks_of_run(divided=False), torch.tensor([1.0, 2.0])
     assert type(alone) is Ranks and (alone.count, alone.is_main) == (1, True)
     assert alone.gather(3) == [3] and alone.broadcast(3) == 3 and alone.sum(numbers) is numbers

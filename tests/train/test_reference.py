@@ -1,4 +1,4 @@
-"""The frozen copy of full training: it computes what the policy did, in half the memory, and can wait elsewhere."""
+"""The frozen reference of full training: it computes what the policy did, in half the memory, and can be offloaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def llama(tied: bool) -> Any:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_half_of_the_linear_weights_changes_no_bit(tied: bool) -> None:
+def test_half_precision_linear_weights_change_no_bit(tied: bool) -> None:
     """Autocast rounds them at every use: rounded once they give the same products. A tied head stays in float32."""
     model, ids = llama(tied), torch.arange(12)[None]
     frozen: Any = frozen_copy(model, torch.bfloat16)
@@ -37,8 +37,8 @@ def test_half_of_the_linear_weights_changes_no_bit(tied: bool) -> None:
     assert all(p.dtype == torch.float32 for p in frozen_copy(model, None).parameters())
 
 
-def test_an_offloaded_copy_is_the_starting_policy_at_every_use() -> None:
-    """On a CPU there is nowhere to move it from: the same storages before, inside and after. See tests/gpu."""
+def test_offloaded_reference_equals_the_starting_policy() -> None:
+    """On a CPU it is not moved: the same storages before, inside and after. See tests/gpu."""
     model = llama(True)
     start = [p.detach().clone() for p in model.parameters()]
     reference = reference_policy(LoadedModel(model, None, (1,), 0, "test"), offload=True)
@@ -69,6 +69,6 @@ def test_an_offloaded_copy_is_the_starting_policy_at_every_use() -> None:
         ),
     ],
 )
-def test_the_header_of_a_run_names_its_reference(changes: dict[str, Any], said: str) -> None:
+def test_run_header_names_the_reference(changes: dict[str, Any], said: str) -> None:
     recipe = preset_recipe("grpo", **changes)
     assert describe_reference(recipe, Objective.from_recipe(recipe).needs, "base") == said

@@ -1,4 +1,4 @@
-"""A user's function that breaks is told with its line, before a model loads."""
+"""Rehearsal: a failing user function is reported with its line before the model is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def none(batch, logp):
         ("none", r"mine\.py:6  KeyError"),
     ],
 )
-def test_a_broken_function_is_told_with_its_line(name: str, told: str, tmp_path: Path) -> None:
+def test_failing_user_function_is_reported_with_its_line(name: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BROKEN)
     values: dict[str, Any] = {
         "stage": "rl",

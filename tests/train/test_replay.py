@@ -1,5 +1,5 @@
-"""Replay in the loop: stored rollouts are trained on with the log-probs of whoever sampled them, and a run that goes on
-from its middle is the unbroken one."""
+"""Replay in the training loop: stored rollouts are trained on with the log-probs of their sampling policy, and runs
+resume exactly."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def trained(cli: Any, home: Path, name: str = "run", **changes: Any) -> list[Val
 
 
 @pytest.mark.parametrize("batch", [{}, {"minibatches": 2, "epochs": 2}], ids=["one update", "four updates"])
-def test_a_replayed_success_is_trained_on_with_its_stored_log_probs(
+def test_replayed_successes_keep_their_stored_log_probs(
     cli: Any,
     home: Path,
     seen: Seen,  # noqa: F811
     batch: Values,
 ) -> None:
-    """Each replayed row is the first of a group whose others failed, has the tokens and the log-probs that it had in
-    the step that sampled it, and an advantage above 0; fresh rows are measured anew."""
+    """Each replayed row is the first of a group whose other rows failed, has the tokens and log-probs of the step that
+    sampled it, and an advantage above 0; log-probs of fresh rows are computed."""
     metrics = trained(cli, home, batch=batch)
     count = 0
     for step, (rollouts, given) in enumerate(zip(seen.rollouts, seen.batches, strict=True)):
@@ -113,7 +113,7 @@ def test_a_replayed_success_is_trained_on_with_its_stored_log_probs(
             group = [m for m, one in enumerate(rollouts) if one.group == rollouts[n].group]
             assert group[0] == n and all(rollouts[m].reward == 0 for m in group[1:])
             now = saved_rollouts.read(home / "run", step + 1)
-            if not batch:  # `logp` is then the policy before its only update: the stored row is no longer its own
+            if not batch:  # `logp` is then the policy before its only update, which did not sample the stored row
                 assert not torch.allclose(now.logp[n, :width], given.old_logp[n, :width], atol=1e-4)
                 fresh = next(m for m in group if m != n)
                 width = len(rollouts[fresh].ids)
@@ -125,9 +125,9 @@ def test_a_replayed_success_is_trained_on_with_its_stored_log_probs(
     assert sum("sampled_in_step" in sample for sample in samples) == count
 
 
-def test_a_pool_of_successes_beside_a_selection_of_rows(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
-    """DART: of four rows the three of largest entropy are trained on; a replayed success can be one of them, with its
-    advantage above 0."""
+def test_replay_of_successes_with_row_selection(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
+    """DART: of four rows the three with the largest entropy are trained on; a replayed success can be one of them, with
+    its advantage above 0."""
     metrics = trained(cli, home, algorithm="dart")
     replayed = [
         (given, n)
@@ -144,14 +144,14 @@ def test_a_pool_of_successes_beside_a_selection_of_rows(cli: Any, home: Path, se
 
 
 @pytest.mark.parametrize("algorithm", ["skywork_ssb", "remix"])
-def test_rows_on_top_bring_their_advantages_and_log_probs(
+def test_added_rows_keep_their_advantages_and_log_probs(
     cli: Any,
     home: Path,
     seen: Seen,  # noqa: F811
     algorithm: str,
 ) -> None:
-    """A row that comes on top has a group of its own and what it was stored with. Its ratio is to the policy that
-    sampled it: by `old_logp` with a clip, by `rollout_logp` with ReMix, where `old_logp` is the policy of now."""
+    """An added row has a group of its own and its stored values. Its ratio is to its sampling policy: by `old_logp`
+    with a clip, by `rollout_logp` with ReMix, where `old_logp` is the current policy."""
     metrics = trained(cli, home, algorithm=algorithm)
     samples = [json.loads(line) for line in (home / "run" / "samples.jsonl").read_text().splitlines()]
     sampled = [[one for one in rollouts if one.stored is None] for rollouts in seen.rollouts if len(rollouts) == 16]
@@ -180,14 +180,14 @@ def test_rows_on_top_bring_their_advantages_and_log_probs(
     assert count >= 5 and all(row["replay/age"] >= 1 for row in metrics if row["replay/rows"])
 
 
-def test_rows_that_were_left_out_get_an_update_of_their_own(
+def test_left_out_rows_get_a_separate_update(
     cli: Any,
     home: Path,
     seen: Seen,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """RoRecomp: the rows of a compensation batch are the oldest that no step has trained on, with the advantages of
-    their groups and the log-probs of their samplers; the update moves the weights, and afterwards they are gone."""
+    """RoRecomp: a compensation batch has the oldest rows that no step has trained on, with the advantages of their
+    groups and the log-probs of their sampling policies; the update changes the weights and removes the rows."""
     apart: list[tuple[RolloutBatch, Values]] = []
     once = replay.update_once
 
@@ -223,9 +223,9 @@ def test_rows_that_were_left_out_get_an_update_of_their_own(
     assert len(apart) >= 2
 
 
-def test_metrics_say_what_the_policy_sampled(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
-    """A step's reward is that of its 16 sampled rollouts, those that gave way among them; they earned 0. Their tokens
-    count as sampled, and replayed ones do not."""
+def test_metrics_describe_sampled_rollouts(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
+    """A step's reward is the mean over its 16 sampled rollouts, including replaced ones, which earned 0. Their tokens
+    count as sampled, those of replayed rows do not."""
     metrics = trained(cli, home)
     assert any(row["replay/rows"] for row in metrics)
     for row, rollouts in zip(metrics, seen.rollouts, strict=True):
@@ -249,7 +249,7 @@ APART = {"algorithm": "rorecomp", "replay": {"use": "compensation", "size": 5, "
 
 
 @pytest.mark.parametrize("changes", [{}, STALE, {"algorithm": "skywork_ssb"}, {"algorithm": "remix"}, APART])
-def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, changes: Values) -> None:
+def test_run_resumes_exactly(cli: Any, home: Path, changes: Values) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
     rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=6)
     assert any(row["replay/rows"] or row.get("replay/apart_rows") for row in rows[3:])
@@ -259,7 +259,7 @@ def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, changes: Va
     assert len(stored) == rows[-1]["replay/stored"] > 0
 
 
-def test_a_class_of_the_users_own(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
+def test_user_defined_replay_class(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
     trained(cli, home, replay={"use": "./own.py:Newest", "age": 2, "limit": 6})
     for step, rollouts in enumerate(seen.rollouts):
         assert all(one.stored is None or one.stored.step == step - 1 for one in rollouts)
@@ -291,12 +291,12 @@ def test_a_class_of_the_users_own(cli: Any, home: Path, seen: Seen) -> None:  # 
         ({"replay": {"use": "./own.py:Newest", "agee": 3}}, "has no argument agee"),
     ],
 )
-def test_what_cannot_work_is_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
+def test_incompatible_settings_are_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
     assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
-def test_rows_that_are_not_there_end_the_run_with_a_sentence() -> None:
+def test_missing_rows_raise_one_sentence() -> None:
     class Wrong(Replay):
         def store(self, *_: Any) -> Stock:
             return Stock((), (3,))
@@ -305,7 +305,7 @@ def test_rows_that_are_not_there_end_the_run_with_a_sentence() -> None:
         ReplayStore(Wrong(), "wrong", 9, []).store([], [], 0)
 
 
-def test_what_is_stored_is_shown_before_a_run(cli: Any, home: Path) -> None:
+def test_replay_settings_are_shown_before_a_run(cli: Any, home: Path) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(replay={"limit": 50})))
     assert "success: at most 50 rollouts of earlier steps" in cli.run("data", "inspect", str(home / "run.yaml"))
     plan = cli.run("plan", str(home / "run.yaml"))
@@ -313,8 +313,8 @@ def test_what_is_stored_is_shown_before_a_run(cli: Any, home: Path) -> None:
     assert "capacity" in cli.run("methods", "show", "replay/success")
 
 
-def test_batches_join_padded_and_filled() -> None:
-    """Two rows of three tokens and one of two: what only one batch knows is filled up."""
+def test_batches_are_concatenated_with_padding() -> None:
+    """Two rows of three tokens and one of two: fields present in only one batch are filled."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     first = RolloutBatch(
         group_ids=torch.tensor([0, 1]),
@@ -343,9 +343,9 @@ def test_batches_join_padded_and_filled() -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
-def test_the_reference_is_reset_where_replay_ends(cli: Any, home: Path, seen: Seen, lora: Values) -> None:  # noqa: F811
-    """ReMix with `until` and `kl.reset_at` 4: up to step 3 the log-probs of the reference are the starting policy's, in
-    step 4 those of the policy itself, later those of its policy then; a run that goes on from its middle has them."""
+def test_reference_is_reset_when_replay_ends(cli: Any, home: Path, seen: Seen, lora: Values) -> None:  # noqa: F811
+    """ReMix with `until` and `kl.reset_at` 4: up to step 3 the reference is the starting policy, in step 4 the current
+    policy, later the policy of step 4; a resumed run has the same log-probs."""
     kl = {"use": "k3", "coef": 0.05, "reset_at": 4}
     changes = {"algorithm": "remix", "model": {"path": "tiny", **lora}, "controllers": {}, "kl": kl}
     replay_ = {"use": "recent", "until": 4}

@@ -21,7 +21,7 @@ from posttrain.recipe.sections import Model
 from posttrain.train import reward_model
 from posttrain.train.reward_rows import Item, count_lone_pairs, heads_of_row, held_out
 
-from .conftest import merged
+from .conftest import merge_sections
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ def recipe_of(tmp_path: Path) -> Any:
 
     def make(rows: list[dict[str, Any]], **changes: Any) -> Any:
         written(tmp_path / "rows.jsonl", rows)
-        return load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+        return load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
     return make
 

@@ -38,7 +38,7 @@ from posttrain.train.rl_metrics import age_metrics, drift_metrics
 from posttrain.train.rollout_source import AsyncRollouts
 from posttrain.verify.failures import Calls, Failures
 
-from .conftest import merged
+from .conftest import merge_sections
 from .versioned_engine import LongRollouts, VersionedEngine
 
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -415,7 +415,7 @@ def recipe(tmp_path: Path) -> Make:
         "optim": {"lr": 5e-3},
         "run": {"steps": 6, "save_every": 1, "keep_checkpoints": 9},
     }
-    return lambda **changes: load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+    return lambda **changes: load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
 
 @pytest.fixture

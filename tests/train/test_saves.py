@@ -18,7 +18,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, sft
 from posttrain.train.checkpoint import State
 
-from .conftest import merged
+from .conftest import merge_sections
 
 Opened = Callable[..., AbstractContextManager[Any]]
 Train = Callable[..., dict[str, Any]]
@@ -42,7 +42,9 @@ def train(request: pytest.FixtureRequest, sft_recipe: Any, opened: Opened, tmp_p
         with opened(resume=resume) as directory:
             if request.param == "sft":
                 return sft.run(sft_recipe(run=keys), directory)
-            return rl.run(load_dict(merged(base, {"run": keys}), base_dir=tmp_path, where="test").recipe, directory)
+            return rl.run(
+                load_dict(merge_sections(base, {"run": keys}), base_dir=tmp_path, where="test").recipe, directory
+            )
 
     return run
 

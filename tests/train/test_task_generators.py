@@ -20,7 +20,7 @@ from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble
 
-from .conftest import merged
+from .conftest import merge_sections
 from .test_rollout_source import recipe, run, use  # noqa: F401  fixtures
 from .versioned_engine import VersionedEngine
 
@@ -55,7 +55,7 @@ def test_a_run_that_was_killed_goes_on_exactly(
     """With the difficulty that the checkpoint holds, which has moved by then."""
     changes = {"data": TASKS, "sampler": SAMPLERS[name], "rollout": {"staleness": staleness, "group_size": 4}}
     made = recipe(
-        **merged(changes, {"scoring": {"correct_at": 0.3, "max_bad_gold": 1}, "run": {"samples_per_step": 99}})
+        **merge_sections(changes, {"scoring": {"correct_at": 0.3, "max_bad_gold": 1}, "run": {"samples_per_step": 99}})
     )
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.0))
     straight = run("straight", made)
@@ -87,7 +87,7 @@ def trained(folder: Path, algorithm: str, changes: Values) -> tuple[list[Values]
         "run": {"steps": 3, "samples_per_step": 99},
         "optim": {"lr": 1e-3},
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(merged(merged(base, small), changes)))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(merge_sections(merge_sections(base, small), changes)))
     result = CliRunner().invoke(app, ["rl", str(folder / "recipe.yaml"), "--output", str(folder / "run")])
     assert result.exit_code == 0, result.output
     samples = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from posttrain.train import tensor_split
 from posttrain.train.tensor_split import Divider, Part
 
 from .families import family, save_family
-from .test_mesh import LORA, RECIPES, Values, assert_equal, folder, rows, saved
+from .test_mesh import LORA, RECIPES, Values, assert_equal, folder, rows, save_model
 
 __all__ = ["folder", "rows"]  # fixtures
 
@@ -35,7 +35,7 @@ MESHES = {
 
 def test_two_ranks_divide_each_layer_and_the_head(rows: Any, folder: Path) -> None:
     """All weights, read by slices from files; one process goes on with the whole."""
-    path = saved(folder)
+    path = save_model(folder)
     expected = rows("sft", 1, steps=3, path=path)
     assert_equal(rows("sft", 2, steps=2, name="run", path=path, parallel={"tensor": 2}), expected[:2])
     assert_equal(rows("sft", 1, steps=3, name="run", resume=True, path=path), expected)
@@ -48,7 +48,7 @@ def test_two_ranks_divide_each_layer_and_the_head(rows: Any, folder: Path) -> No
 def test_meshes_with_divided_layers_compute_what_one_process_does(
     rows: Any, stage: str, kind: str, model: Values, folder: Path
 ) -> None:
-    path = saved(folder) if kind == "tiny" else str(save_family(kind, folder / kind))
+    path = save_model(folder) if kind == "tiny" else str(save_family(kind, folder / kind))
     keys = KEYS.get((stage, kind), {})
     expected = rows(stage, 1, path=path, keys=keys, **model)
     for ranks, parallel in MESHES.values():
