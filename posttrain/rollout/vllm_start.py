@@ -36,6 +36,8 @@ from posttrain.scratch import Scratch
 
 EXTENSION = "posttrain.rollout.worker.Extension"
 EXECUTOR = "posttrain.rollout.executor.SeveralWorkers"
+SCHEDULER = "posttrain.rollout.schedulers.ChunkedScheduler"
+ASYNC_SCHEDULER = "posttrain.rollout.schedulers.ChunkedAsyncScheduler"
 # Batch sizes for which vLLM captures CUDA graphs. A batch is padded to the next size, which hardly slows decoding:
 # it is bound by memory and by the host. Fewer than vLLM's own 51, because each one costs time at every start.
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
@@ -335,6 +337,8 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni",  # the model in the engine core's own process
         "worker_extension_cls": EXTENSION,
+        "async_scheduling": torch.cuda.is_available(),  # as vLLM decides by itself; a CPU has no use for it
+        "scheduler_cls": ASYNC_SCHEDULER if torch.cuda.is_available() else SCHEDULER,
         **({} if section.enforce_eager else {"cudagraph_capture_sizes": GRAPH_SIZES}),
     }
     if section.tensor_parallel > 1:

@@ -184,10 +184,10 @@ def sample_across_a_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]
         )
     )
     drawing.start()
-    paused.result(60)
+    paused.result(240)
     disturb(loaded.model, 0.02)
     engine.sync(loaded.model, engine.version + 1)
-    drawing.join(60)
+    drawing.join(240)
     assert sorted(told) == list(range(len(many))), "whole groups, told once each"
     return found
 
