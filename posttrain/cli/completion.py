@@ -50,7 +50,17 @@ complete -c posttrain -a '(__posttrain_complete)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 TAKE_RECIPE = ("plan", "preflight", "compare-methods", "sweep")  # commands other than stages that take a recipe
-IMPORT_TOOLS = ("trl", "open-r1", "axolotl", "llamafactory", "ms-swift", "openrlhf", "verl", "mergekit")
+IMPORT_TOOLS = (
+    "trl",
+    "open-r1",
+    "axolotl",
+    "llamafactory",
+    "ms-swift",
+    "megatron-swift",
+    "openrlhf",
+    "verl",
+    "mergekit",
+)
 
 
 def register(app: typer.Typer) -> None:

@@ -34,8 +34,8 @@ def import_recipe(
         typer.Option(
             "--from",
             metavar="TOOL",
-            help="Tool that the file is for: trl, open-r1, axolotl, llamafactory, ms-swift, openrlhf, verl or mergekit "
-            "(default: recognised by its keys).",
+            help="Tool that the file is for: trl, open-r1, axolotl, llamafactory, ms-swift, megatron-swift, openrlhf, "
+            "verl or mergekit (default: recognised by its keys).",
         ),
     ] = None,
     output: Annotated[

@@ -29,7 +29,7 @@ LACK_A_REWARD = {  # files with a reward that has to be written, and what the mi
     "ms_swift_grpo.sh": "made_rewards.py",
     "trl_script.py": "short_in_tokens",
 }
-TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "verl", "mergekit")
+TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "megatron_swift", "openrlhf", "verl", "mergekit")
 
 
 def test_every_tool_has_an_example() -> None:

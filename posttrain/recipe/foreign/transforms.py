@@ -267,6 +267,23 @@ def _global_batch(draft: Draft, given: Given, _: str) -> None:
         draft.put("batch.minibatches", math.ceil(completions / size), f"{completions} completions / {given.key} {size}")
 
 
+def _megatron_batch(draft: Draft, given: Given, _: str) -> None:
+    """Megatron-SWIFT: convert rows per update over all GPUs; in rl completions, of which a step has several updates."""
+    size, micro = int(given.value), int(draft.get("micro_batch_size", default=1))
+    if draft.stage != "rl":
+        draft.put("batch.size", size, draft.origin(given.key))
+        draft.put("batch.micro_size", micro, draft.origin("micro_batch_size"))
+        _note_packed_rows(draft, size)
+        return
+    whole = draft.get("generation_batch_size")
+    updates = int(draft.get("steps_per_generation", default=1 if whole is None else int(whole) // size))
+    group = int(draft.get("num_generations", default=8))
+    origin = f"{given.key} {size} x {count_noun(updates, 'update')} / {group} completions a prompt"
+    draft.put("rollout.prompts_per_step", max(1, size * updates // group), origin)
+    if updates > 1:
+        draft.put("batch.minibatches", updates, draft.origin("steps_per_generation", "generation_batch_size"))
+
+
 def _verl_batch(draft: Draft, given: Given, _: str) -> None:
     """verl: convert prompts (rl) or rows per step, and the mini-batch size to updates per step."""
     size = int(given.value)
@@ -316,6 +333,7 @@ TRANSFORMS: dict[str, Transform] = {
     "four_bit": _four_bit,
     "global_batch": _global_batch,
     "list": _list,
+    "megatron_batch": _megatron_batch,
     "lora_on": _lora_on,
     "positive": _positive,
     "rows_or_all": _rows_or_all,
