@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -97,41 +96,37 @@ def smollm2_path() -> str:
     return SMOLLM2
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Python = Callable[[Mapping[str, str]], contextlib.AbstractContextManager[str]]
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.AbstractContextManager[Run]]:
-    """`with commands(environment) as run: run("export", "mine", folder=...)` runs `posttrain` in processes of its own.
-
-    They are children of one that has these variables and has imported the libraries, so that a command costs a tenth
-    of what an interpreter does. Variables that no import reads may be given to `run`.
-    """
+def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Python:
+    """`with python_that_forks(environment) as python:` is a program whose `-m posttrain...` runs in a fork of a process
+    that has these variables and has imported the libraries, and costs a tenth of what an interpreter does (see
+    forked_python.py). Variables that no import reads may differ."""
 
     @contextlib.contextmanager
-    def start(environment: Mapping[str, str]) -> Iterator[Run]:
-        program = Path(__file__).with_name("forked_commands.py")
+    def start(environment: Mapping[str, str]) -> Iterator[str]:
+        folder = tmp_path_factory.mktemp("python")
+        program, python = Path(__file__).with_name("forked_python.py"), str(folder / "python")
         code = "import gc, runpy, sys; gc.disable(); runpy.run_path(sys.argv[1], run_name='__main__')"
         server = subprocess.Popen(
-            [sys.executable, "-c", code, str(program)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment),
+            [sys.executable, "-c", code, str(program), str(folder / "socket"), python],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**environment, "HF_HUB_DISABLE_TELEMETRY": "1"},
         )  # fmt: skip
-
-        def run(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-            assert server.stdin is not None and server.stdout is not None
-            printed = tmp_path_factory.mktemp("printed")
-            streams = {name: str(printed / name) for name in ("stdout", "stderr")}
-            job = {"words": words, "folder": str(folder), "environment": variables, **streams}
-            server.stdin.write(json.dumps(job) + "\n")
-            server.stdin.flush()
-            code = int(server.stdout.readline())
-            return subprocess.CompletedProcess(words, code, *(Path(path).read_text() for path in streams.values()))
-
-        yield run
+        assert server.stdout is not None and server.stdout.readline() == b"\n"
+        yield python
         server.kill()  # it has nothing to finish
         server.communicate()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def forked_python(python_that_forks: Python) -> Iterator[str]:
+    """The program of `python_that_forks` with the variables of the tests."""
+    with python_that_forks({**os.environ, "OMP_NUM_THREADS": "1"}) as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[list[str]]:
+def run_page(page: Path, folder: Path, python: str, *, slow: bool) -> Iterator[list[str]]:
     """Run the blocks of a page; yields each command that was run."""
     said = ""
     for block in blocks(page):
@@ -63,25 +63,25 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[list[str]]:
             missing = [line for line in block.text.split("\n") if line.strip() and line not in said]
             assert missing == [], f"{page.name}: not in the output:\n{said}"
         for command in block.commands:
-            code, said = type_in(command, folder)
+            code, said = type_in(command, folder, python)
             assert (code != 0) == ("fails" in block.info), f"{page.name}: {shlex.join(command)}\n{said}"
             yield command
 
 
-def type_in(command: list[str], folder: Path) -> tuple[int, str]:
-    """(exit code, output) of a command: in this process, but for those that start several."""
+def type_in(command: list[str], folder: Path, python: str) -> tuple[int, str]:
+    """(exit code, output) of a command: in this process, but for those that start several. python: see conftest.py."""
     program, *arguments = command
     if program == "posttrain" and "--gpus" not in arguments and arguments[0] != "run":
         result = CliRunner().invoke(app, arguments, prog_name="posttrain")
         return result.exit_code, result.output
     programs = {
-        "posttrain": [sys.executable, "-m", "posttrain"],
+        "posttrain": [python, "-m", "posttrain"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }
     assert program in programs, f"a guide types {program}, which this test cannot run"
     done = subprocess.run(
         [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=1200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FORKED_PYTHON": python},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
@@ -98,16 +98,18 @@ def test_there_are_six_guides_with_commands() -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_its_quick_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_quick_commands_run(
+    page: Path, tmp_path: Path, forked_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(list(run_page(page, tmp_path, slow=False))) >= 2
+    assert len(list(run_page(page, tmp_path, forked_python, slow=False))) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in GUIDES if any(b.slow for b in blocks(p))], ids=lambda page: page.stem)
-def test_all_its_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_its_commands_run(page: Path, tmp_path: Path, forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    typed = list(run_page(page, tmp_path, slow=True))
+    typed = list(run_page(page, tmp_path, forked_python, slow=True))
     assert len(typed) == sum(len(block.commands) for block in blocks(page))
 
 
@@ -123,5 +125,5 @@ def test_recipes_of_commands_for_other_machines_are_right(tmp_path: Path, monkey
     assert len(typed) == 2
     for recipe, rest in typed:
         values = [word for word in shlex.split(rest) if re.match(r"[a-z_.]+=", word)]
-        code, said = type_in(["posttrain", "recipe", "validate", recipe, *values], tmp_path)
+        code, said = type_in(["posttrain", "recipe", "validate", recipe, *values], tmp_path, sys.executable)
         assert code == 0, said

@@ -238,8 +238,9 @@ def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
     assert describe_findings([row("down", -0.3, -0.1, [-0.2])])[1:] == [], "one seed: nothing to say of others"
 
 
-def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path):
+def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path, forked_python, monkeypatch):
     """The child's mistake (exit 2) becomes ours, with the seed, its message and where its whole output is."""
+    monkeypatch.setattr(sys, "executable", forked_python)
     merge = {"name": "m", "stage": "merge", "merge_method": "linear", "models": [{"model": "./no-such-model"}]}
     with pytest.raises(UserError) as error:
         run(tmp_path, [merge], seeds=[0, 1], parallel=2)
@@ -247,11 +248,12 @@ def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path):
     assert str(tmp_path / "out" / "logs" / "attempt_1" / "seed-") in str(error.value)
 
 
-def test_a_stage_with_vllm_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_a_stage_with_vllm_runs_in_a_process_of_its_own(tmp_path, forked_python, monkeypatch):
     """Its results are those of the same stage in this process; its output is logged beside its directory."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
     stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
     recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
+    monkeypatch.setattr(sys, "executable", forked_python)
     summaries = []
     for name, apart in (("here", False), ("apart", True)):
         monkeypatch.setattr(pipeline, "uses_vllm", lambda _, apart=apart: apart)
@@ -270,11 +272,12 @@ def test_which_stages_use_vllm(tmp_path):
         assert not pipeline.uses_vllm(load_dict(stage, base_dir=tmp_path, where="test").recipe)
 
 
-def test_the_error_of_a_stage_apart_is_told(tmp_path, monkeypatch):
+def test_the_error_of_a_stage_apart_is_told(tmp_path, forked_python, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("")
     stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
     recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
     monkeypatch.setattr(pipeline, "uses_vllm", lambda _: True)
+    monkeypatch.setattr(sys, "executable", forked_python)
     with pytest.raises(UserError, match="the file is empty"):
         pipeline.run_seed(recipe, tmp_path / "run", 0)
 

@@ -149,16 +149,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def export(commands: Any, port: int, home: Path) -> Iterator[Export]:
+def export(python_that_forks: Any, port: int, home: Path) -> Iterator[Export]:
     """`posttrain export MODEL --to hub:me/mine`, in a process of its own: huggingface_hub reads its variables once."""
     drop = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
     given = {k: v for k, v in os.environ.items() if k not in drop}
     given |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
-    with commands({**given, "NO_PROXY": "*"}) as run:
+    given |= {"NO_PROXY": "*"}
+    with python_that_forks(given) as python:
 
         def call(model: Path, *options: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
-            signed_in = {"HF_TOKEN": token} if token else {}
-            return run("export", str(model), "--to", "hub:me/mine", *options, folder=model.parent, **signed_in)
+            environment = {**given, **({"HF_TOKEN": token} if token else {})}
+            command = [python, "-m", "posttrain", "export", str(model), "--to", "hub:me/mine", *options]
+            return subprocess.run(command, cwd=model.parent, env=environment, capture_output=True, text=True)
 
         yield call
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.cli.app import app
 from posttrain.models import save
+from posttrain.models.load import LoadedModel
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run import environment
@@ -44,12 +45,21 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _skip_slow_parts_tested_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Skip two slow parts that other folders test: the git state of the repository (tests/run) takes a fifth of a tiny
-    run, and the saved model's generation is long (tests/models)."""
+    """Skip slow parts that other folders test, a third of a tiny run: the git state of the repository (tests/run), and
+    the saved model's generation (tests/models); a plain `tiny` model is reloaded once per module."""
     request.getfixturevalue("scripts_described_here")
+    verify, found = save.verify_folder, dict[str, Any]()
+
+    def verify_once(loaded: LoadedModel, folder: Path, compare: save.Compare) -> dict[str, Any]:
+        if loaded.source != "tiny" or loaded.is_lora or loaded.half is not None or loaded.is_sharded:
+            return verify(loaded, folder, compare)
+        found.update(found or verify(loaded, folder, compare))
+        return dict(found)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "git", COMMIT)
         patch.setattr(save, "NEW_TOKENS", 4)
+        patch.setattr(save, "verify_folder", verify_once)
         yield
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -544,7 +545,7 @@ CASES: dict[str, Values] = {
 }
 
 
-def test_error_of_one_rank_ends_the_run_and_is_reported_once(folder: Path) -> None:
+def test_error_of_one_rank_ends_the_run_and_is_reported_once(folder: Path, forked_python: str) -> None:
     """The reward fails on rank 1 only; rank 0 waits for its rollouts. Started as by a user, with two processes."""
     broken = (
         DIGITS + "\n\ndef half(completion):\n    import os\n    return 1 if os.environ['RANK'] == '0' else 'half'\n"
@@ -554,8 +555,9 @@ def test_error_of_one_rank_ends_the_run_and_is_reported_once(folder: Path) -> No
     recipe = {**plain, "rewards": [{"use": "digits.py:half"}], "rollout": {"prompts_per_step": 2, "group_size": 2}}
     recipe["rollout"]["max_new_tokens"] = 4
     (folder / "rl.yaml").write_text(json.dumps({**recipe, "run": {"steps": 1}}))
-    command = [sys.executable, "-m", "posttrain", "rl", "rl.yaml", "--gpus", "2", "--output", "run"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    command = [forked_python, "-m", "posttrain", "rl", "rl.yaml", "--gpus", "2", "--output", "run"]
+    environment = {**os.environ, "FORKED_PYTHON": forked_python}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.count("returned 'half'") == 1 and "rank 1: " in done.stderr, done.stderr

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -202,12 +200,9 @@ def test_preset_trains_and_resumes_exactly(name: str, folder: Path, called: set[
 @pytest.mark.parametrize(
     "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "tis"))]
 )  # clipped surrogate, value head, engine correction
-def test_one_preset_per_family_in_a_separate_process(name: str, folder: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "posttrain", *command(name, folder, "run.steps=2")],
-        env=environment, capture_output=True, text=True, cwd=folder,
-    )  # fmt: skip
+def test_one_preset_per_family_in_a_separate_process(name: str, folder: Path, forked_python: str) -> None:
+    typed = [forked_python, "-m", "posttrain", *command(name, folder, "run.steps=2")]
+    done = subprocess.run(typed, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     rows = rows_of(folder / name)
     assert len(rows) == 2 and any(row["grad_norm"] > 0 for row in rows)

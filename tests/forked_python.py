@@ -1,0 +1,117 @@
+"""Run as a program: `python -m posttrain...` as forks of a process that has imported the libraries, at a tenth of the
+time. See `forked_python` of conftest.py.
+
+Last arguments: the socket to listen on, and the program to write, which takes python's arguments. It asks for a fork
+if they are `-m posttrain...`, with its arguments, folder, variables and open files, forwards signals and ends as it
+does; if it is killed, so is the fork. Any other arguments are passed to python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+import posttrain.export.run
+import posttrain.pipeline
+import posttrain.train.preference
+import posttrain.train.rl
+import posttrain.train.sft  # noqa: F401  so that the forks find it loaded
+
+CLIENT = """#!{python} -IS
+import os, sys
+if sys.argv[1:2] != ["-m"] or sys.argv[2].split(".")[0] != "posttrain":
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+import json, signal, socket
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+files = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + name)]
+files.remove(server.fileno())
+server.connect({path!r})
+job = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "numbers": files}}
+socket.send_fds(server, [json.dumps(job).encode()], files)
+fork = int(server.recv(99))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, lambda number, _: os.kill(fork, number))
+code = int(server.recv(99) or 1)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+def serve(path: str, client: Path) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # no collection of a fork goes over the libraries, which would copy their pages as well
+    gc.enable()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    client.write_text(CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
+    client.chmod(0o700)
+    print(flush=True)
+    while True:
+        caller, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return answer(caller)
+        caller.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def answer(caller: socket.socket) -> None:
+    """In a fork: have another run what is asked for, and tell the caller how it ended."""
+    message, received, *_ = socket.recv_fds(caller, 1 << 20, 200)
+    job = json.loads(message)
+    program = os.fork()
+    if program == 0:
+        caller.close()
+        return run(received, **job)
+    for file in received:
+        os.close(file)
+    caller.send(str(program).encode())
+    if caller in select.select([caller, os.pidfd_open(program)], [], [])[0]:
+        os.kill(program, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    with contextlib.suppress(OSError):
+        caller.send(str(code).encode())
+    os._exit(0)
+
+
+def run(
+    received: list[int], arguments: list[str], folder: str, environment: dict[str, str], numbers: list[int]
+) -> None:
+    """In a fork of its own, which ends as the program does."""
+    os.setsid()
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in received]  # no number is taken before it is copied
+    os.closerange(3, 1000)
+    for file, number in zip(above, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[0] = arguments[1:], folder
+    sys.executable = environment.get("FORKED_PYTHON", sys.executable)
+    sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
+    random.seed()
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # what runs has been imported
+    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[-2], Path(sys.argv[-1]))
