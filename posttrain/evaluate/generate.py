@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout
@@ -30,10 +30,11 @@ from posttrain.evaluate.sampling import (
 )
 from posttrain.evaluate.search import SearchEngine
 from posttrain.evaluate.shaped import load_shape
-from posttrain.evaluate.trees import TreeEngine
+from posttrain.evaluate.trees import GradeAll, TreeEngine
 from posttrain.evaluate.workflow import WorkflowEngine, bind_workflow
 from posttrain.models.load import LoadedModel, load_image_reader, load_tokenizer
 from posttrain.recipe.eval_sections import GrowTree, Search
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.continuation import rehearse_shape
@@ -42,26 +43,32 @@ from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
 from posttrain.tools.load import load_environment
-from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.load import check_columns
 from posttrain.verify.score import Scorer
 
 BEST_FILE = "best.jsonl"
+OpenGrader = Callable[..., GradeAll]  # (rewards, their settings, limits of failures) -> grades of rollouts
 
 
 def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Sample completions, write completions.jsonl (one object per completion) and return counts."""
     prepared = prepare(recipe)
     with contextlib.ExitStack() as open_scorer:
-        log = open_print_log(directory, "rewards")
-        scored = _make_grader(
-            recipe, open_scorer, log, len(prepared.items), {column for row in prepared.rows for column in row}
-        )
         columns = {column for row in prepared.rows for column in row}
-        around = _make_search(recipe, open_scorer, log, columns)
+        log = open_print_log(directory, "rewards")
+
+        def open_grader(rewards: list[Reward], scoring: Scoring, **limits: Any) -> GradeAll:
+            """Start the rewards; the returned function grades rollouts with them."""
+            scorer = open_scorer.enter_context(Scorer(rewards, scoring, recipe.base_dir, log))
+            check_columns(scorer.rewards, columns)
+            failures = scorer.failures(**limits)
+            return lambda rollouts: grade(scorer, rollouts, failures)
+
+        scored = _make_grader(recipe, open_grader, len(prepared.items))
+        around = _make_search(recipe, open_grader, columns)
         room = 0
         if recipe.tree is not None:
-            scored, around, room = _make_trees(recipe, recipe.tree, open_scorer, log, columns)
+            scored, around, room = _make_trees(recipe, recipe.tree, open_grader)
         if recipe.workflow is not None:
             scored, around, room = _make_workflow(recipe, recipe.workflow, prepared.items)
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around, room=room)
@@ -81,33 +88,25 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _make_grader(
-    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, prompts: int, columns: set[str]
-) -> Grade:
+def _make_grader(recipe: GenerateRecipe, open_grader: OpenGrader, prompts: int) -> Grade:
     """Return the function that adds scores to each record, or nothing without `best_of`."""
     if recipe.best_of is None:
         return lambda rollouts: [{"search": r.scores} if r.scores else {} for r in rollouts]
-    scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir, log))
-    check_columns(scorer.rewards, columns)
-    keys, failures = ("scores", "reward"), scorer.failures(enough=prompts, unit="chunk")
-    return lambda rollouts: [{k: found[k] for k in keys} for found in grade(scorer, rollouts, failures)]
+    grade_all = open_grader(recipe.best_of.rewards, recipe.best_of.scoring, enough=prompts, unit="chunk")
+    return lambda rollouts: [{key: found[key] for key in ("scores", "reward")} for found in grade_all(rollouts)]
 
 
-def _make_search(
-    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
-) -> EngineWrapper | None:
+def _make_search(recipe: GenerateRecipe, open_grader: OpenGrader, columns: set[str]) -> EngineWrapper | None:
     """Return the wrapper that runs the search with its judge around the engine; None without `search`."""
     settings = recipe.search
     if settings is None:
         return None
-    scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
-    check_columns(scorer.rewards, columns)
-    failures = scorer.failures(unit="round")
-    reader = _make_reader(recipe, settings, opened, log, columns)
+    grade_all = open_grader(settings.rewards, settings.scoring, unit="round")
+    reader = _make_reader(recipe, settings, open_grader, columns)
 
     def judge(traces: Sequence[Rollout]) -> list[float]:
         shown = traces if reader is None else reader.inform(traces)
-        found = [one["reward"] for one in grade(scorer, shown, failures)]
+        found = [one["reward"] for one in grade_all(shown)]
         return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in found]
 
     return lambda engine, loaded: SearchEngine(
@@ -116,7 +115,7 @@ def _make_search(
 
 
 def _make_reader(
-    recipe: GenerateRecipe, settings: Search, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
+    recipe: GenerateRecipe, settings: Search, open_grader: OpenGrader, columns: set[str]
 ) -> EvidenceReader | None:
     """Return the reader that adds evidence to the judge's question; None without `search.evidence`.
 
@@ -131,33 +130,29 @@ def _make_reader(
         )
     if not section.rewards:
         return EvidenceReader.from_section(section, settings.ends, recipe.base_dir)
-    scorer = opened.enter_context(Scorer(section.rewards, settings.scoring, recipe.base_dir, log))
-    check_columns(scorer.rewards, columns)
-    failures = scorer.failures(unit="round")
+    grade_all = open_grader(section.rewards, settings.scoring, unit="round")
 
     def ask(traces: Sequence[Rollout]) -> list[float]:
-        return [one["reward"] or 0.0 for one in grade(scorer, traces, failures)]
+        return [one["reward"] or 0.0 for one in grade_all(traces)]
 
     return EvidenceReader.from_section(section, settings.ends, recipe.base_dir, ask)
 
 
 def _make_trees(
-    recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
+    recipe: GenerateRecipe, settings: GrowTree, open_grader: OpenGrader
 ) -> tuple[Grade, EngineWrapper, int]:
     """Return what describes the trees, the wrapper of the engine that grows them, and the extra tokens.
 
     The extra tokens are those by which a tree may exceed max_new_tokens.
     """
-    scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
-    check_columns(scorer.rewards, columns)
-    failures = scorer.failures(unit="round")
+    grade_all = open_grader(settings.rewards, settings.scoring, unit="round")
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     world = None if recipe.environment is None else load_environment(recipe.environment, recipe.base_dir)
     shape = load_shape(settings.shape, tokenizer, recipe.base_dir, world)
     engines: list[TreeEngine] = []
 
     def around(engine: Engine, _: LoadedModel) -> TreeEngine:
-        engines.append(TreeEngine(engine, shape, lambda rollouts: grade(scorer, rollouts, failures)))
+        engines.append(TreeEngine(engine, shape, grade_all))
         return engines[-1]
 
     return lambda rollouts: engines[-1].describe(rollouts), around, shape.room

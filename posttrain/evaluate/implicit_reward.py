@@ -11,17 +11,17 @@ the trainer's process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.data.render import Example, prompt_messages, render_example
+from posttrain.data.render import Example
 from posttrain.errors import RewardError
+from posttrain.evaluate.model_reward import render_completion
 from posttrain.recipe.section import ModelName
 from posttrain.recipe.sections import Data, Model
 from posttrain.verify.contract import Score, in_trainer
-
-_loaded: dict[tuple[str, ...], Any] = {}  # (path, base_dir, device, dtype) -> model, while a scorer is open
 
 
 def open_models(
@@ -49,7 +49,7 @@ def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
 
 def close_models() -> None:
     """Release both models."""
-    _loaded.clear()
+    _load_model.cache_clear()
 
 
 @in_trainer(open_models, close_models)
@@ -93,16 +93,7 @@ def score(
 
 def _render_completion(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) -> Example | None:
     """Render the completion after its prompt, as DPO renders one side of a pair; None if it has no tokens."""
-    if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
-        messages = messages[0]["content"]
-    section = Data(source="-")
-    if not loaded.tokenizer.chat_template:
-        row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion}
-        example = render_example(row, loaded.tokenizer, section.model_copy(update={"chat": False}))
-    else:
-        asked = prompt_messages({"uid": "", "messages": messages}, section)
-        row = {"uid": "", "messages": [*asked, {"role": "assistant", "content": completion}], "tools": tools}
-        example = render_example(row, loaded.tokenizer, section)
+    example = render_completion(messages, completion, tools, Data(source="-"), loaded.tokenizer)
     return example if completion and any(example.trained[1:]) else None
 
 
@@ -117,13 +108,11 @@ def _trained_logps(loaded: Any, example: Example) -> Any:
     return token_logps[torch.tensor(example.trained[1:], dtype=torch.bool)]
 
 
+@functools.cache
 def _load_model(path: str, base_dir: str, device: Any, dtype: Any) -> Any:
-    """Return a model in evaluation mode, loaded on first use."""
+    """Load a model in evaluation mode; cached while a scorer is open."""
     from posttrain.models import load
 
-    key = (path, base_dir, device, dtype)
-    if key not in _loaded:
-        loaded = load.load(Model(path=path, device=device, dtype=dtype), Path(base_dir), seed=0)
-        loaded.model.eval().requires_grad_(False)
-        _loaded[key] = loaded
-    return _loaded[key]
+    loaded = load.load(Model(path=path, device=device, dtype=dtype), Path(base_dir), seed=0)
+    loaded.model.eval().requires_grad_(False)
+    return loaded

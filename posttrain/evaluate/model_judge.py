@@ -12,6 +12,7 @@ is loaded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +42,6 @@ class LoadedJudge:
     replies: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
 
-_loaded: dict[tuple[str, ...], LoadedJudge] = {}  # (path, base_dir, device, dtype) -> judge, while a scorer is open
-
-
 def open_judge(
     *, path: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", template: str = "", **_: Any
 ) -> None:
@@ -66,7 +64,7 @@ def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
 
 def close_judges() -> None:
     """Release all models."""
-    _loaded.clear()
+    _load_judge.cache_clear()
 
 
 @judge(timeout_s=900)
@@ -191,13 +189,11 @@ def _read_template(path: str, base_dir: str) -> str:
     return find(path, Path(base_dir), "judge_model: template", RewardError).read_text(encoding="utf-8")
 
 
+@functools.cache
 def _load_judge(path: str, base_dir: str, device: Any, dtype: Any) -> LoadedJudge:
-    """Return a judge, loaded on first use."""
-    key = (path, base_dir, device, dtype)
-    if key not in _loaded:
-        from posttrain.models.load import load
-        from posttrain.rollout.hf import TransformersEngine
+    """Load a judge; cached while a scorer is open."""
+    from posttrain.models.load import load
+    from posttrain.rollout.hf import TransformersEngine
 
-        loaded = load(Model(path=path, device=device, dtype=dtype), Path(base_dir))
-        _loaded[key] = LoadedJudge(TransformersEngine(loaded, batch_size=32))
-    return _loaded[key]
+    loaded = load(Model(path=path, device=device, dtype=dtype), Path(base_dir))
+    return LoadedJudge(TransformersEngine(loaded, batch_size=32))

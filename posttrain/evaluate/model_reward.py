@@ -10,6 +10,7 @@ killed, have no GPU and would each load the model. torch is imported when the fi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +36,6 @@ class LoadedRewardModel:
     window: int
 
 
-Key = tuple[str, str, str, str]  # path, base_dir, device, dtype
-_loaded: dict[Key, LoadedRewardModel] = {}  # filled while a scorer is open
-
-
 def open_models(
     *, path: str | list[str] = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
@@ -58,7 +55,7 @@ def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
 
 def close_models() -> None:
     """Release all models."""
-    _loaded.clear()
+    _load.cache_clear()
 
 
 @in_trainer(open_models, close_models)
@@ -207,27 +204,12 @@ def read_row(
     """
     section = Data(source="-", **{k: v for k, v in one.card.data.items() if k != "prompt_template"}, train_on="all")
     tokenizer, reader = one.model.tokenizer, one.model.images
-    shown = {"images": list(images)} if images else {}
-    if shown and reader is None:
+    if images and reader is None:
         raise RewardError(
             f"the rows have images, and the reward model {one.model.source} reads none",
             hint="train one on rows with images: `posttrain reward-model`",
         )
-    if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
-        messages = messages[0]["content"]
-    if shown:  # only user messages contain the row's images
-        completion = escape_placeholders(completion)
-        messages = [
-            m if m["role"] == "user" else {**m, "content": escape_placeholders(str(m["content"]))} for m in messages
-        ]
-    if not section.chat or not tokenizer.chat_template:
-        row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion, **shown}
-        found = render_example(row, tokenizer, section.model_copy(update={"chat": False}), reader)
-    else:
-        asked = prompt_messages({"uid": "", "messages": messages}, section)
-        answer = {"role": "assistant", "content": completion}
-        row = {"uid": "", "messages": [*asked, answer], "tools": tools, **shown}
-        found = render_example(row, tokenizer, section, reader)
+    found = render_completion(messages, completion, tools, section, tokenizer, reader, images)
     if found.images and len(found.ids) > one.window:
         raise RewardError(
             f"a row with images has {len(found.ids)} tokens, and the reward model {one.model.source} reads"
@@ -237,17 +219,40 @@ def read_row(
     return replace(found, ids=found.ids[-one.window :], trained=found.trained[-one.window :])
 
 
+def render_completion(
+    messages: Sequence[Any],
+    completion: str,
+    tools: Any,
+    section: Data,
+    tokenizer: Any,
+    reader: Any = None,
+    images: Sequence[str] | None = None,
+) -> Example:
+    """Render a completion after its prompt: with the chat template if the section and the tokenizer have one."""
+    shown = {"images": list(images)} if images else {}
+    if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
+        messages = messages[0]["content"]
+    if shown:  # only user messages contain the row's images
+        completion = escape_placeholders(completion)
+        messages = [
+            m if m["role"] == "user" else {**m, "content": escape_placeholders(str(m["content"]))} for m in messages
+        ]
+    if not section.chat or not tokenizer.chat_template:
+        row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion, **shown}
+        return render_example(row, tokenizer, section.model_copy(update={"chat": False}), reader)
+    asked = prompt_messages({"uid": "", "messages": messages}, section)
+    row = {"uid": "", "messages": [*asked, {"role": "assistant", "content": completion}], "tools": tools, **shown}
+    return render_example(row, tokenizer, section, reader)
+
+
 def _load_models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[LoadedRewardModel]:
     """Return the models at the paths, each loaded on first use."""
-    paths = [path] if isinstance(path, str) else list(path)
-    for one in paths:
-        if (one, base_dir, device, dtype) not in _loaded:
-            _loaded[one, base_dir, device, dtype] = _load(one, base_dir, device, dtype)
-    return [_loaded[one, base_dir, device, dtype] for one in paths]
+    return [_load(one, base_dir, device, dtype) for one in ([path] if isinstance(path, str) else path)]
 
 
+@functools.cache
 def _load(path: str, base_dir: str, device: Any, dtype: Any) -> LoadedRewardModel:
-    """Load a reward model with its card and window."""
+    """Load a reward model with its card and window; cached while a scorer is open."""
     from posttrain.models import scorer
 
     section = Model(path=path, device=device, dtype=dtype)

@@ -125,7 +125,7 @@ def test_a_step_is_judged_by_the_engine_itself(tmp_path: Path) -> None:
     [row] = read_metrics(directory.path)
     assert row["rewards/judge_model/unparsed/mean"] == 1.0
     assert row["rewards/judge_model/abstained"] == 4
-    assert not model_judge._loaded
+    assert not model_judge._load_judge.cache_info().currsize
 
 
 @pytest.mark.usefixtures("wide")

@@ -116,9 +116,9 @@ def test_the_scorer_runs_it_here_and_scripts_in_workers(made, tmp_path):
     ]
     samples = [Sample(completion=t, row={"uid": str(n), "prompt": "2+2", "answer": "4"}) for n, t in enumerate(TEXTS)]
     with Scorer(rewards, Scoring(workers=1), tmp_path) as scored:
-        assert model_reward._loaded, "loaded before the policy is"
+        assert model_reward._load.cache_info().currsize, "loaded before the policy is"
         found = scored.score(samples)
-    assert not model_reward._loaded, "let go"
+    assert not model_reward._load.cache_info().currsize, "let go"
     expected = scores(path="rm", base_dir=str(tmp_path))
     assert found.components["reward_model"] == pytest.approx(expected)
     assert found.rewards[1] == pytest.approx(found.components["accuracy"][1] + 0.5 * expected[1])
