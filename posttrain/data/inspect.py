@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain import chat
 from posttrain.data import prepare, render
@@ -58,10 +58,28 @@ def inspect(
     DataError for the same data as training.
     """
     check_stage(stage)
-    examples = functools.partial(_examples, weigh=weigh, reader=reader)
-    pairs = functools.partial(_pairs, single=single, rules=rules, reader=reader)
-    describe = {"sft": examples, "dpo": pairs}.get(stage, functools.partial(_prompts, reader=reader))
-    prepared, report = describe(section, tokenizer, base_dir, tuple(eos_ids), samples)
+    about = (section, tokenizer, base_dir, samples, reader)
+    if stage == "sft":
+        found = _describe_examples(*about, weigh)
+    elif stage == "dpo":
+        found = _describe_pairs(*about, single=single, rules=rules)
+    else:
+        found = _describe_prompts(*about)
+    prepared = found.prepared
+    with_images = [(*ids, *shown) for ids, shown in zip(found.sequences, found.images, strict=True)]
+    report: Report = {
+        **({} if found.columns is None else {"columns": found.columns}),
+        "lengths": {name: summarize_lengths(lengths) for name, lengths in found.lengths.items()},
+        "checks": [
+            *([] if found.ends is None else [_check_ends(found.ends, tuple(eos_ids), tokenizer)]),
+            *_check_template(section, tokenizer),
+            *_check_text(prepared),
+            *_check_labels(found.labelled),
+            _check_unknown(found.sequences, tokenizer),
+            _check_doubles(with_images),
+        ],
+        "samples": found.samples,
+    }
     if reader is not None:
         _report_images(report, prepared.items, tokenizer, reader)
     report["checks"] += check_dropped(prepared.dropped, prepared.cut, len(prepared.rows))
@@ -103,106 +121,89 @@ def _report_images(report: Report, items: Sequence[Any], tokenizer: Any, reader:
         ]
 
 
-def _examples(
-    section: Data,
-    tokenizer: Any,
-    base_dir: Path,
-    eos: tuple[int, ...],
-    samples: int,
-    weigh: Weigh | None = None,
-    reader: Reader | None = None,
-) -> tuple[Prepared[Any], Report]:
-    """Prepare sft examples and return them with their lengths, checks and samples."""
+class _Described(NamedTuple):
+    """Prepared items of a stage and what the report shows of them. sequences: their tokens, with and without images."""
+
+    prepared: Prepared[Any]
+    lengths: dict[str, list[int]]
+    sequences: list[tuple[int, ...]]
+    images: list[tuple[Image, ...]]
+    samples: list[Report]
+    ends: list[int] | None = None  # last token of each trained text
+    labelled: Sequence[render.Row] = ()  # rows of answers with labels
+    columns: list[str] | None = None  # of prompts
+
+
+def _describe_examples(
+    section: Data, tokenizer: Any, base_dir: Path, samples: int, reader: Reader | None, weigh: Weigh | None
+) -> _Described:
+    """Prepare and describe sft examples."""
     prepared = prepare.prepare_examples(section, tokenizer, base_dir, reader=reader)
     items: list[Example] = prepared.items
-    last = [e.ids[max(n for n, on in enumerate(e.trained) if on)] for e in items]  # the last trained token
-    return prepared, {
-        "lengths": {
-            "prompt": summarize_lengths([e.trained.index(True) for e in items]),
-            "trained": summarize_lengths([sum(e.trained) for e in items]),
-            "whole": summarize_lengths([len(e.ids) for e in items]),
-        },
-        "checks": [
-            _check_ends(last, eos, tokenizer),
-            *_check_template(section, tokenizer),
-            *_check_text(prepared),
-            _check_unknown([e.ids for e in items], tokenizer),
-            _check_doubles([(*e.ids, *e.images) for e in items]),
-        ],
-        "samples": [
-            {"uid": e.uid, "parts": {"sequence": _part(e.ids, e.trained, tokenizer, weigh and weigh(e))}}
-            for e in items[:samples]
-        ],
+    lengths = {
+        "prompt": [e.trained.index(True) for e in items],
+        "trained": [sum(e.trained) for e in items],
+        "whole": [len(e.ids) for e in items],
     }
+    shown: list[Report] = [
+        {"uid": e.uid, "parts": {"sequence": _part(e.ids, e.trained, tokenizer, weigh and weigh(e))}}
+        for e in items[:samples]
+    ]
+    last = [e.ids[max(n for n, on in enumerate(e.trained) if on)] for e in items]  # the last trained token
+    return _Described(prepared, lengths, [e.ids for e in items], [e.images for e in items], shown, last)
 
 
-def _pairs(
+def _describe_pairs(
     section: Data,
     tokenizer: Any,
     base_dir: Path,
-    eos: tuple[int, ...],
     samples: int,
+    reader: Reader | None,
     *,
     single: bool,
     rules: PairRules | None,
-    reader: Reader | None = None,
-) -> tuple[Prepared[Any], Report]:
-    """Prepare preference pairs (or labelled answers) and return them with their lengths, checks and samples."""
+) -> _Described:
+    """Prepare and describe preference pairs, or labelled answers."""
     prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules, reader=reader)
     items: list[Pair] = prepared.items
     rows = {str(row["uid"]): row for row in prepared.rows}
-    sides = [(p.chosen_ids,) if single else (p.chosen_ids, p.rejected_ids) for p in items]
     # The rejected side of a labelled answer belongs to another row: report only the row's own answer.
-    wholes = [sum(side, p.prompt_ids) for p, side in zip(items, sides, strict=True)]
+    sides = [(p.chosen_ids,) if single else (p.chosen_ids, p.rejected_ids) for p in items]
     names = ("answer",) if single else ("chosen", "rejected")
-    return prepared, {
-        "lengths": {
-            "prompt": summarize_lengths([len(p.prompt_ids) for p in items]),
-            **{name: summarize_lengths([len(side[n]) for side in sides]) for n, name in enumerate(names)},
-        },
-        "checks": [
-            _check_ends([ids[-1] for side in sides for ids in side], eos, tokenizer),
-            *_check_template(section, tokenizer),
-            *_check_text(prepared),
-            *_check_labels([rows[p.uid] for p in items] if single else []),
-            _check_unknown(wholes, tokenizer),
-            _check_doubles([(*whole, *p.images) for whole, p in zip(wholes, items, strict=True)]),
-        ],
-        "samples": [
-            {"uid": p.uid, "label": label, "parts": _answer_parts(p, label, tokenizer)}
-            if single and (label := rows[p.uid]["label"]) in (0, 1)
-            else {"uid": p.uid, "parts": _pair_parts(p, tokenizer)}
-            for p in items[:samples]
-        ],
-    }
+    lengths = {"prompt": [len(p.prompt_ids) for p in items]}
+    lengths |= {name: [len(side[n]) for side in sides] for n, name in enumerate(names)}
+    shown: list[Report] = []
+    for p in items[:samples]:
+        label = rows[p.uid]["label"] if single else None
+        trained, report = {"chosen": p.chosen_ids, "rejected": p.rejected_ids}, Report(uid=p.uid)
+        if label in (0, 1):
+            trained = {f"{'good' if label else 'bad'} answer (label {label})": p.chosen_ids}
+            report["label"] = label
+        parts = {name: _part(ids, [True] * len(ids), tokenizer) for name, ids in trained.items()}
+        prompt = _part(p.prompt_ids, [False] * len(p.prompt_ids), tokenizer)
+        shown.append({**report, "parts": {"prompt": prompt, **parts}})
+    return _Described(
+        prepared,
+        lengths,
+        [sum(side, p.prompt_ids) for p, side in zip(items, sides, strict=True)],
+        [p.images for p in items],
+        shown,
+        [ids[-1] for side in sides for ids in side],
+        [rows[p.uid] for p in items] if single else [],
+    )
 
 
-def _prompts(
-    section: Data,
-    tokenizer: Any,
-    base_dir: Path,
-    eos: tuple[int, ...],
-    samples: int,
-    reader: Reader | None = None,
-) -> tuple[Prepared[Any], Report]:
-    """Prepare prompts and return them with their columns, lengths, checks and samples."""
-    del eos
+def _describe_prompts(section: Data, tokenizer: Any, base_dir: Path, samples: int, reader: Reader | None) -> _Described:
+    """Prepare and describe prompts."""
     prepared = prepare.prepare_prompts(section, tokenizer, base_dir, reader=reader)
     items: list[Prompt] = prepared.items
-    columns = sorted({k for p in items for k in p.row})
-    return prepared, {
-        "columns": columns,
-        "lengths": {"prompt": summarize_lengths([len(p.ids) for p in items])},
-        "checks": [
-            *_check_template(section, tokenizer),
-            *_check_text(prepared),
-            _check_unknown([p.ids for p in items], tokenizer),
-            _check_doubles([(*p.ids, *(p.images.shown if p.images else ())) for p in items]),
-        ],
-        "samples": [
-            {"uid": p.uid, "parts": {"prompt": _part(p.ids, [False] * len(p.ids), tokenizer)}} for p in items[:samples]
-        ],
-    }
+    shown: list[Report] = [
+        {"uid": p.uid, "parts": {"prompt": _part(p.ids, [False] * len(p.ids), tokenizer)}} for p in items[:samples]
+    ]
+    images = [p.images.shown if p.images else () for p in items]
+    columns = sorted({column for p in items for column in p.row})
+    ids = [p.ids for p in items]
+    return _Described(prepared, {"prompt": list(map(len, ids))}, ids, images, shown, columns=columns)
 
 
 def summarize_lengths(lengths: Sequence[int]) -> dict[str, float]:
@@ -238,23 +239,6 @@ def sampled_parts(record: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     ids = [i for segment in record["segments"] for i in segment["ids"]]
     trained = [segment["kind"] in ("model", "given") for segment in record["segments"] for _ in segment["ids"]]
     return {"uid": record["uid"], "parts": {"rollout": _part(ids, trained, tokenizer)}}
-
-
-def _pair_parts(pair: Pair, tokenizer: Any) -> dict[str, Any]:
-    """Return prompt, chosen and rejected side with all tokens."""
-    sides = {
-        "prompt": (pair.prompt_ids, False),
-        "chosen": (pair.chosen_ids, True),
-        "rejected": (pair.rejected_ids, True),
-    }
-    return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
-
-
-def _answer_parts(pair: Pair, label: int, tokenizer: Any) -> dict[str, Any]:
-    """Return the prompt and the labelled answer with all tokens."""
-    name = f"{'good' if label else 'bad'} answer (label {label})"
-    sides = {"prompt": (pair.prompt_ids, False), name: (pair.chosen_ids, True)}
-    return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
 
 
 def _check(name: str, ok: bool, text: str) -> dict[str, Any]:
