@@ -16,7 +16,6 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError
 from posttrain.evaluate.best_of import WEIGHTED_SUM, best_of, make_best_of_table, pick_best_records
 from posttrain.evaluate.compare import PROBLEMS
-from posttrain.evaluate.evidence import EvidenceReader
 from posttrain.evaluate.run import grade
 from posttrain.evaluate.sampling import (
     COMPLETIONS,
@@ -28,9 +27,8 @@ from posttrain.evaluate.sampling import (
     prompt_rows,
     sample,
 )
-from posttrain.evaluate.search import SearchEngine
-from posttrain.evaluate.shaped import load_shape
-from posttrain.evaluate.trees import GradeAll, TreeEngine
+from posttrain.evaluate.search import EvidenceReader, SearchEngine
+from posttrain.evaluate.shaped import GradeAll, TreeEngine, load_shape
 from posttrain.evaluate.workflow import WorkflowEngine, bind_workflow
 from posttrain.models.load import LoadedModel, load_image_reader, load_tokenizer
 from posttrain.recipe.eval_sections import GrowTree, Search

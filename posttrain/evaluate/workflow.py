@@ -18,13 +18,13 @@ from posttrain.batch import CallRecord, Prompt, Rollout, WorkflowCall
 from posttrain.batch.records import call_records
 from posttrain.data import images, render
 from posttrain.errors import RecipeError
-from posttrain.evaluate.shaped import sample_rollouts
+from posttrain.evaluate.shaped import ShapedEngine, sample_rollouts
 from posttrain.images import PLACEHOLDER, escape_placeholders
 from posttrain.models.images import ImageReader
 from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
 from posttrain.rollout.continuation import Shape, bind_coroutine
-from posttrain.rollout.engine import Engine, GenerationBatch, Generator
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.rollout.template import TurnSeparator
 from posttrain.shapes.protocol import Asked, Grade, Row
 from posttrain.workflows.protocol import Call, Caller, Messages, OutOfRoom
@@ -173,16 +173,12 @@ def bind_workflow(
     )
 
 
-class WorkflowEngine(Generator):
+class WorkflowEngine(ShapedEngine):
     """Engine that wraps another engine: runs a workflow rollout per completion and returns its last call.
 
-    Its weights are never synced, and its workflow has no memory. `describe` returns what completions.jsonl adds for
+    Its workflow has no memory. `describe` returns what completions.jsonl adds for
     such rollouts.
     """
-
-    def __init__(self, engine: Engine, shape: Shape) -> None:
-        self.engine, self.shape = engine, shape
-        self.window = engine.window - shape.room
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """Implement `Engine.generate`: return the last call of n rollouts of each prompt.
@@ -203,9 +199,6 @@ class WorkflowEngine(Generator):
             {"calls": call_records(rollout)["calls"], **({"cut": True} if rollout.call and rollout.call.cut else {})}
             for rollout in rollouts
         ]
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def refuse_to_grade(_: Sequence[Rollout]) -> list[Grade]:
