@@ -15,8 +15,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.cli.existence import check_run
 from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate import generate
-from posttrain.evaluate.search import EvidenceReader
-from posttrain.evaluate.search import SearchEngine, beam_step, step_labels
+from posttrain.evaluate.search import EvidenceReader, SearchEngine, beam_step, step_labels
 from posttrain.models import tiny
 from posttrain.recipe.eval_sections import Evidence, Search
 from posttrain.recipe.load import load_dict
