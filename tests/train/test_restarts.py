@@ -1,4 +1,5 @@
-"""A rank that is killed: torchrun, or `--gpus N --max-restarts 1`, starts all anew, and the run goes on by itself."""
+"""Restarts after a killed rank: torchrun, or `--gpus N --max-restarts 1`, restarts all processes and the run
+resumes."""
 
 from __future__ import annotations
 
@@ -42,10 +43,10 @@ STARTS: dict[str, Callable[..., list[str]]] = {
     [("torchrun", {}), ("torchrun", {"parallel": {}}), ("gpus", {"parallel": {}})],
     ids=["torchrun-whole", "torchrun-divided", "gpus-divided"],
 )
-def test_a_run_goes_on_when_a_rank_was_killed(
+def test_run_resumes_after_a_killed_rank(
     start: str, model: Any, answer: Callable[..., Any], dpo_recipe: Any, tmp_path: Path
 ) -> None:
-    """In the fourth of five steps, with no directory named: rows and weights are those of an unbroken run."""
+    """In the fourth of five steps, without a named directory: rows and weights equal an unbroken run's."""
     del dpo_recipe  # it writes the rows
     (tmp_path / "losses.py").write_text(LOSS)
     recipe = {

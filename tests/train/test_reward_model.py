@@ -1,4 +1,4 @@
-"""Reward models on `tiny`: what they learn from pairs, labels and users, what is saved, and what the report tells."""
+"""Reward models on `tiny`: learning from pairs, labels and users, saving, and the report."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from posttrain.train.reward_rows import Item, count_lone_pairs, heads_of_row, he
 from .conftest import merge_sections
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def digits(draw: random.Random, count: int, of: str = "0123456789") -> str:
+def digit_pairs(draw: random.Random, count: int, of: str = "0123456789") -> str:
     return "".join(draw.choice(of) for _ in range(count))
 
 
-def biased(n: int) -> list[dict[str, Any]]:
-    """The longer answer was preferred in 95% of the pairs, and nothing else about it matters."""
+def length_biased_pairs(n: int) -> list[dict[str, Any]]:
+    """Return pairs of which 95% prefer the longer answer, with no other difference."""
     draw = random.Random(0)
     rows = []
     for i in range(n):
         short = draw.randrange(2, 8)
-        sides = [digits(draw, short), digits(draw, short + draw.randrange(0, 10))]
+        sides = [digit_pairs(draw, short), digit_pairs(draw, short + draw.randrange(0, 10))]
         if draw.random() < 0.05:
             sides.reverse()
         rows.append({"prompt": f"{i % 10}", "chosen": sides[1], "rejected": sides[0]})
     return rows
 
 
-def fair(n: int) -> list[dict[str, Any]]:
-    """Answers with an `x` were preferred; lengths are drawn alike for both sides."""
+def content_pairs(n: int) -> list[dict[str, Any]]:
+    """Return pairs that prefer answers with an `x`; lengths of both sides have the same distribution."""
     draw = random.Random(1)
-    texts = [[digits(draw, draw.randrange(3, 9)) for _ in range(2)] for _ in range(n)]
+    texts = [[digit_pairs(draw, draw.randrange(3, 9)) for _ in range(2)] for _ in range(n)]
     return [{"prompt": "1", "chosen": a[:-1] + "x", "rejected": b} for a, b in texts]
 
 
 @pytest.fixture
 def recipe_of(tmp_path: Path) -> Any:
-    """A reward-model recipe on rows; keyword arguments change keys of its sections."""
+    """Return a function that builds a reward-model recipe on rows; keyword arguments change keys of its sections."""
     base = {
         "stage": "reward_model",
         "model": {"path": "tiny"},
@@ -66,15 +66,15 @@ def recipe_of(tmp_path: Path) -> Any:
     }
 
     def make(rows: list[dict[str, Any]], **changes: Any) -> Any:
-        written(tmp_path / "rows.jsonl", rows)
+        write_rows(tmp_path / "rows.jsonl", rows)
         return load_dict(merge_sections(base, changes), base_dir=tmp_path, where="test").recipe
 
     return make
 
 
-def test_length_bias_stands_in_the_report(recipe_of, opened):
+def test_length_bias_is_in_the_report(recipe_of, opened):
     with opened() as directory:
-        summary = reward_model.run(recipe_of(biased(320), run={"steps": 50}), directory)
+        summary = reward_model.run(recipe_of(length_biased_pairs(320), run={"steps": 50}), directory)
     length = summary["report"]["length"]
     assert summary["report"]["accuracy"]["low"] > 0.7
     assert length["correlation"] > 0.5
@@ -84,9 +84,9 @@ def test_length_bias_stands_in_the_report(recipe_of, opened):
     assert "prefers the longer answer" in told and "`the longer answer wins` is as good" in told
 
 
-def test_a_model_that_learnt_something_else_is_not_accused(recipe_of, opened):
+def test_model_without_length_bias_is_not_reported(recipe_of, opened):
     with opened() as directory:
-        summary = reward_model.run(recipe_of(fair(320), run={"steps": 40}), directory)
+        summary = reward_model.run(recipe_of(content_pairs(320), run={"steps": 40}), directory)
     report = summary["report"]
     assert report["accuracy"]["low"] > 0.9
     assert report["length"]["accuracy_matched"]["low"] > 0.5
@@ -96,7 +96,7 @@ def test_a_model_that_learnt_something_else_is_not_accused(recipe_of, opened):
 @pytest.mark.parametrize("model", [{"path": "tiny"}, {"path": "tiny", "lora": {"rank": 4}}], ids=["full", "lora"])
 def test_plain_transformers_gives_the_same_scores(recipe_of, opened, tmp_path, model):
     with opened() as directory:
-        summary = reward_model.run(recipe_of(fair(64), model=model), directory)
+        summary = reward_model.run(recipe_of(content_pairs(64), model=model), directory)
     assert summary["save"]["max_score_gap"] < 1e-4
     folder = tmp_path / "run" / "final"
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
@@ -119,8 +119,8 @@ def test_plain_transformers_gives_the_same_scores(recipe_of, opened, tmp_path, m
     ],
     ids=["full", "lora", "mixture", "best_response"],
 )
-def test_a_resumed_run_is_the_unbroken_run(recipe_of, opened, rows_of, monkeypatch, changes):
-    rows = [{**row, "who": f"u{n % 5}"} for n, row in enumerate(fair(48))]
+def test_run_resumes_exactly(recipe_of, opened, rows_of, monkeypatch, changes):
+    rows = [{**row, "who": f"u{n % 5}"} for n, row in enumerate(content_pairs(48))]
     recipe = recipe_of(rows, **changes)
     unbroken = rows_of(reward_model.run, recipe, "unbroken")
     original = reward_model.RewardTrainer.log
@@ -137,12 +137,14 @@ def test_a_resumed_run_is_the_unbroken_run(recipe_of, opened, rows_of, monkeypat
 
 @pytest.mark.parametrize("use", ["bradley_terry", "label_regression", "soft_label", "gaussian"])
 def test_micro_batches_change_nothing(recipe_of, rows_of, use):
-    """Rows of uneven length, heads that see different rows, and labels that are missing."""
+    """Rows of uneven length, heads trained on different rows, and missing labels."""
     draw = random.Random(3)
     if use == "bradley_terry":
-        rows, objective = fair(48), {"heads": 3, "share": 0.5}
+        rows, objective = content_pairs(48), {"heads": 3, "share": 0.5}
     else:
-        rows = [{"prompt": "1", "completion": digits(draw, 3 + n % 7), "good": n % 3, "kind": n % 2} for n in range(48)]
+        rows = [
+            {"prompt": "1", "completion": digit_pairs(draw, 3 + n % 7), "good": n % 3, "kind": n % 2} for n in range(48)
+        ]
         for row in rows[::4]:
             row["kind"] = None
         labels = ["good"] if use == "gaussian" else ["good", "kind"]
@@ -158,12 +160,12 @@ def test_micro_batches_change_nothing(recipe_of, rows_of, use):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
-def test_labels_are_learnt_and_missing_ones_left_out(recipe_of, opened, tmp_path):
+def test_labels_are_learned_and_missing_ones_ignored(recipe_of, opened, tmp_path):
     draw = random.Random(2)
     rows = []
     for n in range(240):
         x, y = draw.random() < 0.5, draw.random() < 0.5
-        text = digits(draw, 4) + ("x" if x else "") + ("y" if y else "")
+        text = digit_pairs(draw, 4) + ("x" if x else "") + ("y" if y else "")
         rows.append({"prompt": "1", "completion": text, "has_x": float(x), "has_y": float(y) if n % 3 else None})
     objective = {"use": "label_regression", "labels": ["has_x", "has_y"]}
     with opened() as directory:
@@ -176,10 +178,10 @@ def test_labels_are_learnt_and_missing_ones_left_out(recipe_of, opened, tmp_path
     assert loaded.model.config.id2label == {0: "has_x", 1: "has_y"}
 
 
-def test_a_mixture_finds_two_groups_of_people(recipe_of, opened, tmp_path):
-    """Half of the users prefer the answer with x, the others the one without: one head cannot please both."""
+def test_mixture_separates_two_groups_of_users(recipe_of, opened, tmp_path):
+    """Half of the users prefer the answer with x, the others the answer without: one head cannot fit both."""
     rows = []
-    for n, row in enumerate(fair(300)):
+    for n, row in enumerate(content_pairs(300)):
         sides = (row["chosen"], row["rejected"]) if n % 10 < 5 else (row["rejected"], row["chosen"])
         rows.append({"prompt": "1", "chosen": sides[0], "rejected": sides[1], "who": f"u{n % 10}"})
     objective = {"use": "mixture", "user": "who", "rounds": 4}
@@ -192,9 +194,9 @@ def test_a_mixture_finds_two_groups_of_people(recipe_of, opened, tmp_path):
 
 
 @pytest.mark.slow
-def test_pairs_that_are_not_understood_become_rarer(recipe_of, opened, monkeypatch):
-    """PARL: against a model that learnt from the pairs alone, the summed scores of a pair are lower the more its loss
-    was above that of its prompt's other pairs at the start."""
+def test_parl_lowers_scores_of_pairs_with_high_loss(recipe_of, opened, monkeypatch):
+    """PARL: against a model trained on the pairs alone, the summed scores of a pair are lower the more its initial loss
+    exceeded that of its prompt's other pairs."""
     seen = {}
 
     def trained(name, **objective):
@@ -207,7 +209,7 @@ def test_pairs_that_are_not_understood_become_rarer(recipe_of, opened, monkeypat
         changes = {"objective": {"holdout": 0.0, **objective}, "optim": {"lr": 5e-4}, "run": {"steps": 18}}
         with opened(name) as directory, monkeypatch.context() as patched:
             patched.setattr(reward_model.RewardTrainer, "begin", begin_seen)
-            reward_model.run(recipe_of(fair(48), **changes), directory)
+            reward_model.run(recipe_of(content_pairs(48), **changes), directory)
         scores = reward_model.score_items(seen[name].job.loaded, seen[name].items.trained)
         return (scores[0::2] + scores[1::2])[:, 0]
 
@@ -217,9 +219,9 @@ def test_pairs_that_are_not_understood_become_rarer(recipe_of, opened, monkeypat
 
 
 @pytest.mark.slow
-def test_a_policy_and_its_reward_model_in_turns(tmp_path, cli):
-    """recipes/parl_tiny.yaml: the second reward model begins as the first, on pairs of the policy that optimised it,
-    and moves from there; the policy then trains on it."""
+def test_policy_and_reward_model_train_alternately(tmp_path, cli):
+    """recipes/parl_tiny.yaml: the second reward model starts from the first, on pairs of the policy that optimized it,
+    and changes from there; the policy then trains on it."""
     cli.run("run", "parl_tiny", "--output", str(tmp_path / "run"))
     runs = tmp_path / "run" / "seed-0"
     response = [row["response"] for row in cli.rows_of(runs / "scorer-2")]
@@ -228,8 +230,8 @@ def test_a_policy_and_its_reward_model_in_turns(tmp_path, cli):
     assert all(row["grad_norm"] > 0 for row in cli.rows_of(runs / "policy-2"))
 
 
-def test_a_best_response_needs_several_pairs_of_a_prompt(recipe_of, opened):
-    alone = [{**row, "prompt": str(n)} for n, row in enumerate(fair(8))]
+def test_best_response_needs_several_pairs_per_prompt(recipe_of, opened):
+    alone = [{**row, "prompt": str(n)} for n, row in enumerate(content_pairs(8))]
     with opened() as directory, pytest.raises(DataError, match="each prompt has one"):
         reward_model.run(recipe_of(alone, objective={"best_response": 0.1}), directory)
 
@@ -243,8 +245,8 @@ def test_a_best_response_needs_several_pairs_of_a_prompt(recipe_of, opened):
         ("aabc", "2 of 4 are their prompt's only one"),
     ],
 )
-def test_pairs_that_are_alone_are_counted_and_not_most_of_them(recipe_of, opened, capsys, prompts, told):
-    rows = [{**row, "prompt": prompt} for row, prompt in zip(fair(len(prompts)), prompts, strict=True)]
+def test_single_pairs_are_counted_and_must_not_be_the_majority(recipe_of, opened, capsys, prompts, told):
+    rows = [{**row, "prompt": prompt} for row, prompt in zip(content_pairs(len(prompts)), prompts, strict=True)]
     recipe = recipe_of(rows, objective={"best_response": 0.1, "holdout": 0.0}, run={"steps": 1})
     with opened() as directory:
         if told and "only one" in told:
@@ -256,17 +258,17 @@ def test_pairs_that_are_alone_are_counted_and_not_most_of_them(recipe_of, opened
             assert (told or "pairs of a prompt") in shown if told else "best_response" not in shown
 
 
-def test_a_repeated_pair_and_a_prompt_about_another_image_are_no_company():
-    """Three prompts by tokens and image: the first has two different pairs, the second the same one twice."""
+def test_duplicate_pairs_and_other_images_do_not_count_as_further_pairs():
+    """Three prompts by tokens and image: the first has two different pairs, the second the same pair twice."""
     one, two = ((1, 2), (1, 3)), ((1, 4), (1, 5))
     seen = [(one, "a.png"), (two, "a.png"), (one, "b.png"), (one, "b.png"), (two, "c.png")]
     items = [Item(str(n), rows, (1, 1), prompt=(1,), images=(Image(name),)) for n, (rows, name) in enumerate(seen)]
     assert count_lone_pairs(items) == 3
 
 
-def test_margins_ask_for_more(recipe_of, rows_of):
-    """At the start scores are near each other: the loss with margin m is log(1 + e^m)."""
-    rows = [{**row, "by": 3.0} for row in fair(32)]
+def test_margin_raises_the_initial_loss(recipe_of, rows_of):
+    """At the start scores are close: the loss with margin m is log(1 + e^m)."""
+    rows = [{**row, "by": 3.0} for row in content_pairs(32)]
     objective = {"margin": "by", "center_coef": 0.0}
     found = rows_of(reward_model.run, recipe_of(rows, objective=objective, optim={"lr": 1e-6}))
     assert found[0]["loss"] == pytest.approx(math.log(1 + math.exp(3)), abs=0.3)
@@ -281,8 +283,8 @@ def test_margins_ask_for_more(recipe_of, rows_of):
         ({"use": "label_regression", "labels": ["ok"]}, {"completion": "1"}, "learns from the column `ok`"),
     ],
 )
-def test_wrong_rows_are_named(recipe_of, opened, objective, row, told):
-    rows = [{**fair(1)[0], **row}]
+def test_invalid_rows_raise_with_their_index(recipe_of, opened, objective, row, told):
+    rows = [{**content_pairs(1)[0], **row}]
     with opened() as directory, pytest.raises(DataError, match=r"rows\.jsonl:1 \(row \w+\)  ") as error:
         reward_model.run(recipe_of(rows, objective=objective), directory)
     assert told in str(error.value)
@@ -299,18 +301,18 @@ def test_wrong_rows_are_named(recipe_of, opened, objective, row, told):
         ({"use": "brandley_terry"}, "bradley_terry"),
     ],
 )
-def test_wrong_objectives_are_refused(recipe_of, objective, told):
+def test_invalid_objectives_are_refused(recipe_of, objective, told):
     with pytest.raises(RecipeError, match=told):
-        recipe_of(fair(4), objective=objective)
+        recipe_of(content_pairs(4), objective=objective)
 
 
-def test_a_language_model_is_no_reward_model(tmp_path):
+def test_language_model_as_reward_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="is not a reward model"):
         scorer.load(Model(path="tiny"), tmp_path)
 
 
-def test_a_reward_model_is_read_as_a_language_model_is(tmp_path):
-    """`model.attention` is that of a reward model that goes on, too; weights that are not there are told."""
+def test_reward_model_loads_with_attention_setting_and_reports_missing_weights(tmp_path):
+    """`model.attention` also applies to a reward model that is trained further."""
     made = scorer.load(Model(path="tiny"), tmp_path, outputs=1)
     scorer.save(made, tmp_path / "rm", scorer.Card())
     eager = scorer.load(Model(path="rm", attention="eager"), tmp_path)
@@ -321,7 +323,7 @@ def test_a_reward_model_is_read_as_a_language_model_is(tmp_path):
         scorer.load(Model(path="rm"), tmp_path)
 
 
-def test_rows_apart_and_rows_of_heads():
+def test_distinct_rows_and_rows_per_head():
     uids = [str(n) for n in range(40)]
     assert len(held_out(uids, 0.25, 0)) == 10 and held_out(uids, 0.25, 0) != held_out(uids, 0.25, 1)
     assert held_out(uids, 0.0, 0) == set() and len(held_out(uids, 0.001, 0)) == 1

@@ -1,4 +1,4 @@
-"""The RL loop on `tiny`: it learns, its parts do what their docstrings say, and what goes wrong is told."""
+"""The RL loop on `tiny`: learning, the documented behavior of its parts, and errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def flat(completion):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Make:
-    """An RL recipe on `tiny`; keyword arguments change keys of its sections."""
+    """Return a function that builds an RL recipe on `tiny`; keyword arguments change keys of its sections."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     with (tmp_path / "rows.jsonl").open("w") as file:
         for i in range(24):
@@ -106,10 +106,11 @@ def timeless(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
 
 
-def test_float16_products_need_a_scaled_loss_whose_scale_is_resumed(
+def test_float16_loss_scale_is_adapted_and_resumed(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scale at which gradients overflow costs updates, not the run; a resumed run goes on with the scale."""
+    """A scale at which gradients overflow skips updates without ending the run; a resumed run continues with the
+    scale."""
     too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, backoff_factor=2.0**-10)
     monkeypatch.setattr("posttrain.train.optim.GradScaler", too_large)
     half = functools.partial(recipe, model={"dtype": "float16"})
@@ -177,7 +178,7 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(recipe: Make, opened: Open
     assert kl[-1] > 1e-4
 
 
-def test_kl_in_the_reward_pulls_back(recipe: Make, opened: Opened) -> None:
+def test_kl_in_the_reward_keeps_the_policy_closer(recipe: Make, opened: Opened) -> None:
     rewards = []
     for name, coef in (("free", 0.0), ("held", 50.0)):
         with opened(name) as directory:
@@ -202,8 +203,8 @@ def test_dropped_groups_are_refilled(recipe: Make, opened: Opened) -> None:
     assert any(r["rollout/gen_batches"] > 1 for r in rows)
 
 
-def test_a_step_without_a_group_that_passes_leaves_samples_to_read(recipe: Make, opened: Opened) -> None:
-    """No answer can be right: the step never comes to its metrics and samples."""
+def test_step_without_a_kept_group_writes_samples(recipe: Make, opened: Opened) -> None:
+    """No answer can be right: the step does not reach its metrics and samples."""
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_gen_batches": 2}
     never = recipe(algorithm="dapo", rollout=rollout, scoring={"workers": 1, "correct_at": 2.0})
     with opened() as directory:
@@ -219,10 +220,10 @@ def test_a_step_without_a_group_that_passes_leaves_samples_to_read(recipe: Make,
     [((assemble, "make_engine"), KeyboardInterrupt), ((rl, "check_start"), Interrupted)],
     ids=["starting", "checking"],
 )
-def test_ctrl_c_before_the_first_step_costs_no_step(
+def test_ctrl_c_before_the_first_step_is_immediate(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], error: type[BaseException]
 ) -> None:
-    """At once while the engine starts, which can take minutes."""
+    """Immediately while the engine starts, which can take minutes."""
     inner = getattr(*place)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -230,7 +231,7 @@ def test_ctrl_c_before_the_first_step_costs_no_step(
         return inner(*args, **kwargs)
 
     monkeypatch.setattr(*place, interrupted)
-    before = handle(SIGINT, default_int_handler)  # pytest-xdist ignores it
+    before = handle(SIGINT, default_int_handler)  # pytest-xdist ignores SIGINT
     with opened() as directory:
         try:
             with pytest.raises(error):
@@ -240,10 +241,10 @@ def test_ctrl_c_before_the_first_step_costs_no_step(
         assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
 
 
-def test_an_engine_that_is_still_starting_is_waited_for_before_the_first_step(
+def test_first_step_waits_for_the_starting_engine(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checks of the start do not wait for it, the numbers are the same, and it is closed in the end."""
+    """Checks of the start do not wait for it, the metrics are the same, and it is closed at the end."""
     with opened("plain") as directory:
         rl.run(recipe(run={"steps": 2}), directory)
         expected = timeless(directory.path)
@@ -278,10 +279,8 @@ def test_an_engine_that_is_still_starting_is_waited_for_before_the_first_step(
     assert order == ["checked", "started", "closed"]
 
 
-def test_vllm_begins_to_start_before_the_model_is_loaded(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine that was begun is the one that samples: it is started once."""
+def test_vllm_starts_before_the_model_is_loaded(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The early-started engine is the one that samples: it is started once."""
     order = list[str]()
 
     class Client(TransformersClient):
@@ -306,10 +305,10 @@ def test_vllm_begins_to_start_before_the_model_is_loaded(
     assert not list((directory.path / "engine").iterdir())
 
 
-def test_ctrl_c_does_not_wait_for_an_engine_that_is_still_starting(
+def test_ctrl_c_does_not_wait_for_a_starting_engine(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its start is given up: a process of the engine that hangs is killed."""
+    """Its start is cancelled: a hanging process of the engine is killed."""
     processes = list[Any]()
 
     def starting(*_: Any, **__: Any) -> Any:
@@ -334,7 +333,7 @@ def test_ctrl_c_does_not_wait_for_an_engine_that_is_still_starting(
     assert time.monotonic() - began < 60 and not any(process.is_alive() for process in processes)
 
 
-def test_a_start_that_fails_ends_the_run_with_its_own_error(
+def test_failed_engine_start_ends_the_run_with_its_error(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
@@ -348,8 +347,8 @@ def test_a_start_that_fails_ends_the_run_with_its_own_error(
         rl.run(recipe(), directory)
 
 
-def test_an_engine_that_grew_beside_the_trial_must_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 bytes 30 are free, and 20 of the others are the trainer's own: 50 are someone else's."""
+def test_memory_trial_accounts_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 bytes 30 are free, and 20 of the used ones belong to the trainer: 50 belong to other processes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20)
     memory_probe.check_free_memory(50)
@@ -358,7 +357,7 @@ def test_an_engine_that_grew_beside_the_trial_must_leave_it_room(monkeypatch: py
 
 
 @pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])
-def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened, case: str) -> None:
+def test_stopped_run_resumes_exactly(recipe: Make, opened: Opened, case: str) -> None:
     settings = {"run": {"steps": 4, "save_every": 2}, "kl": {"coef": 0.01}, "batch": {"minibatches": 2}}
     if case == "dropout":
         settings |= {"model": {"path": "tiny", "lora": {"rank": 4, "dropout": 0.3}}}
@@ -372,7 +371,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened
     with opened("interrupted") as directory, StopAfter(2), pytest.raises(Interrupted, match="step 2 of 4"):
         rl.run(recipe(**settings), directory)
     assert checkpoints.latest(directory.checkpoints) is not None
-    for _ in range(2):  # the second time there is nothing left to do, and the summary stays what it was
+    for _ in range(2):  # the second resume has nothing to do, and the summary is unchanged
         with opened("interrupted", resume=True) as directory:
             summary = rl.run(recipe(**settings), directory)
             assert timeless(directory.path) == expected
@@ -385,14 +384,14 @@ def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened
         assert timeless(directory.path) == expected
 
 
-def test_out_of_time_ends_the_run_as_if_it_were_done(recipe: Make, opened: Opened) -> None:
+def test_time_limit_ends_the_run_with_a_final_model(recipe: Make, opened: Opened) -> None:
     with opened() as directory:
         summary = rl.run(recipe(run={"steps": 500, "max_minutes": 1e-9}), directory)
     assert summary["steps"] == 1 and directory.final.is_dir()
 
 
 class StopAfter:
-    """Ctrl-C arrives while the n-th step runs."""
+    """Sends Ctrl-C while the n-th step runs."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -415,7 +414,7 @@ class StopAfter:
         rl.step = self.original
 
 
-def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stops_the_run_and_saves_the_batch(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     original = policy.completion_scores
 
     def poisoned(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -431,8 +430,8 @@ def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, m
         assert not (directory.path / "final").exists()
 
 
-def test_a_correction_does_not_take_dropout_for_the_engine(recipe: Make, opened: Opened) -> None:
-    """Its weights are 1: the transformers engine samples with the trainer's own model."""
+def test_correction_weights_are_1_with_dropout(recipe: Make, opened: Opened) -> None:
+    """The transformers engine samples with the trainer's own model, without mismatch."""
     lora = {"path": "tiny", "lora": {"rank": 4, "dropout": 0.5}}
     with opened() as directory:
         rl.run(recipe(model=lora, corrections=[{"use": "tis"}], run={"steps": 2}), directory)
@@ -442,10 +441,10 @@ def test_a_correction_does_not_take_dropout_for_the_engine(recipe: Make, opened:
         assert row["mismatch/max"] < 1e-4 and row["correction/weights"] == pytest.approx(1, abs=1e-5)
 
 
-def test_a_critic_whose_gradient_is_nan_stops_the_run_too(
+def test_nan_gradient_of_the_critic_stops_the_run(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loss was finite, and so is the policy's gradient: a step later its values would be NaN, and saved."""
+    """Its loss is finite, and so is the policy's gradient: one step later its values would be NaN, and saved."""
     clip = optim.clip_gradients
 
     def poisoned(module: Any, most: float) -> Any:
@@ -459,10 +458,8 @@ def test_a_critic_whose_gradient_is_nan_stops_the_run_too(
         rl.run(recipe(**settings), directory)
 
 
-def test_gradients_whose_squares_overflow_are_named(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is finite, and so is the loss; their norm is not."""
+def test_overflowing_gradient_norm_is_named(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gradient is finite, and so is the loss; their norm is not."""
     clip = optim.clip_gradients
 
     def large(module: Any, most: float) -> Any:
@@ -476,12 +473,12 @@ def test_gradients_whose_squares_overflow_are_named(
         rl.run(recipe(run={"steps": 1}), directory)
 
 
-def test_a_reward_that_does_not_know_gold_stops_the_start(recipe: Make, opened: Opened) -> None:
+def test_reward_that_rejects_gold_answers_stops_the_start(recipe: Make, opened: Opened) -> None:
     with opened() as directory, pytest.raises(RewardError, match="never"):
         rl.run(recipe(rewards=[{"use": "rewards.py:never"}]), directory)
 
 
-def test_a_prompt_over_the_window_is_told_before_the_first_step(recipe: Make, opened: Opened) -> None:
+def test_prompt_longer_than_the_window_raises_before_the_first_step(recipe: Make, opened: Opened) -> None:
     with opened() as directory, pytest.raises(DataError, match="window"):
         rl.run(recipe(rollout={"max_new_tokens": 100000}), directory)
 
@@ -494,7 +491,7 @@ def rollouts(rewards: list[float | None], group_size: int = 2) -> list[Rollout]:
     ]
 
 
-def test_collate_keeps_tokens_and_marks_what_is_unknown() -> None:
+def test_collate_keeps_tokens_and_marks_missing_log_probs() -> None:
     items = rollouts([1.0, None])
     items[0].segments = (Segment("model", (7, 8), (-0.5, -0.25)), Segment("tool", (9,), None))
     batch, sequences = rollout_batch(items), sequences_of(items)
@@ -506,8 +503,8 @@ def test_collate_keeps_tokens_and_marks_what_is_unknown() -> None:
     assert batch.rollout_logp[0, 2].isnan() and batch.rollout_logp[1].isnan().all()
 
 
-def test_signal_says_why_a_group_teaches_nothing() -> None:
-    """Groups of two: right/wrong (signal), both right, both wrong, one unscored, parts that cancel."""
+def test_signal_reports_why_a_group_has_none() -> None:
+    """Groups of two: right/wrong (signal), both right, both wrong, one unscored, components that cancel."""
     rewards = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, float("nan"), 1, 1])
     parts = torch.tensor([0.0] * 8 + [0.3, 0.7])
     batch = RolloutBatch(
@@ -521,7 +518,7 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
     for name in ("share", "too_easy", "too_hard", "unscored", "cancelled"):
         assert shares[f"signal/{name}"] == pytest.approx(0.2), name
     assert shares["frac_reward_zero_std"] == pytest.approx(0.8)
-    unpaid = signal_metrics(batch.replace(reward_weights={"part": 0.0}))  # an annotation: all answers were right
+    unpaid = signal_metrics(batch.replace(reward_weights={"part": 0.0}))  # an annotation only: all answers are right
     assert unpaid["signal/cancelled"] == 0 and unpaid["signal/too_easy"] == pytest.approx(0.4)
     assert signal_note(shares) is None
     hard = dict.fromkeys(shares, 0.0) | {"signal/too_hard": 1.0}
@@ -531,7 +528,7 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
 
 
 def test_samples_have_the_advantage_of_their_row(recipe: Make, opened: Opened) -> None:
-    """GRPO without a scale: the reward minus the mean reward of the group, whose rows are all recorded."""
+    """GRPO without a scale: the reward minus the mean reward of the group, all of whose rows are recorded."""
     made = recipe(advantage={"use": "group", "scale": "none"}, run={"steps": 1, "samples_per_step": 1000})
     with opened("run") as directory:
         rl.run(made, directory)
@@ -543,7 +540,7 @@ def test_samples_have_the_advantage_of_their_row(recipe: Make, opened: Opened) -
         assert row["kept"] and row["advantage"] == pytest.approx(row["reward"] - means[row["group"]], abs=1e-6)
 
 
-def test_an_advantage_by_token_is_recorded_as_the_mean_over_trained_tokens() -> None:
+def test_token_advantages_are_recorded_as_means_over_trained_tokens() -> None:
     batch = rollout_batch(rollouts([1.0, 0.0]))
     tokens = torch.arange(float(batch.mask.numel())).reshape(batch.mask.shape)
     batch = batch.replace(advantages=tokens, keep=torch.tensor([True, False]))
@@ -565,8 +562,8 @@ def test_completions_that_stop_inside_their_thought_are_counted() -> None:
     assert thought_metrics(items) == {"completions/ended_in_thought": 0.5}
 
 
-def test_a_cut_completion_is_no_right_one_as_in_an_evaluation() -> None:
-    """Of four, all called right by the reward: two were cut, one was not judged."""
+def test_truncated_completions_count_as_wrong() -> None:
+    """As in an evaluation. Of four, all right by the reward, two were truncated and one was not scored."""
     items = [
         replace(one, correct=right) for one, right in zip(rollouts([1.0] * 4), (True, True, True, None), strict=True)
     ]
@@ -577,7 +574,7 @@ def test_a_cut_completion_is_no_right_one_as_in_an_evaluation() -> None:
     assert found["completions/clipped_ratio"] == 0.5
 
 
-def test_rollout_metrics_leave_unscored_rows_out() -> None:
+def test_rollout_metrics_exclude_unscored_rows() -> None:
     """Rewards 1 and 0 in group 0; 1 and unscored in group 1: mean 2/3, group stds sqrt(1/2) and 0."""
     items = rollouts([1.0, 0.0, 1.0, None])
     values = rollout_metrics(items, rollout_batch(items))
@@ -589,14 +586,16 @@ def test_rollout_metrics_leave_unscored_rows_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "entropy"),
     [
-        ({}, 0.75),  # the engine's log-probs of the first row: 0.5 and 1; the others' are unknown
-        ({"entropy": torch.tensor([[1.0, 2.0], [3.0, 9.0]])}, 2.0),  # measured, over three tokens
+        ({}, 0.75),  # the engine's log-probs of the first row: 0.5 and 1; those of other rows are unknown
+        ({"entropy": torch.tensor([[1.0, 2.0], [3.0, 9.0]])}, 2.0),  # computed, over three tokens
         ({"rollout_logp": None}, None),
         ({"rollout_logp": torch.full((2, 2), math.nan)}, None),
     ],
 )
-def test_entropy_of_sampled_tokens_does_not_ask_for_a_signal(changes: dict[str, Any], entropy: float | None) -> None:
-    """Three tokens are sampled; two updates train on two of them each."""
+def test_entropy_of_sampled_tokens_includes_rows_without_a_signal(
+    changes: dict[str, Any], entropy: float | None
+) -> None:
+    """Three tokens are sampled; each of two updates trains on two of them."""
     mask, known = torch.tensor([[True, True], [True, False]]), torch.tensor([[-0.5, -1.0], [math.nan, -8.0]])
     batch = RolloutBatch(mask=mask, group_ids=torch.tensor([0, 0]), rollout_logp=known).replace(**changes)
     found = sampled_metrics(batch, Sampling(), trained_tokens=4.0, epochs=2)
@@ -606,8 +605,8 @@ def test_entropy_of_sampled_tokens_does_not_ask_for_a_signal(changes: dict[str, 
         assert "entropy/sampled" not in sampled_metrics(batch, Sampling(top_k=5), 4.0, 2)
 
 
-def test_entropy_of_sampled_tokens_is_there_where_no_group_has_a_signal(recipe: Make, opened: Opened) -> None:
-    """`entropy` is over no token then; over all sampled ones it is what the model has, near that of its 512 words."""
+def test_entropy_of_sampled_tokens_is_reported_without_any_signal(recipe: Make, opened: Opened) -> None:
+    """`entropy` is then over no token; over all sampled tokens it is close to the entropy of 512 equal words."""
     with opened() as directory, pytest.raises(RunError, match="nothing was trained"):
         rl.run(recipe(rewards=[{"use": "rewards.py:flat"}], run={"steps": 1}), directory)
     (row,) = read_metrics(directory.path)
@@ -615,7 +614,7 @@ def test_entropy_of_sampled_tokens_is_there_where_no_group_has_a_signal(recipe: 
     assert 3 < row["entropy/sampled"] < 8
 
 
-def test_metrics_bring_no_hidden_states_to_the_host() -> None:
+def test_metrics_copy_no_hidden_states_to_the_host() -> None:
     """A tensor without storage cannot be copied."""
     items = rollouts([1.0, 0.0, 1.0, None])
     batch = rollout_batch(items).replace(reward_weights={"a": 0.0})
@@ -631,7 +630,7 @@ def test_samples_come_from_several_groups() -> None:
     assert sampled_rows(0, 4) == []
 
 
-def test_mismatch_by_hand() -> None:
+def test_mismatch_metrics() -> None:
     """Gaps 0.5 and -0.25, one token not reported, one masked: mean 0.375, max 0.5, KL mean of exp(d) - 1 - d."""
     mismatch = Mismatch()
     nan = float("nan")
@@ -647,20 +646,19 @@ def test_mismatch_by_hand() -> None:
     assert Mismatch().metrics() == {}
 
 
-def test_minibatches_keep_groups_whole_and_lose_no_row() -> None:
+def test_minibatches_keep_groups_whole_and_contain_every_row() -> None:
     groups = torch.tensor([4, 4, 9, 9, 9, 2, 2, 7])
     parts = minibatches(groups, 2, seed=3)
     assert sorted(r for rows in parts for r in rows) == list(range(8))
     assert not {int(groups[r]) for r in parts[0]} & {int(groups[r]) for r in parts[1]}
     assert parts == minibatches(groups, 2, seed=3)
     assert any(parts != minibatches(groups, 2, seed=s) for s in range(5))
-    rows = minibatches(torch.zeros(5, dtype=torch.long), 3, seed=0)  # one group: rows are divided
+    rows = minibatches(torch.zeros(5, dtype=torch.long), 3, seed=0)  # one group: its rows are split
     assert sorted(r for part in rows for r in part) == list(range(5)) and len(rows) == 3
 
 
-def test_a_hang_is_told_by_phase(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sync with which step 2 begins never returns: the watchdog names it. Here it lets go and does not end
-    the process."""
+def test_hang_is_reported_by_phase(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sync at the start of step 2 hangs: the watchdog names it. Here it returns and does not end the process."""
     woken = threading.Event()
 
     def sync(self: TransformersEngine, model: Any, version: int) -> None:
@@ -680,7 +678,7 @@ def test_a_hang_is_told_by_phase(recipe: Make, opened: Opened, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("corrections", "expected"), [([], 1), ([{"use": "tis"}], True)], ids=["watched", "read by a correction"]
 )
-def test_engine_logprobs_are_asked_for_where_they_are_read(
+def test_engine_logprobs_are_requested_only_if_used(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, corrections: list[Any], expected: Any
 ) -> None:
     asked: list[Any] = []
@@ -697,10 +695,8 @@ def test_engine_logprobs_are_asked_for_where_they_are_read(
     assert asked == [expected]
 
 
-def test_the_engine_sleeps_while_the_policy_is_updated(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `rollout.vllm.sleep` rests on: the memory of the engine is free from the last rollout to the next sync."""
+def test_engine_sleeps_during_the_update(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rollout.vllm.sleep` needs this: the engine's memory is free from the last rollout to the next sync."""
     order: list[str] = []
     for name in ("generate_batch", "sleep", "sync"):
         inner = getattr(TransformersEngine, name)
@@ -715,10 +711,10 @@ def test_the_engine_sleeps_while_the_policy_is_updated(
     assert order == [*drawn, "sync", *drawn], "the last weights are for nobody"
 
 
-def test_the_longest_rows_are_tried_before_the_first_step(
+def test_memory_trial_runs_the_longest_rows_before_the_first_step(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU. Here by hand, at the place of `check_start`: it leaves no gradient and no trace."""
+    """On a GPU; called by hand here, in place of `check_start`: it leaves no gradient and changes no state."""
     rows: list[int] = []
 
     def tried(p: Any) -> None:
@@ -739,10 +735,10 @@ def test_the_longest_rows_are_tried_before_the_first_step(
     assert len(set(rows)) == 1 and rows[0] >= longest and len(rows) == 100 // rows[0]
 
 
-def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
+def test_rows_leaking_into_each_other_stop_the_run_before_the_first_step(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU rows are packed; here by hand."""
+    """Rows are packed on a GPU; enabled by hand here."""
     inner, check = attention._attend_by_row, rl.check_start
 
     def one_row(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *more: Any) -> Tensor:
@@ -762,7 +758,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
 @pytest.mark.parametrize(
     "place", [(rl, "update"), (rl, "check_start"), (assemble, "build_reference")], ids=lambda at: at[1]
 )
-def test_a_gpu_without_memory_is_told_with_predicted_peaks(
+def test_out_of_memory_error_has_predicted_peaks(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -1,4 +1,5 @@
-"""The RL loop with the vLLM engine, on a CPU as on a GPU: weights reach the engine, and it agrees with the trainer."""
+"""The RL loop with the vLLM engine, on a CPU as on a GPU: weights reach the engine, and its log-probs match the
+trainer's."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ SLOW = {
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A model directory whose attention heads are of a size (32) that vLLM on a CPU knows."""
+    """A model directory with a head size supported by vLLM on a CPU (32)."""
     tokenizer = tiny.build_tokenizer()
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -59,8 +60,8 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", [pytest.param(place, marks=SLOW.get(place, ())) for place in PLACES])
-def test_three_steps(small: Path, place: str) -> None:
-    """Every sync is probed by the engine itself: a stale engine would end the run."""
+def test_three_steps_with_probed_syncs(small: Path, place: str) -> None:
+    """The engine probes every sync: stale weights would end the run."""
     output = small.parent / "run"
     done = subprocess.run(
         [
@@ -79,8 +80,8 @@ def test_three_steps(small: Path, place: str) -> None:
         assert [row["step"] for row in rows if row["eval/mean_length"] <= 20] == [0, 1, 2, 3]
 
 
-def test_trees_grow_without_waiting_for_one_another(small: Path) -> None:
-    """DeepSearch with an engine that takes requests as they come: paths of a tree share tokens and log-probs, which are
+def test_trees_grow_concurrently(small: Path) -> None:
+    """DeepSearch with an engine that takes concurrent requests: paths of a tree share tokens and log-probs, which equal
     the trainer's."""
     output = small.parent / "run"
     done = subprocess.run(
@@ -109,7 +110,7 @@ MERGED = ("model.lora.rank=4", "rollout.vllm.merge_adapter=true")
 
 @pytest.mark.parametrize("adapter", [(), MERGED], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_a_mixture_of_experts(kind: str, adapter: tuple[str, ...], tmp_path: Path) -> None:
+def test_mixture_of_experts_with_vllm(kind: str, adapter: tuple[str, ...], tmp_path: Path) -> None:
     """Experts have other names in checkpoints than in the model, and on a CPU vLLM computes with repacked ones."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
     width = {"intermediate_size": 64, "moe_intermediate_size": 64}
@@ -127,10 +128,8 @@ def test_a_mixture_of_experts(kind: str, adapter: tuple[str, ...], tmp_path: Pat
     assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["mismatch/max"] < 1e-2 for row in rows)
 
 
-def test_heads_that_vllm_has_no_kernel_for_are_told_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of `tiny` have a size of 16. vLLM says which it knows."""
+def test_unsupported_head_size_raises_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of `tiny` have size 16. vLLM provides the list of supported sizes."""
     if torch.cuda.is_available():
         pytest.skip("vLLM has kernels for them on a GPU")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Rollouts as packed arrays: what arrives is what was sent, to the last bit, in fewer bytes."""
+"""Rollouts as packed arrays: received bit for bit as sent, in fewer bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from posttrain.train.rollout_exchange import pack, unpack
 
 
 def short(number: float) -> float:
-    """The nearest float32, as engines report log-probs."""
+    """Return the nearest float32, as engines report log-probs."""
     return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
-def test_rollouts_arrive_as_they_are() -> None:
+def test_rollouts_are_received_unchanged() -> None:
     """Several segments, none, no log-probs, some that are no float32, versions, NaN. A prompt stays one object."""
     prompt = Prompt("p", {"answer": "3"}, "1+2=", (1, 2, 3))
     segments = (
@@ -44,8 +44,8 @@ def test_rollouts_arrive_as_they_are() -> None:
     assert math.isnan(with_nan.logps[0])
 
 
-def test_a_rank_that_does_not_train_on_a_rollout_has_its_numbers_by_row_only() -> None:
-    """Reading tokens that another rank has is an error, not an empty row."""
+def test_ranks_get_only_row_values_of_rollouts_they_do_not_train_on() -> None:
+    """Reading tokens held by another rank raises instead of giving an empty row."""
     prompt = Prompt("p", {}, "1+2=", (1, 2, 3))
     segments = (Segment("model", (5,) * 4000, (-0.5,) * 4000), Segment("tool", (7, 7)))
     one = Rollout(prompt, 0, segments, "a text " * 500, "stop", 3, {"score": 1.0}, 0.5, True)
@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_train_on_a_rollout_has_its_numbers_by_row_only() -
 
 
 def test_a_token_takes_eight_bytes() -> None:
-    """4 for its id, 4 for its log-prob, and equal ids are one object when they have arrived."""
+    """4 for its id, 4 for its log-prob; equal ids are one object after they are received."""
     draw = random.Random(0)
     ids = tuple(draw.randrange(300, 100_000) for _ in range(4000))
     logps = tuple(short(-draw.random()) for _ in ids)
@@ -76,8 +76,8 @@ def test_a_token_takes_eight_bytes() -> None:
     assert arrived == again == ids and all(a is b for a, b in zip(arrived, again, strict=True))
 
 
-def test_a_rank_without_rows_passes_a_row_with_as_many_image_tokens_as_its_prompt() -> None:
-    """Also where nothing stands behind the image: more tokens than features would fail on that rank alone."""
+def test_idle_rank_runs_a_row_with_the_image_tokens_of_its_prompt() -> None:
+    """Also if no token follows the image: more tokens than features would fail on that rank only."""
 
     class Alone:
         def send_tokens(self, rollouts: list[Rollout], owners: list[int]) -> None: ...

@@ -1,5 +1,5 @@
-"""Shapes of rollouts: what a rollout asks for after what it wrote, which rows it becomes, and what of them is trained
-on; the same on two ranks, and from the middle of a run."""
+"""Rollout shapes: follow-up requests of a rollout, the rows it becomes, and which tokens are trained on; also on two
+ranks and after resuming."""
 
 from __future__ import annotations
 
@@ -96,18 +96,17 @@ def values_of(shape: Any = None, **changes: Any) -> Values:
     }
 
 
-def test_a_shape_may_ask_for_the_most_probable_tokens(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """Beside a free completion at temperature 1, which nearly always differs from it."""
+def test_shape_can_request_greedy_tokens(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Beside a completion at temperature 1, which nearly always differs."""
     ran(values_of("./shapes.py:greedily", run={"steps": 1}))
     texts = [rollout.text for rollout in seen.rollouts[0]]
     assert len(texts) == 10 and sum(text.endswith("False") for text in texts) > 5
 
 
-def test_answers_from_cuts_of_one_thought_earn_less_the_later_they_come(
-    ran: Callable[..., list[Values]], seen: Seen
-) -> None:
-    """S-GRPO: a group is one thought's prefixes, shortest first, each with the sentence (untrained) and an answer; the
-    whole thought is last. The k-th right answer earns 2^-(k-1), and advantages are these minus their mean."""
+def test_s_grpo_rewards_decay_with_the_cut(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """S-GRPO: a group consists of one thought's prefixes, shortest first, each with the sentence (untrained) and an
+    answer; the whole thought is last. The k-th right answer earns 2^-(k-1), and advantages are these minus their
+    mean."""
     metrics = ran(values_of(EXITS, algorithm="s_grpo", rollout={"group_size": 2}))
     assert any(row["grad_norm"] > 0 for row in metrics)
     decayed = 0
@@ -139,14 +138,14 @@ def test_answers_from_cuts_of_one_thought_earn_less_the_later_they_come(
     assert decayed > 0
 
 
-def test_answer_only_leaves_the_copied_thought_out_of_the_loss(ran: Callable[..., list[Values]], seen: Seen) -> None:
+def test_answer_only_masks_the_copied_thought(ran: Callable[..., list[Values]], seen: Seen) -> None:
     ran(values_of({**EXITS, "loss_on": "answer_only"}, algorithm="s_grpo", run={"steps": 1}))
     exits = [row for rows in seen.trajectories() for row in rows[:-1]]
     assert exits and all(int(batch.mask.sum()) == len(rollout.segments[-1].ids) for rollout, batch in exits)
 
 
 def check_shared(rows: list[tuple[Rollout, RolloutBatch]], group: list[float]) -> None:
-    """All rows of a rollout have its advantage: its one reward against the other rollouts of the prompt."""
+    """Check that all rows of a rollout have its advantage: its reward against the other rollouts of the prompt."""
     rewards = [r.reward for r, _ in rows]
     assert rewards[:-1] == [None] * (len(rows) - 1) and rewards[-1] is not None
     spread = torch.tensor(group, dtype=torch.float64)
@@ -154,9 +153,9 @@ def check_shared(rows: list[tuple[Rollout, RolloutBatch]], group: list[float]) -
     assert [float(batch.advantages[0]) for _, batch in rows] == pytest.approx([expected] * len(rows))
 
 
-def test_a_chunk_sees_the_question_and_what_was_carried_alone(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """Delethink: the prompt of each chunk is the question, the first token of the answer and the last three before it;
-    the context stays within prompt + 8; all tokens that were sampled are trained on, none that was carried."""
+def test_delethink_chunks_see_the_question_and_carried_tokens(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Delethink: each chunk's prompt is the question, the first token of the answer and the last three tokens before
+    the chunk; the context stays within prompt + 8; all sampled tokens are trained on, no carried token is."""
     metrics = ran(values_of(CHUNKS, algorithm="delethink", rollout={"group_size": 3}, batch={"minibatches": 1}))
     assert any(row["grad_norm"] > 0 for row in metrics)
     longest = 0
@@ -183,9 +182,9 @@ def test_a_chunk_sees_the_question_and_what_was_carried_alone(ran: Callable[...,
     assert longest > 8
 
 
-def test_a_summary_takes_the_place_of_the_context(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """SUPO: a full context is summarised, which is trained on; the next stretch sees the question and the summary. A
-    rollout that never ends has weight 0."""
+def test_supo_summary_replaces_the_context(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """SUPO: a full context is summarized, and the summary is trained on; the next stretch sees the question and the
+    summary. A rollout that never ends has weight 0."""
     shape = {"use": "summaries", "instruction": "!\n", "answer_tokens": 4, "max_summaries": 2}
     metrics = ran(values_of(shape, algorithm="supo", rollout={"group_size": 3}))
     assert any(row["grad_norm"] > 0 for row in metrics)
@@ -211,9 +210,9 @@ def test_a_summary_takes_the_place_of_the_context(ran: Callable[..., list[Values
     assert several > 0 and masked > 0
 
 
-def test_a_thought_is_answered_at_every_budget(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """BRPO: two answers behind each of two cuts, trained on alone; the thought is the last row, and what a token of it
-    earns is what `budget_relative` makes of the answers at its budget and the later one."""
+def test_brpo_answers_a_thought_at_every_budget(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """BRPO: two answers after each of two cuts, the only trained tokens of their rows; the thought is the last row, and
+    its tokens get `budget_relative` of the answers at their budget and the later one."""
     metrics = ran(values_of(BUDGETS, algorithm="brpo", rollout={"group_size": 3}))
     assert any(row["grad_norm"] > 0 for row in metrics)
     differing = 0
@@ -247,9 +246,9 @@ def test_a_thought_is_answered_at_every_budget(ran: Callable[..., list[Values]],
 
 
 @pytest.mark.parametrize("stop", ["whole", "closed"])
-def test_a_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) -> None:
-    """A thought of two tokens and its mark, or its end, at budgets 1 and 5: cut and closed at 1; at 5 answered behind
-    its own mark, or behind the shape's if it has none. What it wrote behind the mark is dropped."""
+def test_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) -> None:
+    """A thought of two tokens and its end mark, or without one, at budgets 1 and 5: cut and closed at 1; at 5 answered
+    after its own mark, or after the shape's if it has none. Text after the mark is dropped."""
     tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
     told = "ab!c" if stop == "closed" else "ab"
     engine = ConcurrentScriptedEngine(lambda request, _: told if len(request.ids) == 2 else "8", tokenizer)
@@ -270,7 +269,7 @@ def test_a_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) 
     assert first.segments[0].ids == (*a, *closing) and second.ends[0] == -1 and not thought.scored
 
 
-def test_an_answer_without_a_score_is_no_worse_than_its_cut() -> None:
+def test_unscored_answer_is_excluded_at_its_cut() -> None:
     """One thought of two tokens at two budgets of two answers: 1 and unscored at the first, 0 and 1 at the second. q =
     (1, 1/2), weights 1/3 and 2/3: R = (2/3, 1/3); V1 = (0, 1 * 2/3), no group: A = (2/3, 1/3 - V1 / 2) = (2/3, 0)."""
     nan = float("nan")
@@ -287,9 +286,9 @@ def test_an_answer_without_a_score_is_no_worse_than_its_cut() -> None:
     assert found[1:, 1].tolist() == pytest.approx([0.0, 0.0, -0.5, 0.5]) and not bool(found[1:, 0].any())
 
 
-def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: Path) -> None:
-    """Two rollouts that ask twice: each second request has the first completion in its prompt, seeds of its own, and
-    begins while the other rollout may be anywhere; weights that change between the two are told by token."""
+def test_concurrent_engine_gets_each_follow_up_request(tmp_path: Path) -> None:
+    """Two rollouts with two requests each: each second request has the first completion in its prompt, its own seeds,
+    and starts wherever the other rollout is; tokens have the version of their weights if these change in between."""
     tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
     engine = ConcurrentScriptedEngine(lambda request, _: "7" * 20 if len(request.ids) == 2 else "8", tokenizer)
 
@@ -313,9 +312,9 @@ def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: 
     assert found[0].versions[3:] == (1, 1) and found[0].logps == (-1.0,) * 5
 
 
-def test_held_out_prompts_are_answered_as_rollouts_are(ran: Callable[..., list[Values]], home: Path, cli: Any) -> None:
-    """An untrained model hardly ever ends by itself, so answers in chunks are longer than one request: 8
-    tokens, and up to three times 4 more. An evaluation of the final model in chunks gives the run's last numbers."""
+def test_evaluation_uses_the_rollout_shape(ran: Callable[..., list[Values]], home: Path, cli: Any) -> None:
+    """An untrained model hardly ever ends by itself, so answers in chunks are longer than one request: 8 tokens, and up
+    to three times 4 more. An evaluation of the final model in chunks gives the run's last values."""
     held_out = {"every": 3, "data": {"source": "rows.jsonl"}, "temperature": 0.0}
     values = values_of(CHUNKS, advantage="trajectory", eval=held_out, run={"steps": 3})
     metrics = ran(values)
@@ -345,7 +344,7 @@ def test_held_out_prompts_are_answered_as_rollouts_are(ran: Callable[..., list[V
         ),
     ],
 )
-def test_an_evaluation_has_one_answer_a_prompt(home: Path, changes: Values, message: str) -> None:
+def test_evaluation_has_one_answer_per_prompt(home: Path, changes: Values, message: str) -> None:
     values = {key: values_of()[key] for key in ("model", "data", "rewards")}
     with pytest.raises(RecipeError, match=message):
         load_dict({**values, "stage": "eval", **changes}, base_dir=home, where="test")
@@ -354,7 +353,7 @@ def test_an_evaluation_has_one_answer_a_prompt(home: Path, changes: Values, mess
         load_dict(values_of(EXITS, eval=held_out), base_dir=home, where="test")
 
 
-def test_a_users_shape_with_two_scored_rows_is_no_answer(home: Path, cli: Any) -> None:
+def test_user_shape_with_two_scored_rows_cannot_be_evaluated(home: Path, cli: Any) -> None:
     (home / "two.py").write_text(
         "from posttrain.shapes.protocol import Row\n"
         "async def two(asked):\n"
@@ -381,7 +380,7 @@ def test_plan_counts_the_rows_of_a_rollout(home: Path, cli: Any) -> None:
         ({**BUDGETS, "budgets": [3, 3]}, "rising numbers of tokens"),
     ],
 )
-def test_keys_that_leave_no_room_are_told_before_the_model_loads(
+def test_lengths_that_do_not_fit_raise_before_the_model_is_loaded(
     home: Path, cli: Any, monkeypatch: pytest.MonkeyPatch, shape: Values, message: str
 ) -> None:
     monkeypatch.setattr("posttrain.train.assemble.models.load", lambda *_, **__: pytest.fail("the model was loaded"))
@@ -390,15 +389,16 @@ def test_keys_that_leave_no_room_are_told_before_the_model_loads(
         cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
-def test_rows_without_a_reward_of_their_own_need_an_advantage_for_rollouts(home: Path) -> None:
+def test_rows_without_a_reward_need_a_rollout_level_advantage(home: Path) -> None:
     with pytest.raises(RecipeError, match="write `advantage: trajectory`"):
         load_dict(values_of(CHUNKS), base_dir=home, where="test")
     with pytest.raises(RecipeError, match="every row is a rollout"):
         load_dict(values_of(loss={"aggregation": "trajectory_mean"}), base_dir=home, where="test")
 
 
-def test_a_rollout_counts_once_however_many_rows_it_has() -> None:
-    """Rewards 1 and 0, one of three rows and one of one: +-1/2 over the std of 1/sqrt 2; a third is unscored."""
+def test_rollout_counts_once_in_its_group() -> None:
+    """Rewards 1 and 0, one rollout of three rows and one of one: +-1/2 over the std of 1/sqrt 2; a third is
+    unscored."""
     nan = float("nan")
     batch = RolloutBatch(
         group_ids=torch.zeros(5, dtype=torch.long),
@@ -412,7 +412,7 @@ def test_a_rollout_counts_once_however_many_rows_it_has() -> None:
     assert normalize_rollouts(batch, norm_std=False).tolist() == [0.5, 0.5, -0.5, 0.5, 0.0]
 
 
-def test_each_rollout_weighs_the_same_however_the_batch_is_cut() -> None:
+def test_rollouts_weigh_equally_in_any_micro_batches() -> None:
     """Rollouts of 3 and 1 tokens, values 1 and 5: (1 + 5) / 2, in one pass or row by row, and over two batches each of
     which has a part of the first."""
     mask = torch.tensor([[1, 1], [1, 0], [1, 0]], dtype=torch.bool)
@@ -429,7 +429,7 @@ def test_each_rollout_weighs_the_same_however_the_batch_is_cut() -> None:
 
 @pytest.mark.parametrize(("algorithm", "shape"), [("s_grpo", EXITS), ("delethink", CHUNKS), ("brpo", BUDGETS)])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_goes_on_from_its_middle(
+def test_run_resumes_exactly(
     ran: Callable[..., list[Values]], home: Path, staleness: int, algorithm: str, shape: Values
 ) -> None:
     """With staleness the rows of steps to come are in the checkpoint."""
@@ -442,7 +442,7 @@ def test_a_run_goes_on_from_its_middle(
     assert [{k: v for k, v in row.items() if not k.startswith("time/")} for row in again] == whole
 
 
-def test_a_function_of_the_users_makes_rows(ran: Callable[..., list[Values]], seen: Seen) -> None:
+def test_user_defined_shape(ran: Callable[..., list[Values]], seen: Seen) -> None:
     ran(values_of("./shapes.py:twice", run={"steps": 1}))
     assert len(seen.rollouts[0]) == 10 and {len(r.segments) for r in seen.rollouts[0]} == {3}
     assert all(len(r.segments[0].ids) <= 4 and len(r.segments[2].ids) <= 3 for r in seen.rollouts[0])
@@ -457,7 +457,7 @@ def test_a_function_of_the_users_makes_rows(ran: Callable[..., list[Values]], se
         ("no_coroutine", "is no coroutine function"),
     ],
 )
-def test_a_wrong_function_is_named(home: Path, cli: Any, name: str, message: str) -> None:
+def test_invalid_user_shape_raises(home: Path, cli: Any, name: str, message: str) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(f"./shapes.py:{name}")))
     with pytest.raises(BaseException, match=message):
         cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
@@ -475,7 +475,7 @@ def test_a_wrong_function_is_named(home: Path, cli: Any, name: str, message: str
         ({"sampler": "xrpo"}, "samples a prompt again in a further round"),
     ],
 )
-def test_what_cannot_stand_beside_a_shape_is_refused(home: Path, changes: Values, message: str) -> None:
+def test_settings_incompatible_with_a_shape_are_refused(home: Path, changes: Values, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_dict(values_of(EXITS, **changes), base_dir=home, where="test")
 
@@ -485,9 +485,9 @@ def test_exit_decay_without_a_shape_is_refused(home: Path) -> None:
         load_dict(values_of(group_rewards=["exit_decay"]), base_dir=home, where="test")
 
 
-def test_exits_decay_in_the_order_of_their_cuts() -> None:
-    """Two thoughts, rows out of order: 0, 1, 1 in the order of cuts earns 0, 1, 1/2; an unscored row keeps no reward
-    and delays nobody."""
+def test_exit_decay_follows_the_order_of_cuts() -> None:
+    """Two thoughts, rows out of order: 0, 1, 1 in the order of cuts earns 0, 1, 1/2; an unscored row has no reward and
+    delays no other."""
     nan = float("nan")
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 0, 0, 1, 1]),
@@ -501,7 +501,7 @@ def test_exits_decay_in_the_order_of_their_cuts() -> None:
     assert found[:4].tolist() == [0.5, 0.0, 1.0, 1.0] and bool(found[4].isnan())
 
 
-def test_cuts_are_distinct_and_end_where_the_thought_ends() -> None:
+def test_cuts_are_distinct_and_at_most_the_thoughts_length() -> None:
     cuts = draw_cuts(5, 100, random.Random(0))
     assert cuts == [1, 2, 3, 4, 5] and draw_cuts(0, 3, random.Random(0)) == []
     words = ["a ", "b ", "</th", "ink>", " c"]

@@ -1,4 +1,4 @@
-"""Rollouts of older weights: which version draws them, what a checkpoint holds, and what an error costs."""
+"""Rollouts of older weights: the version that samples them, checkpoint contents, and the effect of errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Values = dict[str, Any]
 
 
 class Engine:
-    """Holds a version. asleep: whether it was put to sleep after it was last synced."""
+    """Holds a weight version. asleep: whether it was put to sleep after its last sync."""
 
     def __init__(self, *, apart: bool) -> None:
         self.generates_during_updates, self.version, self.said, self.closed = apart, 0, list[str](), threading.Event()
@@ -69,7 +69,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a source uses of the context of a run."""
+    """The part of a run's context that a source uses."""
 
     engine: Engine
     recipe: Any
@@ -85,9 +85,10 @@ class Context:
 
 
 class Collected:
-    """Takes the place of `collect`: `drawn` are (step, version before, version after) of what was generated, in order.
+    """Replaces `collect`: `drawn` has (step, version before, version after) of each generation, in order.
 
-    hold: steps whose generation, or `slow`: whose scoring, waits for `go`."""
+    hold: steps whose generation, or `slow`: whose scoring, waits for `go`.
+    """
 
     def __init__(self) -> None:
         self.drawn: list[tuple[int, int, int]] = []
@@ -131,8 +132,8 @@ def context(tmp_path: Path) -> Callable[..., Context]:
     return make
 
 
-def trained(ctx: Context, source: AsyncRollouts, state: State, upto: int) -> list[int]:
-    """Take the rollouts of steps up to that one; the versions that drew them."""
+def train_until(ctx: Context, source: AsyncRollouts, state: State, upto: int) -> list[int]:
+    """Take the rollouts of all steps up to this one; return the versions that sampled them."""
     found = []
     while state.step < upto:
         found.append(source.next(ctx, state).rollouts[0].version)
@@ -142,91 +143,92 @@ def trained(ctx: Context, source: AsyncRollouts, state: State, upto: int) -> lis
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("staleness", [1, 2, 4, 8])
-def test_rollouts_of_step_t_are_drawn_by_version_t_minus_k(
+def test_rollouts_of_step_t_are_sampled_by_version_t_minus_k(
     context: Any, collected: Collected, staleness: int, apart: bool
 ) -> None:
-    """Whole, in order, and none for a step that never comes; an engine that cannot work beside the trainer then
+    """Complete, in order, and none for a step that never comes; an engine that cannot run beside the trainer then
     sleeps."""
     ctx, state = context(staleness, apart=apart), State()
     source = AsyncRollouts(ctx)
     versions = [max(0, t - staleness) for t in range(7)]
-    assert trained(ctx, source, state, 7) == versions
+    assert train_until(ctx, source, state, 7) == versions
     assert collected.drawn == [(t, v, v) for t, v in enumerate(versions)]
     assert state.position == 14 and [Calls._make(c).step for c in state.calls] == list(range(7))
     synced = [f"sync {v}" for v in range(1, 7)]
     assert ctx.engine.said == (synced if apart else ["sleep", *(x for s in synced for x in (s, "sleep"))])
 
 
-def test_they_are_drawn_while_the_step_trains(context: Any, collected: Collected) -> None:
-    """Those of step 2 wait for the trainer to be in the update of step 1, and the sync of step 2 waits for them."""
+def test_rollouts_are_sampled_during_the_update(context: Any, collected: Collected) -> None:
+    """Rollouts of step 2 wait until the trainer is in the update of step 1, and the sync of step 2 waits for them."""
     collected.hold = {2}
     ctx, state = context(1), State()
     source = AsyncRollouts(ctx)
-    assert trained(ctx, source, state, 2) == [0, 0]
+    assert train_until(ctx, source, state, 2) == [0, 0]
     assert collected.drawn == [(0, 0, 0), (1, 0, 0)]
     threading.Timer(0.05, collected.go.set).start()
-    assert trained(ctx, source, state, 3) == [1] and collected.drawn[2] == (2, 1, 1)
+    assert train_until(ctx, source, state, 3) == [1] and collected.drawn[2] == (2, 1, 1)
 
 
 @pytest.mark.parametrize("refills", [False, True])
-def test_a_sync_waits_for_the_engine_and_not_for_scores(context: Any, collected: Collected, refills: bool) -> None:
-    """The scores of step 3 take until step 3 needs them; if they decide what else is drawn, the sync waits for them."""
+def test_sync_waits_for_generation_but_not_for_scores(context: Any, collected: Collected, refills: bool) -> None:
+    """Scoring of step 3 lasts until step 3 needs the scores; if scores decide whether more is sampled, the sync waits
+    for them."""
     collected.slow, collected.refills = {3}, refills
     ctx, state = context(3), State()
     source = AsyncRollouts(ctx)
-    assert trained(ctx, source, state, 1) == [0]
+    assert train_until(ctx, source, state, 1) == [0]
     if refills:
         threading.Timer(0.05, collected.go.set).start()
-        assert trained(ctx, source, state, 2) == [0] and collected.go.is_set()
-    trained(ctx, source, state, 3)
+        assert train_until(ctx, source, state, 2) == [0] and collected.go.is_set()
+    train_until(ctx, source, state, 3)
     assert collected.go.is_set() == refills
     collected.go.set()
-    assert trained(ctx, source, state, 7) == [0, 1, 2, 3]
+    assert train_until(ctx, source, state, 7) == [0, 1, 2, 3]
     assert [step for step, *_ in collected.drawn] == list(range(7))
 
 
-def test_with_partial_a_sync_waits_for_nothing(context: Any, collected: Collected) -> None:
+def test_sync_with_partial_does_not_wait(context: Any, collected: Collected) -> None:
     """Long rollouts of step 2 are in progress until it needs them: weights of steps 1 and 2 arrive meanwhile."""
     collected.hold = {2}
     ctx, state = context(2, partial=True), State()
     source = AsyncRollouts(ctx)
-    assert trained(ctx, source, state, 2) == [0, 0]
+    assert train_until(ctx, source, state, 2) == [0, 0]
     threading.Timer(0.05, collected.go.set).start()
-    assert trained(ctx, source, state, 3) == [0]
+    assert train_until(ctx, source, state, 3) == [0]
     assert (2, 0, 2) in collected.drawn
-    assert trained(ctx, source, state, 7) == [1, 2, 3, 4]
+    assert train_until(ctx, source, state, 7) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
 @pytest.mark.parametrize("done", range(1, 7))
-def test_a_checkpoint_holds_what_older_weights_drew(
+def test_checkpoint_contains_rollouts_of_older_weights(
     context: Any, collected: Collected, tmp_path: Path, staleness: int, done: int
 ) -> None:
     ctx, state = context(staleness), State()
     source = AsyncRollouts(ctx)
-    straight = trained(ctx, source, state, done)
+    straight = train_until(ctx, source, state, done)
     source.finish(ctx, state)
     source.save(tmp_path, done)
     held = json.loads((tmp_path / rollout_source.QUEUED_FILE).read_text())
     assert [batch["step"] for batch in held] == list(range(done, min(done + staleness, 7)))
     saved = dataclasses.replace(state)
-    straight += trained(ctx, source, state, 7)
+    straight += train_until(ctx, source, state, 7)
 
     collected.drawn.clear()
     ctx = context(staleness)
     source = AsyncRollouts(ctx)
     source.load(tmp_path, ctx, saved)  # type: ignore[arg-type]
-    assert trained(ctx, source, saved, 7) == straight[done:]
+    assert train_until(ctx, source, saved, 7) == straight[done:]
     assert saved == state and straight == [max(0, t - staleness) for t in range(7)]
     assert collected.drawn == [(t, t - staleness, t - staleness) for t in range(done + staleness, 7)]
 
 
-def test_nothing_is_held_at_the_end_and_more_steps_begin_anew(
+def test_final_checkpoint_contains_no_rollouts_and_can_be_extended(
     context: Any, collected: Collected, tmp_path: Path
 ) -> None:
     ctx, state = context(4), State()
     source = AsyncRollouts(ctx)
-    trained(ctx, source, state, 7)
+    train_until(ctx, source, state, 7)
     source.finish(ctx, state)
     source.save(tmp_path, 7)
     assert not (tmp_path / rollout_source.QUEUED_FILE).exists()
@@ -234,14 +236,14 @@ def test_nothing_is_held_at_the_end_and_more_steps_begin_anew(
     source = AsyncRollouts(ctx)
     source.load(tmp_path, ctx, state)
     collected.drawn.clear()
-    assert trained(ctx, source, state, 9) == [7, 7] and state.position == 18
+    assert train_until(ctx, source, state, 9) == [7, 7] and state.position == 18
 
 
-def test_a_finish_with_partial_brings_the_newest_weights(context: Any, collected: Collected) -> None:
+def test_finish_with_partial_syncs_the_newest_weights(context: Any, collected: Collected) -> None:
     collected.hold = {3}
     ctx, state = context(2, partial=True), State()
     source = AsyncRollouts(ctx)
-    trained(ctx, source, state, 2)
+    train_until(ctx, source, state, 2)
     threading.Timer(0.05, collected.go.set).start()
     source.finish(ctx, state)
     assert (3, 1, 2) in collected.drawn and ctx.engine.version == 2
@@ -250,19 +252,19 @@ def test_a_finish_with_partial_brings_the_newest_weights(context: Any, collected
 @pytest.mark.parametrize(
     ("failing", "exact", "kept"),
     [
-        (4, True, [2, 3]),  # begun by version 2: the checkpoint's weights draw them again
+        (4, True, [2, 3]),  # started by version 2: the checkpoint's weights sample them again
         (3, False, [2]),
         (2, False, []),
     ],
 )
-def test_what_an_error_leaves_to_save(
+def test_rollouts_to_save_after_an_error(
     context: Any, collected: Collected, tmp_path: Path, failing: int, exact: bool, kept: list[int]
 ) -> None:
-    """Two steps are done, and the third one fails before its update, or its own rollouts do."""
+    """Two steps are finished, and the third fails before its update, or its own rollouts do."""
     collected.failing = {failing}
     ctx, state = context(2), State()
     source = AsyncRollouts(ctx)
-    trained(ctx, source, state, 2)
+    train_until(ctx, source, state, 2)
     with pytest.raises(RunError, match="rollouts of step 2") if failing == 2 else contextlib.nullcontext():
         source.next(ctx, dataclasses.replace(state))
     assert source.can_save(2) == exact
@@ -271,13 +273,13 @@ def test_what_an_error_leaves_to_save(
     assert [batch.step for batch in found][: len(kept)] == kept and len(found) <= len(kept) + (failing > 4)
 
 
-def test_rollouts_in_progress_are_waited_for_after_an_error_but_not_for_ever(
+def test_rollouts_in_progress_are_awaited_with_a_timeout_after_an_error(
     context: Any, collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected.hold = {3}
     ctx, state = context(2), State()
     source = AsyncRollouts(ctx)
-    trained(ctx, source, state, 2)
+    train_until(ctx, source, state, 2)
     monkeypatch.setattr(rollout_source, "DRAIN_TIMEOUT_S", 0.05)
     assert not source.can_save(2)
     monkeypatch.undo()
@@ -286,11 +288,11 @@ def test_rollouts_in_progress_are_waited_for_after_an_error_but_not_for_ever(
 
 
 @pytest.mark.usefixtures("collected")
-def test_rewards_that_fail_too_often_are_found_in_the_order_of_steps(
+def test_reward_failures_are_counted_in_the_order_of_steps(
     context: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each step's calls are within the limit, those of steps 0 to 2 together are not; the rollouts that went over it
-    are not saved, since a run could not go on from them."""
+    """Each step's failures are within the limit, those of steps 0 to 2 together are not; the rollouts that exceeded it
+    are not saved, because a run could not resume from them."""
     inner = Collected.__call__
 
     def failing(self: Collected, *args: Any) -> StepRollouts:
@@ -300,7 +302,7 @@ def test_rewards_that_fail_too_often_are_found_in_the_order_of_steps(
     monkeypatch.setattr(Collected, "__call__", failing)
     ctx, state = context(2), State()
     source = AsyncRollouts(ctx)
-    trained(ctx, source, state, 2)
+    train_until(ctx, source, state, 2)
     with pytest.raises(RunError, match="48 of 120 calls failed in the last 3 steps"):
         source.next(ctx, state)
     assert not source.can_save(2)
@@ -308,12 +310,12 @@ def test_rewards_that_fail_too_often_are_found_in_the_order_of_steps(
     assert not (tmp_path / rollout_source.QUEUED_FILE).exists()
 
 
-def test_what_is_given_up_leaves_no_thread(context: Any, collected: Collected) -> None:
+def test_cancelled_rollouts_leave_no_thread(context: Any, collected: Collected) -> None:
     """Ctrl-C arrives while a step waits for its rollouts: the engine is closed, which ends its requests."""
     collected.hold = {1, 2}
     ctx, state = context(2), State()
     with contextlib.closing(AsyncRollouts(ctx)) as source:
-        assert trained(ctx, source, state, 1) == [0]
+        assert train_until(ctx, source, state, 1) == [0]
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             source.next(ctx, state)
@@ -322,8 +324,8 @@ def test_what_is_given_up_leaves_no_thread(context: Any, collected: Collected) -
 
 
 @pytest.mark.parametrize(("version", "wrong"), [(2, False), (5, False), (1, True), (6, True)])
-def test_versions_that_cannot_be_end_the_run(version: int, wrong: bool) -> None:
-    """Of step 5 with staleness 3: versions 2 to 5, of each token."""
+def test_impossible_versions_raise(version: int, wrong: bool) -> None:
+    """Step 5 with staleness 3 allows versions 2 to 5, for each token."""
     segments = (Segment("model", (1, 2), None, (3, version)),)
     rollout = Rollout(Prompt("p", {}, "", (1,)), 0, segments, "", "stop", 3)
     scorer: Any = SimpleNamespace(failures=lambda history: Failures({}, 0.1, history=history))
@@ -332,7 +334,7 @@ def test_versions_that_cannot_be_end_the_run(version: int, wrong: bool) -> None:
         advance_state(ctx, State(step=5), StepRollouts(5, [rollout], {}, [], 0), 3)
 
 
-def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:
+def test_rollouts_are_read_back_unchanged(tmp_path: Path) -> None:
     prompts = [Prompt("a", {"x": 1}, "A", (1, 2)), Prompt("b", {}, "B", (3,))]
     segments = (Segment("model", (5, 6), (-0.1, -1 / 3), (6, 7)), Segment("tool", (7,), None))
     turns = (
@@ -354,11 +356,11 @@ def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:
     assert back == batches and back[0].rollouts[0].prompt is prompts[1]
 
 
-# --- ratios by hand ---
+# --- importance ratios ---
 
 
-def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
-    """Four versions sampled the two rollouts of step 5; a tool's reply between two turns counts nowhere."""
+def test_each_token_is_weighted_by_its_version() -> None:
+    """Four versions sampled the two rollouts of step 5; a tool's reply between two turns is not counted."""
     prompt = Prompt("p", {}, "", (1,))
     long = (Segment("model", (1, 2, 3), (-1.0, -2.0, -3.0), (2, 3, 3)), Segment("tool", (4,), None))
     last = Segment("model", (5, 6), (-1.0, -1.0), (4, 5))
@@ -399,7 +401,8 @@ def digits(completion, token_count):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Make:
-    """An RL recipe on `tiny` whose corrections weigh old rollouts; keyword arguments change keys of its sections."""
+    """Return a function that builds an RL recipe on `tiny` with corrections for stale rollouts; keyword arguments
+    change keys of its sections."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     with (tmp_path / "rows.jsonl").open("w") as file:
         for i in range(24):
@@ -420,7 +423,7 @@ def recipe(tmp_path: Path) -> Make:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
-    """Runs get their engine from a function of the tokenizer."""
+    """Return a function that sets the engine of runs, given as a function of the tokenizer."""
 
     def set_engine(make: Callable[[Any], Any]) -> None:
         monkeypatch.setattr(assemble, "make_engine", lambda _, loaded, **__: make(loaded.tokenizer))
@@ -430,7 +433,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], Non
 
 @pytest.fixture
 def run(opened: Opened) -> Callable[..., list[Values]]:
-    """Runs a recipe; its metrics without times."""
+    """Return a function that runs a recipe and returns its metrics without times."""
 
     def run_in(name: str, recipe: Stage, *, resume: bool = False) -> list[Values]:
         with opened(name, resume=resume) as directory:
@@ -444,25 +447,25 @@ def timeless(path: Path) -> list[Values]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
 
 
-def sampled_by(path: Path) -> list[set[int]]:
-    """The versions that began the rollouts of each step."""
+def versions_at_start(path: Path) -> list[set[int]]:
+    """Return the versions that started the rollouts of each step."""
     rows = [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()]
     return [{row["version"] for row in rows if row["step"] == step} for step in range(1, 7)]
 
 
 @pytest.mark.parametrize(("staleness", "refilled"), [(0, False), (1, True), (4, False), (4, True)])
-def test_a_run_that_was_killed_after_any_step_goes_on_exactly(
+def test_run_killed_after_any_step_resumes_exactly(
     recipe: Make, run: Any, use: Any, tmp_path: Path, staleness: int, refilled: bool
 ) -> None:
-    """Also where groups are replaced by those of new prompts; and an engine that cannot work beside the trainer draws
-    the same."""
+    """Also with groups replaced by those of new prompts; an engine that cannot run beside the trainer samples the
+    same."""
     changes: Values = {"rollout": {"staleness": staleness}}
     if refilled:
         changes = {"algorithm": "dapo", "rollout": {"staleness": staleness, "max_gen_batches": 40, "group_size": 3}}
     made = recipe(**changes)
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.001))
     straight = run("straight", made)
-    assert sampled_by(tmp_path / "straight") == [{max(0, t - staleness)} for t in range(6)]
+    assert versions_at_start(tmp_path / "straight") == [{max(0, t - staleness)} for t in range(6)]
     ages = [row.get("rollout/staleness") for row in straight]
     assert ages == ([None] * 6 if not staleness else [min(t, staleness) for t in range(6)])
     if refilled:
@@ -483,8 +486,8 @@ def test_a_run_that_was_killed_after_any_step_goes_on_exactly(
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_evaluations_between_steps_change_no_rollout(recipe: Make, run: Any, use: Any, staleness: int) -> None:
-    """They wait for rollouts in progress, and bring the engine the weights that the next step syncs anyway."""
+def test_evaluations_do_not_change_rollouts(recipe: Make, run: Any, use: Any, staleness: int) -> None:
+    """They wait for rollouts in progress, and sync the weights that the next step would sync anyway."""
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.001))
     rollout = {"staleness": staleness}
     plain = run("plain", recipe(rollout=rollout))
@@ -496,11 +499,11 @@ def test_evaluations_between_steps_change_no_rollout(recipe: Make, run: Any, use
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_rollouts_that_several_versions_sample(
+def test_rollouts_sampled_by_several_versions(
     recipe: Make, run: Any, use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    """With `partial` a rollout of 11 tokens goes on for up to 3 updates; a checkpoint, which waits for it, ends it
-    sooner. A run that was killed goes on from there."""
+    """With `partial` a rollout of 11 tokens spans up to 3 updates; a checkpoint, which waits for it, ends it sooner. A
+    killed run resumes from there."""
     rollout = {"staleness": staleness, "partial": True, "engine": "vllm", "vllm": {"server": {"devices": [1]}}}
     made: Any = recipe(rollout=rollout, run={"save_every": 3})
     engines: list[LongRollouts] = []
@@ -537,7 +540,7 @@ def test_rollouts_that_several_versions_sample(
 
 
 class SecondTurnLater(VersionedEngine):
-    """The second turn of a rollout waits for newer weights than the first turn had, if the trainer has some before it
+    """Makes a rollout's second turn wait for newer weights than its first turn had, if there are any before the trainer
     needs the rollout."""
 
     def __init__(self, tokenizer: Any, steps: int) -> None:
@@ -560,11 +563,11 @@ class SecondTurnLater(VersionedEngine):
         return found
 
 
-def test_turns_of_different_versions(
+def test_turns_sampled_by_different_versions(
     recipe: Make, run: Any, use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rollouts of two turns in an environment, of up to three steps side by side; each token has the log-prob of its
-    version, and what the environment wrote has none."""
+    """Rollouts of two turns in an environment, up to three steps concurrently; each token has the log-prob of its
+    version, and text of the environment has none."""
     (tmp_path / "env.py").write_text(
         "class Echo:\n"
         "    def reset(self, row): self.turn = 0\n"
@@ -596,8 +599,8 @@ def test_turns_of_different_versions(
     assert rows[0]["rollout/mixed_versions"] == 0 and sum(row["rollout/mixed_versions"] for row in rows) > 3
 
 
-def test_ctrl_c_saves_what_is_drawn(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
-    """It arrives in step 2, while rollouts of steps 3 to 6 are there or in progress."""
+def test_ctrl_c_saves_sampled_rollouts(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
+    """It arrives in step 2, while rollouts of steps 3 to 6 are finished or in progress."""
     made = recipe(rollout={"staleness": 4}, run={"save_every": None})
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.002))
     straight = run("straight", made)
@@ -630,9 +633,9 @@ def stopping_after(steps: int) -> Iterator[None]:
         rl.step = original
 
 
-def test_an_engine_that_dies_ends_the_run_and_leaves_it_whole(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
-    """While it draws for step 5, whose rollouts a checkpoint of steps 3 or 4 would have to hold: that of step 2 is the
-    newest."""
+def test_dying_engine_ends_the_run_which_resumes(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
+    """While it samples for step 5, whose rollouts a checkpoint of steps 3 or 4 would have to contain: the checkpoint of
+    step 2 is the newest."""
 
     class Dying(VersionedEngine):
         async def complete(self, request: Any, sampling: Any) -> Any:
@@ -674,7 +677,7 @@ def test_an_engine_that_dies_ends_the_run_and_leaves_it_whole(recipe: Make, run:
         ({"rollout": {"engine": "vllm", "vllm": {"server": {"devices": [1]}}, "partial": True, "staleness": 4}}, None),
     ],
 )  # fmt: skip
-def test_what_old_rollouts_need(recipe: Make, changes: Values, told: str | None) -> None:
+def test_requirements_of_stale_rollouts(recipe: Make, changes: Values, told: str | None) -> None:
     changes = {**changes, "rollout": {"staleness": 1, **changes.get("rollout", {})}}
     if told is None:
         assert recipe(**changes).rollout.staleness == changes["rollout"]["staleness"]  # type: ignore[union-attr]
@@ -683,8 +686,8 @@ def test_what_old_rollouts_need(recipe: Make, changes: Values, told: str | None)
         recipe(**changes)
 
 
-def test_a_ctrl_c_while_rollouts_are_waited_for_leaves_them_running() -> None:
-    """So that `close` ends them: Python 3.11 calls a thread ended whose `join` a signal has left."""
+def test_ctrl_c_while_waiting_for_rollouts_keeps_them_running() -> None:
+    """`close` ends them: Python 3.11 reports a thread as ended if a signal interrupts its `join`."""
     go, began = threading.Event(), threading.Event()
 
     def work(_: Callable[[], object]) -> Any:

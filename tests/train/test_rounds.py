@@ -1,4 +1,4 @@
-"""Rounds of answers, pairs and DPO on `tiny`: kill -9 between and inside stages leaves no trace; the report."""
+"""Rounds of answers, pairs and DPO on `tiny`: kill -9 between and inside stages changes nothing; the report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RECIPE: dict[str, Any] = {
 KILLS = [
     "seed-3/up.1.answers/completions.jsonl",  # inside sampling
     "seed-3/up.1.pairs/summary.json",  # between stages
-    "seed-3/up.2.train/checkpoints/step-00000002/MANIFEST.json",  # inside training, behind the pass of other policies
+    "seed-3/up.2.train/checkpoints/step-00000002/MANIFEST.json",  # inside training, after the pass of other policies
 ]
 
 
@@ -61,8 +61,8 @@ def base(sft_recipe: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def left(out: Path) -> dict[str, Any]:
-    """Everything that a run of rounds computes, without what depends on the clock."""
+def results_of(out: Path) -> dict[str, Any]:
+    """Return everything that a run of rounds computes, without times."""
     stages = [p.parent for p in sorted(out.glob("seed-3/*/summary.json"))]
     files = {f"{s.name}/{n}": (s / n).read_text() for s in stages for n in ("completions.jsonl", "pairs.jsonl")
              if (s / n).exists()}  # fmt: skip
@@ -73,9 +73,9 @@ def left(out: Path) -> dict[str, Any]:
     return {"files": files, "metrics": metrics, "weights": weights}
 
 
-def test_kills_between_and_inside_stages_leave_no_trace(train: Any, base: Path) -> None:
+def test_run_killed_between_and_inside_stages_resumes_exactly(train: Any, base: Path) -> None:
     assert train(RECIPE, base / "unbroken") == 0
-    expected = left(base / "unbroken")
+    expected = results_of(base / "unbroken")
     assert set(expected["weights"]) == {"start", "up.1.train", "up.2.train"}
     check_report(base / "unbroken")
     broken = base / "broken"
@@ -83,11 +83,11 @@ def test_kills_between_and_inside_stages_leave_no_trace(train: Any, base: Path) 
         assert train(RECIPE, broken, resume=number > 0, kill={"file": file}) == -signal.SIGKILL, file
     assert not (broken / "seed-3" / "up.2.train" / "summary.json").exists()
     assert train(RECIPE, broken, resume=True) == 0
-    assert left(broken) == expected
+    assert results_of(broken) == expected
 
 
 def check_report(out: Path) -> None:
-    """The table by round, and what the last round's training was told of other policies."""
+    """Check the table by round, and which other policies the last round's training used."""
     summary = json.loads((out / "summary.json").read_text())
     rows, stages = summary["rounds"]["up"], summary["seeds"]["3"]
     assert [row["round"] for row in rows] == [1, 2]
@@ -100,7 +100,7 @@ def check_report(out: Path) -> None:
     assert resolved["run"]["seed"] == rounds.seed(3, "up.2.train") != rounds.seed(3, "up.1.train")
 
 
-def test_a_finished_round_is_told_when_its_last_stage_is_done() -> None:
+def test_finished_round_is_reported_after_its_last_stage() -> None:
     names = ["start", "up.1.a", "up.1.b", "up.2.a", "up.2.b"]
     done: dict[str, Any] = {"start": {}, "up.1.a": {"accuracy": 0.25}}
     assert rounds.milestones(names, done) == []
@@ -108,8 +108,8 @@ def test_a_finished_round_is_told_when_its_last_stage_is_done() -> None:
     assert rounds.milestones(names, done) == ["up: round 1 of 2 is done  a accuracy 0.25  b loss last 0.5"]
 
 
-def test_stages_of_a_round_that_sample_draw_with_seeds_of_their_own() -> None:
-    """The first draws as where it is the only one; elsewhere, and for stages that train, names change nothing."""
+def test_sampling_stages_of_a_round_have_different_seeds() -> None:
+    """The first samples as if it were the only one; for other stages, and for training stages, names change nothing."""
     samplers = ["before", "up.1.answers", "up.1.past", "up.2.answers", "up.2.past", "after"]
     alone = {name: rounds.seed(3, name) for name in [*samplers, "up.1.train"]}
     found = {name: rounds.seed(3, name, samplers) for name in [*samplers, "up.1.train"]}
@@ -118,8 +118,8 @@ def test_stages_of_a_round_that_sample_draw_with_seeds_of_their_own() -> None:
     assert found["before"] == found["after"] == 3
 
 
-def test_names() -> None:
-    """A dot and a number in a name make rounds, whatever else stands in it."""
+def test_names_of_rounds() -> None:
+    """A dot and a number in a name make rounds, whatever the other characters are."""
     assert rounds.seed(3, "start") == 3
     found = rounds.progress([{"a.1.x": {"pairs": 4}, "a.1.half.y": {"loss_last": 1.0}, "b": {"pairs": 1}},
                              {"a.1.x": {"pairs": 6}, "a.2.x": None}])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a save costs: each file is hashed once, its time is in the metrics and counts towards `run.max_minutes`."""
+"""Cost of checkpoints: each file is hashed once, the time is in the metrics and counts towards `run.max_minutes`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Train = Callable[..., dict[str, Any]]
 
 @pytest.fixture(params=["rl", "sft"])
 def train(request: pytest.FixtureRequest, sft_recipe: Any, opened: Opened, tmp_path: Path) -> Train:
-    """Runs a recipe with these keys of `run` in the run directory `run`; returns the summary."""
+    """Return a function that runs a recipe with these keys of `run` in the run directory `run` and returns the
+    summary."""
     (tmp_path / "rewards.py").write_text("def size(completion):\n    return float(len(completion))\n")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(24)))
     base: dict[str, Any] = {
@@ -49,7 +50,7 @@ def train(request: pytest.FixtureRequest, sft_recipe: Any, opened: Opened, tmp_p
     return run
 
 
-def test_the_steps_that_are_saved_say_how_long_it_took(train: Train, tmp_path: Path) -> None:
+def test_saved_steps_report_the_time_of_the_save(train: Train, tmp_path: Path) -> None:
     summary = train(steps=3, save_every=2)
     rows = read_metrics(tmp_path / "run")
     assert [row.get("time/save", 0) > 0 for row in rows] == [False, True, True]
@@ -57,9 +58,11 @@ def test_the_steps_that_are_saved_say_how_long_it_took(train: Train, tmp_path: P
     assert summary["train_seconds"] == pytest.approx(sum(row["time/step"] for row in rows))
 
 
-def test_time_for_the_last_saves_is_kept_free(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save takes 50 s of 4 minutes: with three of them and two that are kept free, step 4 is the last one. Started
-    anew, the run has nothing left to do."""
+def test_time_limit_reserves_time_for_the_last_saves(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save takes 50 s of 4 minutes: with three saves and two reserved, step 4 is the last one. When started again,
+    the run has nothing to do."""
     count = State.count_save
     monkeypatch.setattr(State, "count_save", lambda state, _: count(state, 50.0))
     assert train(steps=500, save_every=1, max_minutes=4)["steps"] == 4
@@ -67,7 +70,7 @@ def test_time_for_the_last_saves_is_kept_free(train: Train, tmp_path: Path, monk
     assert [row["time/save"] for row in read_metrics(tmp_path / "run")] == [50.0] * 4
 
 
-def test_a_kill_between_a_save_and_its_row_leaves_no_gap(train: Train, tmp_path: Path) -> None:
+def test_kill_between_a_save_and_its_row_leaves_no_gap(train: Train, tmp_path: Path) -> None:
     train(steps=2, save_every=2)
     path = tmp_path / "run" / "metrics.jsonl"
     whole = read_metrics(path)
@@ -78,7 +81,7 @@ def test_a_kill_between_a_save_and_its_row_leaves_no_gap(train: Train, tmp_path:
     assert rows[1] == {key: value for key, value in whole[1].items() if key != "time/save"}
 
 
-def test_a_save_that_fails_leaves_the_numbers_of_its_step(
+def test_failed_save_keeps_the_metrics_of_its_step(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And closes the files, as the end of a run does."""
@@ -102,8 +105,8 @@ def test_a_save_that_fails_leaves_the_numbers_of_its_step(
 def test_every_file_of_a_checkpoint_is_hashed_once(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second time, behind the first, would read what the system still holds in memory, and say nothing of the disk:
-    that is asked before a resume."""
+    """Hashing again right after writing would read the page cache and verify nothing on disk: the disk is verified
+    before a resume."""
     hashed = list[str]()
     digest = checkpoints._sha256
     monkeypatch.setattr(checkpoints, "_sha256", lambda path: hashed.append(path.name) or digest(path))

@@ -1,4 +1,4 @@
-"""Rewards run while other rollouts are still generated, and the scores are those of a run that waited."""
+"""Rewards run while other rollouts are still generated, with the scores of a run that waits."""
 
 from __future__ import annotations
 
@@ -90,8 +90,10 @@ def metrics_of(opened: Opened, name: str, recipe: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(directory.path)]
 
 
-def test_early_scores_are_those_of_all_at_once(recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One reward reads what another says, and abstains in places."""
+def test_early_scores_equal_scores_of_all_rows_together(
+    recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reward reads another's result, which is None for some rows."""
     made = recipe([{"use": "rewards.py:digits", "weight": 0.5}, {"use": "rewards.py:short", "correct": True}])
     added: list[int] = []
     add = EarlyScoring.add
@@ -105,10 +107,10 @@ def test_early_scores_are_those_of_all_at_once(recipe: Any, opened: Opened, monk
         assert metrics_of(opened, "late", made) == early
 
 
-def test_they_run_while_the_engine_generates(
+def test_rewards_run_while_the_engine_generates(
     recipe: Any, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine goes on only after a reward was called with what it had finished."""
+    """The engine continues only after a reward was called with its finished rollouts."""
     from posttrain.rollout import hf
 
     decode, waited = hf.decode, list[bool]()
@@ -163,8 +165,8 @@ class Waits:
 """
 
 
-def test_rollouts_of_several_turns_are_scored_while_others_go_on(recipe: Any, opened: Opened, tmp_path: Path) -> None:
-    """The environments of all other prompts go on only after a reward was called for the first that finished."""
+def test_multi_turn_rollouts_are_scored_while_others_continue(recipe: Any, opened: Opened, tmp_path: Path) -> None:
+    """The environments of all other prompts continue only after a reward was called for the first finished rollout."""
     (tmp_path / "waits.py").write_text(ENVIRONMENT)
     section = recipe([{"use": "rewards.py:seen"}], stop=[*string.ascii_letters, *string.punctuation])
     values = section.model_dump(mode="json", exclude_unset=True)
@@ -175,10 +177,8 @@ def test_rollouts_of_several_turns_are_scored_while_others_go_on(recipe: Any, op
     assert row["rewards/seen/errors"] == 0
 
 
-def test_one_reward_that_hangs_costs_its_own_rows(
-    recipe: Any, opened: Opened, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Of 24 calls a step a few hang; they are counted, their rows are unscored, and the run goes on."""
+def test_hanging_reward_loses_only_its_rows(recipe: Any, opened: Opened, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of 24 calls per step a few hang; they are counted, their rows are unscored, and the run continues."""
     rows = metrics_of(opened, "run", recipe([{"use": "rewards.py:one_hangs", "timeout_s": 0.5}], max_new_tokens=9))
     counts = [row["rewards/one_hangs/timeouts"] for row in rows]
     assert len(rows) == 2 and 0 < sum(counts) <= 4
@@ -189,7 +189,7 @@ def test_one_reward_that_hangs_costs_its_own_rows(
     assert all(row["signal/share"] >= 5 / 6 for row in rows)
 
 
-def test_what_rewards_print_goes_to_a_log_of_the_run(
+def test_output_of_rewards_goes_to_a_log_of_the_run(
     recipe: Any, opened: Opened, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with opened("run") as directory:
@@ -200,7 +200,7 @@ def test_what_rewards_print_goes_to_a_log_of_the_run(
     assert said.count("about") == 1 and f"see {log}" in said
 
 
-def test_what_rewards_cost_is_told(recipe: Any, opened: Opened) -> None:
+def test_reward_time_is_reported(recipe: Any, opened: Opened) -> None:
     with opened("run") as directory:
         rl.run(recipe([{"use": "rewards.py:digits"}, {"use": "rewards.py:short", "correct": True}]), directory)
     for row in read_metrics(directory.path):
@@ -213,7 +213,7 @@ def test_what_rewards_cost_is_told(recipe: Any, opened: Opened) -> None:
 
 
 def test_throughput_of_two_ranks() -> None:
-    """Each was busy for 2 of the 4 seconds that the sum says, and scored half of the 40 rows."""
+    """Each rank was busy for 2 of the total of 4 seconds, and scored half of the 40 rows."""
     found = reward_cost_metrics({"reward": 1, "time/rewards": 4.0, "time/rewards/a": 8.0, "time/rewards/rows": 40}, 2)
     assert found == {
         **{"reward": 1, "time/rewards": 2.0, "time/rewards/rows_per_s": 20.0},
@@ -222,10 +222,8 @@ def test_throughput_of_two_ranks() -> None:
     assert reward_cost_metrics({"reward": 1}, 2) == {"reward": 1}
 
 
-def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """40 groups come at once; no worker ever has more than a twentieth of a second of them, and nothing is left."""
+def test_slow_reward_delays_submission_and_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 groups arrive together; no worker ever has more than a twentieth of a second of them, and no group remains."""
     (tmp_path / "rewards.py").write_text("import time\ndef slow(completion): return time.sleep(0.01) or 1.0\n")
     sent: list[int] = []
     send_chunk = Worker.send_chunk
@@ -234,12 +232,12 @@ def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(
         with EarlyScoring(scorer, 0) as early:
             for group in range(40):
                 early.add(group, [Sample("x" * 100_000, {})] * 4)
-        assert len(early.results()) == 40  # leaving the block waited for all: a step cannot run ahead of its rewards
+        assert len(early.results()) == 40  # leaving the block waits for all rewards: a step cannot run ahead of them
         assert sum(sent) == 160 and max(sent) <= 5
         assert all(worker.idle for worker in scorer.pool.workers)
 
 
-def test_a_broken_contract_ends_the_generation(tmp_path: Path) -> None:
+def test_invalid_reward_result_ends_the_generation(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     with Scorer([Reward(use="rewards.py:text")], Scoring(workers=1), tmp_path) as scorer:
         with EarlyScoring(scorer, 0) as early:
@@ -249,15 +247,16 @@ def test_a_broken_contract_ends_the_generation(tmp_path: Path) -> None:
             early.results()
 
 
-def test_calls_of_many_rows_wait_for_all(tmp_path: Path) -> None:
+def test_batched_rewards_wait_for_all_rows(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     scorers = [Scorer([Reward(use=f"rewards.py:{name}")], Scoring(), tmp_path) for name in ("short", "many")]
     assert [scorer.by_row for scorer in scorers] == [True, False]
 
 
 @pytest.mark.parametrize("batch_size", [5, 64])
-def test_an_engine_tells_prompts_that_are_whole(batch_size: int) -> None:
-    """Batches of five rows cut the groups of three: each prompt is told once, with the objects that are returned."""
+def test_engine_reports_each_prompt_when_complete(batch_size: int) -> None:
+    """Batches of five rows split the groups of three: each prompt is reported once, with the objects that are
+    returned."""
     from posttrain.batch import Prompt
     from posttrain.models import load as models
     from posttrain.recipe.sampling_sections import Sampling
@@ -274,8 +273,9 @@ def test_an_engine_tells_prompts_that_are_whole(batch_size: int) -> None:
     assert all(len(group) == 3 and len({r.group for r in group}) == 1 for group in told)
 
 
-def test_what_a_tool_wrote_is_not_counted_as_the_models() -> None:
-    """A length reward would punish calls with long answers, and one on repetition what a database repeats."""
+def test_tool_output_is_excluded_from_length_and_repetition_rewards() -> None:
+    """Otherwise a length reward would punish calls with long answers, and a repetition reward the repetitions of a
+    database."""
     turns = (Segment("model", (5, 6)), Segment("tool", (7, 7, 7)), Segment("model", (8,)))
     rollout = Rollout(Prompt("u", {}, "p", (1,)), 0, turns, "ab", "stop", 0)
     pieces: Any = SimpleNamespace(scorer=SimpleNamespace(busy_seconds=0.0, rewards=[]))

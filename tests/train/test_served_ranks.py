@@ -1,4 +1,4 @@
-"""Two training processes on servers that die and come while they train: the run is the one that nothing disturbs."""
+"""Two training processes on servers that die and join during training: the run equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RL: dict[str, Any] = {
 CHANGES = {"rollout/servers", "rollout/servers_lost", "rollout/servers_joined", "rollout/repeated_requests"}
 
 
-def test_a_server_that_dies_and_one_that_comes(answer: Callable[..., Any], tmp_path: Path) -> None:
-    """One of two kills itself in a request of a step, and another is named then. Every prompt has its group, every
-    completion is there once, tokens have their versions: metrics and samples are those of one process and one server.
-    """
+def test_dying_and_joining_servers_change_nothing(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """One of two servers kills itself in a request of a step, and another is added then. Every prompt has its group,
+    every completion occurs once, tokens have their versions: metrics and samples equal those of one process and one
+    server."""
     expected, drawn = run(answer, tmp_path / "alone" / "run", ranks=1, servers=1, spare=0, dies_at=None)
     rows, seeds = run(answer, tmp_path / "changing" / "run", ranks=2, servers=2, spare=1, dies_at=5)
     assert_same(rows, expected)
@@ -58,8 +58,8 @@ def test_a_server_that_dies_and_one_that_comes(answer: Callable[..., Any], tmp_p
 
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_divided_model_on_a_server(answer: Callable[..., Any], tmp_path: Path, lora: bool) -> None:
-    """Two processes hold a part of every weight. A server that comes late gets whole ones too, or the adapter."""
+def test_sharded_model_with_a_server(answer: Callable[..., Any], tmp_path: Path, lora: bool) -> None:
+    """Two processes hold a part of every weight. A server that joins late gets full weights too, or the adapter."""
     model = {"path": "tiny", **({"lora": {"rank": 4}} if lora else {})}
     expected, _ = run(answer, tmp_path / "alone" / "run", model=model, ranks=1, servers=1, spare=0, dies_at=None)
     divided = {**model, "shard": True}
@@ -69,7 +69,7 @@ def test_a_divided_model_on_a_server(answer: Callable[..., Any], tmp_path: Path,
 
 
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    """To rounding, but for what is told of servers."""
+    """Assert equality up to rounding, except for metrics about servers."""
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         for key in row.keys() - CHANGES:
@@ -87,7 +87,7 @@ def rows(tmp_path: Path) -> None:
 def run(
     answer: Callable[..., Any], output: Path, model: dict[str, Any] | None = None, **job: Any
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The metrics, and the seeds that each server was asked for."""
+    """Return the metrics, and the seeds requested from each server."""
     output.parent.mkdir()
     recipe = json.loads(json.dumps({**RL, "model": model or RL["model"]}))
     found = answer("served", recipe=recipe, base_dirs=[str(output.parent.parent)], output=str(output), resume=False,

@@ -1,6 +1,6 @@
-"""`posttrain serve` for real, used by two training processes: one vLLM is killed within a step, another comes.
+"""Real `posttrain serve` processes used by two training processes: one vLLM is killed within a step, another joins.
 
-As test_served_ranks.py, where stand-ins draw and the numbers can be compared with a run that nothing disturbs.
+As test_served_ranks.py, where stand-ins sample and the metrics can be compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def folder(tmp_path: Path, small: Path) -> Path:  # noqa: F811
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "digits.py").write_text(DIGITS)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(20)))
-    (tmp_path / "servers.txt").write_text("http://127.0.0.1:1\n")  # for `serve`, which only looks whether it is one
+    (tmp_path / "servers.txt").write_text("http://127.0.0.1:1\n")  # for `serve`, which only checks that it is a recipe
     return tmp_path
 
 
 @pytest.fixture
 def servers(folder: Path) -> Iterator[list[tuple[int, subprocess.Popen[bytes]]]]:
-    """(port, `posttrain serve`) of three, ready."""
+    """(port, `posttrain serve` process) of three ready servers."""
     environment = {**os.environ, "POSTTRAIN_SERVER_TOKEN": "the key of this test"}
     started = []
     try:
@@ -95,7 +95,7 @@ def servers(folder: Path) -> Iterator[list[tuple[int, subprocess.Popen[bytes]]]]
 
 
 def vllm_of(serve: subprocess.Popen[bytes]) -> int:
-    """The process that `posttrain serve` has started."""
+    """Return the vLLM process started by `posttrain serve`."""
     children = Path(f"/proc/{serve.pid}/task/{serve.pid}/children").read_text().split()
     return next(int(pid) for pid in children if b"vllm_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
@@ -105,8 +105,10 @@ def rows_so_far(output: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def test_one_is_killed_and_another_comes(folder: Path, servers: list[tuple[int, subprocess.Popen[bytes]]]) -> None:
-    """The run ends as it should: of each prompt the whole group, each completion once, of the version of its step."""
+def test_run_survives_a_killed_server_and_uses_a_new_one(
+    folder: Path, servers: list[tuple[int, subprocess.Popen[bytes]]]
+) -> None:
+    """Each prompt has its whole group, and each completion occurs once, with the version of its step."""
     urls = [f"http://127.0.0.1:{port}" for port, _ in servers]
     (folder / "servers.txt").write_text("\n".join(urls[:2]) + "\n")
     output, (port,) = folder / "run", free_ports(1)

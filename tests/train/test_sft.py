@@ -1,4 +1,5 @@
-"""Supervised fine-tuning on `tiny`: values of a loop written by hand, micro-batches, packing, every way to stop."""
+"""Supervised fine-tuning on `tiny`: comparison with a hand-written loop, micro-batches, packing, and all ways to
+stop."""
 
 from __future__ import annotations
 
@@ -52,9 +53,10 @@ def test_the_loss_falls_and_the_final_model_loads(sft_recipe, opened, tmp_path):
     assert not torch.equal(reloaded.model.lm_head.weight, start.model.lm_head.weight)
 
 
-def test_values_equal_those_of_a_loop_written_by_hand(sft_recipe, rows_of, tmp_path):
-    """4 steps: cross-entropy summed over trained tokens / their number in the step, clipping at 1, AdamW with decay on
-    matrices only, linear warm-up over 2 steps (factors 1/3, 2/3) and then a linear schedule to step 4 (1, 1/2)."""
+def test_metrics_equal_a_hand_written_loop(sft_recipe, rows_of, tmp_path):
+    """4 steps: cross-entropy summed over trained tokens / their number in the step, clipping at 1, AdamW with weight
+    decay on matrices only, linear warm-up over 2 steps (factors 1/3, 2/3) and then a linear schedule to step 4 (1,
+    1/2)."""
     optim = {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "warmup_steps": 2, "schedule": "linear"}
     recipe = sft_recipe(run={"steps": 4}, optim=optim)
     rows = rows_of(sft.run, recipe)
@@ -86,21 +88,21 @@ def test_values_equal_those_of_a_loop_written_by_hand(sft_recipe, rows_of, tmp_p
 
 
 def summed_nll(model: Any, example: Example) -> torch.Tensor:
-    """One row alone, no padding: minus the log-probs of its trained tokens, from the model's own logits."""
+    """Return minus the log-probs of the row's trained tokens from the model's own logits, without padding."""
     ids = torch.tensor([example.ids])
     logits = model(input_ids=ids).logits[0, :-1]
     keep = torch.tensor(example.trained[1:])
     return cross_entropy(logits[keep], ids[0, 1:][keep], reduction="sum")
 
 
-def test_labels_hold_trained_tokens_only():
+def test_labels_contain_only_trained_tokens():
     data = sft.dataset([Example("a", (5, 6, 7), (False, True, False)), Example("b", (8, 9), (False, True))])
     assert data["labels"][:] == [[-100, 6, -100], [-100, 9]]
     assert data["input_ids"][:] == [[5, 6, 7], [8, 9]]
 
 
-def test_what_is_not_trained_on_has_no_loss(sft_recipe, rows_of):
-    """With train_on: all the prompt counts too, so loss and token count must differ from the default."""
+def test_untrained_tokens_have_no_loss(sft_recipe, rows_of):
+    """With train_on: all the prompt counts too, so loss and token count differ from the default."""
     masked = rows_of(sft.run, sft_recipe(run={"steps": 1}), "masked")
     everything = rows_of(sft.run, sft_recipe(run={"steps": 1}, data={"train_on": "all"}), "all")
     assert masked[0]["trained_ratio"] < 0.6 < everything[0]["trained_ratio"]
@@ -122,7 +124,7 @@ def test_packed_equals_padded(sft_recipe, rows_of, attention):
 
 
 @pytest.mark.parametrize("with_borders", [True, False])
-def test_a_packed_row_does_not_see_the_others(sft_recipe, tmp_path, monkeypatch, with_borders):
+def test_packed_rows_do_not_attend_to_each_other(sft_recipe, tmp_path, monkeypatch, with_borders):
     """Both ways to pack: with our attention, and with the mask that transformers derives from position_ids."""
     monkeypatch.setattr(sft, "use_packed_attention", sft.use_packed_attention if with_borders else lambda _: False)
     loaded = models.load(sft_recipe().model, tmp_path, seed=0)
@@ -139,7 +141,7 @@ def test_a_packed_row_does_not_see_the_others(sft_recipe, tmp_path, monkeypatch,
 
 
 def test_packing_in_chunks_of_attention_is_refused(tmp_path):
-    """Llama 4 attends within chunks, and they begin where the line begins: far below their size rows are exact."""
+    """Llama 4 attends within chunks that start where the line starts: only rows far below the chunk size are exact."""
     base = save_family(
         "llama4_text", tmp_path / "base", attention_chunk_size=8192, layer_types=["chunked_attention"] * 2
     )
@@ -163,8 +165,8 @@ def test_packing_that_leaks_is_refused(sft_recipe, tmp_path):
     sft.check_packing(loaded, sft.make_packing_collator(loaded), examples)
 
 
-def test_rows_are_ordered_by_length_only_where_a_step_has_several_forward_passes():
-    """In one pass an order changes nothing but the rounding, and with it what a later stage is trained from."""
+def test_rows_are_sorted_by_length_only_with_several_micro_batches():
+    """In one forward pass the order changes only the rounding, and with it the model that a later stage starts from."""
     lengths = [(7 * row) % 20 for row in range(20)]
     order = functools.partial(load_balancing.sort_by_length, lengths)
     drawn = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0))
@@ -173,7 +175,7 @@ def test_rows_are_ordered_by_length_only_where_a_step_has_several_forward_passes
     assert [lengths[row] for row in several[:10]] == sorted((lengths[row] for row in drawn[:10]), reverse=True)
 
 
-def test_epochs_see_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of):
+def test_epochs_contain_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of):
     """20 rows, 2 passes, 12 a step: steps of 12, 12, 12 and 4 rows; each pass has each row once."""
     recipe = sft_recipe(run={"steps": None, "epochs": 2}, batch={"size": 12})
     plan = row_plan(recipe, 20)
@@ -191,7 +193,7 @@ def test_plan_of_steps(sft_recipe):
     assert row_plan(sft_recipe(batch={"size": 6, "micro_size": None}), 20) == RowPlan(rows=36, size=6, micro=6)
 
 
-def test_lora_trains_the_adapter_alone_and_dropout_is_drawn_from_the_seed(sft_recipe, rows_of):
+def test_lora_trains_only_the_adapter_with_seeded_dropout(sft_recipe, rows_of):
     model = {"path": "tiny", "lora": {"rank": 4, "dropout": 0.3}}
     first = rows_of(sft.run, sft_recipe(model=model), "a")
     assert first == rows_of(sft.run, sft_recipe(model=model), "b")
@@ -216,8 +218,8 @@ def test_nf4_base_trains_an_adapter_in_float32(sft_recipe, opened, tmp_path):
 # --- stopping
 
 
-def test_ctrl_c_saves_and_a_resumed_run_equals_an_unbroken_one(sft_recipe, opened, rows_of, monkeypatch):
-    """Packed, so that this path resumes too; the signal comes within step 4."""
+def test_run_stopped_by_ctrl_c_resumes_exactly(sft_recipe, opened, rows_of, monkeypatch):
+    """Packed, so that this path resumes too; the signal arrives within step 4."""
     recipe = sft_recipe(batch={"packing": True}, run={"steps": 7})
     unbroken = rows_of(sft.run, recipe, "unbroken")
     steps = iter(range(1, 99))
@@ -244,8 +246,8 @@ def test_resuming_a_finished_run_only_saves_the_model_again(sft_recipe, rows_of,
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
-def test_a_resumed_run_cannot_take_steps_back(sft_recipe, rows_of, tmp_path):
-    """It ended as if all were well, with more steps than were asked for."""
+def test_resume_with_fewer_steps_than_done_raises(sft_recipe, rows_of, tmp_path):
+    """It once ended as if successful, with more steps than requested."""
     rows_of(sft.run, sft_recipe(run={"steps": 3}))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError, match="3 steps are done already, and 1 is asked for"):
@@ -261,14 +263,14 @@ def test_max_minutes_stops_cleanly_with_a_model(sft_recipe, opened, tmp_path):
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
-def test_checkpoints_are_kept_as_asked_and_log_every_thins_the_metrics(sft_recipe, opened, tmp_path):
+def test_number_of_kept_checkpoints_and_log_every(sft_recipe, opened, tmp_path):
     with opened() as directory:
         sft.run(sft_recipe(run={"save_every": 2, "keep_checkpoints": 2, "steps": 7, "log_every": 3}), directory)
         assert [p.name for p in sorted(directory.checkpoints.iterdir())] == ["step-00000006", "step-00000007"]
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [3, 6, 7]
 
 
-def test_a_nan_loss_stops_before_the_update(sft_recipe, opened, tmp_path):
+def test_nan_loss_stops_before_the_update(sft_recipe, opened, tmp_path):
     """The hidden states turn NaN in step 2; the checkpoint of step 1 stays."""
     recipe = sft_recipe(batch={"micro_size": 8}, run={"save_every": 1})
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
@@ -288,7 +290,7 @@ def test_a_nan_loss_stops_before_the_update(sft_recipe, opened, tmp_path):
     assert all(torch.isfinite(p).all() for p in loaded.model.parameters())
 
 
-def test_a_non_finite_gradient_is_named(sft_recipe, opened, tmp_path):
+def test_non_finite_gradient_is_named(sft_recipe, opened, tmp_path):
     recipe = sft_recipe()
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
     examples = prepare_examples(recipe.data, loaded.tokenizer, tmp_path).items
@@ -320,8 +322,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("small_disk")
 @pytest.mark.parametrize("checked_first", [True, False])
-def test_a_full_disk_keeps_the_last_checkpoint(sft_recipe, opened, monkeypatch, checked_first):
-    """Both where the space is asked for before writing, and where writing itself fails."""
+def test_full_disk_keeps_the_last_checkpoint(sft_recipe, opened, monkeypatch, checked_first):
+    """Both if the free space is checked before writing, and if writing itself fails."""
     if not checked_first:
         monkeypatch.setattr(checkpoints, "require_space", lambda *_: None)
     with opened("small/run") as directory:
@@ -342,7 +344,7 @@ def test_rows_longer_than_the_window_are_refused(sft_recipe, tmp_path):
         hf_trainer.check_window(loaded, "3", 2049)
 
 
-def test_a_gpu_without_memory_is_told_with_what_to_change(sft_recipe, opened, monkeypatch):
+def test_out_of_memory_error_has_advice(sft_recipe, opened, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -1,4 +1,4 @@
-"""Objectives of SFT on `tiny`: each trains through the stage; what they have in common with plain cross-entropy."""
+"""SFT objectives on `tiny`: each trains through the stage, and properties shared with cross-entropy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def answers(tmp_path: Path, sft_recipe: Any) -> Any:
-    """Recipes on rows with a thought and an answer."""
+    """Return recipes on rows with a thought and an answer."""
     rows = [{"prompt": f"{i}+1", "completion": f"<think>{i}.</think><answer>{i + 1}</answer>"} for i in range(20)]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -39,19 +39,19 @@ def answers(tmp_path: Path, sft_recipe: Any) -> Any:
     return make
 
 
-def test_every_objective_is_run_here() -> None:
+def test_all_objectives_are_tested() -> None:
     assert registry.load_index()["token_weight"].keys() <= OBJECTIVES.keys()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_each_trains_five_steps(answers: Any, rows_of: Any, name: str) -> None:
+def test_objective_trains_five_steps(answers: Any, rows_of: Any, name: str) -> None:
     rows = rows_of(sft.run, answers(**OBJECTIVES[name]), name)
     assert len(rows) == 5
     loss = "cross_entropy" if "cross_entropy" in rows[0] else "loss"
     assert rows[-1][loss] < rows[0][loss]
 
 
-def test_weights_of_one_are_plain_cross_entropy(answers: Any, rows_of: Any) -> None:
+def test_weights_of_one_equal_cross_entropy(answers: Any, rows_of: Any) -> None:
     """action_aware with factors 1, through the weighted sum, against the trainer's own loss."""
     plain = rows_of(sft.run, answers(), "plain")
     ones = {"use": "action_aware", "action_weight": 1.0, "ground_weight": 1.0}
@@ -63,7 +63,7 @@ def test_weights_of_one_are_plain_cross_entropy(answers: Any, rows_of: Any) -> N
 
 
 @pytest.mark.parametrize("name", ["ce", "dft", "pear", "action_aware", "thought_dropout"])
-def test_neither_micro_batches_nor_packing_change_a_number(answers: Any, rows_of: Any, name: str) -> None:
+def test_micro_batches_and_packing_change_nothing(answers: Any, rows_of: Any, name: str) -> None:
     changes = OBJECTIVES[name]
     whole = rows_of(sft.run, answers(**changes, batch={"size": 8, "micro_size": 8}), "whole")
     small = rows_of(sft.run, answers(**changes, batch={"size": 8, "micro_size": 2}), "small")
@@ -74,9 +74,9 @@ def test_neither_micro_batches_nor_packing_change_a_number(answers: Any, rows_of
                 assert row[key] == pytest.approx(other[key], rel=2e-4), (row["step"], key)
 
 
-def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vocabulary is gone over for a few tokens at a time, as in `rl`: with 32k tokens in a forward pass and 150k
-    words, logits of all would be 20 GB in float32 alone."""
+def test_weighted_tokens_are_computed_in_chunks(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `rl`: with 32k tokens in a forward pass and a vocabulary of 150k, full logits would take 20 GB in
+    float32."""
     whole = rows_of(sft.run, answers(objective={"use": "dft"}), "whole")
     at_once: list[int] = []
     forward = logprobs.Head.forward
@@ -89,24 +89,24 @@ def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monke
         assert row == {key: pytest.approx(other[key], rel=2e-4) for key in row}
 
 
-def test_a_head_that_is_not_understood_is_refused(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `rl`: logits that the architecture changes behind its head would be weighed by other probabilities."""
+def test_unsupported_output_head_is_refused(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `rl`: logits that the architecture changes after its head would be weighted by other probabilities."""
     monkeypatch.setattr(logprobs.Head, "forward", lambda self, hidden: 1.1 * self.project(hidden))
     monkeypatch.setattr(logprobs.Head, "plain_weight", property(lambda _: None))
     with pytest.raises(NonFiniteError, match="nats from its own logits"):
         rows_of(sft.run, answers(objective={"use": "dft"}), "scaled")
 
 
-def test_a_divisor_below_one_is_the_divisor(answers: Any, rows_of: Any, tmp_path: Path) -> None:
-    """Weights of 0.001 that sum to less than 1 in a step: divided by their sum, they are plain cross-entropy."""
+def test_weights_summing_to_less_than_one_are_divided_by_their_sum(answers: Any, rows_of: Any, tmp_path: Path) -> None:
+    """Weights of 0.001 that sum to less than 1 in a step: divided by their sum, they equal cross-entropy."""
     (tmp_path / "small.py").write_text("def small(rows):\n    return rows.mask * 1e-3\n")
     plain = rows_of(sft.run, answers(), "plain")
     small = rows_of(sft.run, answers(objective={"use": "small.py:small", "divide_by": "weights"}), "small")
     assert [row["loss"] for row in small] == pytest.approx([row["loss"] for row in plain], rel=1e-4)
 
 
-def test_the_author_has_no_revision_of_the_policys(answers: Any) -> None:
-    """model.revision is that of the hub model that is trained; the author is another model, here a local one."""
+def test_author_model_ignores_the_policys_revision(answers: Any) -> None:
+    """model.revision belongs to the trained hub model; the author is another model, here a local one."""
     from posttrain.models import tiny
 
     hub = {"path": "someone/something", "revision": "v2"}
@@ -115,7 +115,7 @@ def test_the_author_has_no_revision_of_the_policys(answers: Any) -> None:
     assert author.source == "tiny"
 
 
-def test_rows_that_cannot_be_trained_on_are_told_before_a_model_is_loaded(
+def test_untrainable_rows_raise_before_the_model_is_loaded(
     answers: Any, rows_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": "1", "completion": "2" * 99}))
@@ -124,14 +124,14 @@ def test_rows_that_cannot_be_trained_on_are_told_before_a_model_is_loaded(
         rows_of(sft.run, answers(data={"source": "none.jsonl", "max_length": 20}), "none")
 
 
-def test_action_weights_by_hand(answers: Any, rows_of: Any) -> None:
+def test_action_weights(answers: Any, rows_of: Any) -> None:
     """Trained: <think> i . </think> <answer> i+1 </answer> EOS. A factor 3 on the digits inside the answer only."""
     row = rows_of(sft.run, answers(**OBJECTIVES["action_aware"], run={"steps": 1}, data={"shuffle": False}), "one")[0]
     # rows 0..7: 8 tokens each (characters as tokens), of which one is a digit inside the answer: (7 + 3) / 8
     assert row["token_weight"] == pytest.approx(10 / 8)
 
 
-def test_the_authors_log_probs_are_computed_once(
+def test_author_log_probs_are_computed_once(
     answers: Any, rows_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The author is the model that is trained, so in the first step every ratio is 1: with gamma 1, plain SFT.
@@ -158,7 +158,7 @@ def test_the_authors_log_probs_are_computed_once(
     assert further == rows_of(sft.run, answers(objective=objective, run={"steps": 7}), "unbroken")
 
 
-def test_messages_that_are_not_to_be_learnt(answers: Any, tmp_path: Path, rows_of: Any) -> None:
+def test_messages_with_train_false_are_masked(answers: Any, tmp_path: Path, rows_of: Any) -> None:
     """Two assistant turns of one token, the first with `train: false`: its token and end of turn are not trained on."""
     turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
     for name, flag in (("both", {}), ("one", {"train": False})):
@@ -183,8 +183,8 @@ def test_messages_that_are_not_to_be_learnt(answers: Any, tmp_path: Path, rows_o
         rows_of(sft.run, answers(data={"source": "none.jsonl"}, batch=batch, run=run), "none")
 
 
-def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
-    """10 steps, 4 of decay: constant for 6, continuous there, never rising, min_lr behind the end."""
+def test_stable_decay_schedule_ends_at_min_lr() -> None:
+    """10 steps, 4 of decay: constant for 6, continuous there, never rising, min_lr after the end."""
     from posttrain.recipe.training_sections import Optim
 
     section = Optim(lr=1.0, schedule="stable_decay", decay_steps=4, min_lr=0.1)
@@ -194,8 +194,8 @@ def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
     assert optim.stable_decay(3, stable_steps=3, decay_steps=0, lr=1.0, min_lr=0.5) == 0.5
 
 
-def test_a_warm_up_below_one_is_a_share_of_the_updates() -> None:
-    """0.1 of 25 updates are 3, counted up; each update then has the rate of `warmup_steps: 3`."""
+def test_warm_up_below_one_is_a_share_of_the_updates() -> None:
+    """0.1 of 25 updates is 3, rounded up; each update then has the rate of `warmup_steps: 3`."""
     from posttrain.recipe.training_sections import Optim
 
     share, steps = (Optim(lr=1.0, schedule="cosine", warmup_steps=warmup) for warmup in (0.1, 3))
@@ -204,8 +204,8 @@ def test_a_warm_up_below_one_is_a_share_of_the_updates() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "stable_decay"])
-def test_every_schedule_warms_up_alike(schedule: str) -> None:
-    """3 steps: 1/4, 2/4 and 3/4 of the peak, which comes behind them. stable_decay had it in the third."""
+def test_all_schedules_have_the_same_warm_up(schedule: str) -> None:
+    """3 steps: 1/4, 2/4 and 3/4 of the peak, which follows them. stable_decay once reached it in the third."""
     from posttrain.recipe.training_sections import Optim
 
     section = Optim(lr=0.2, schedule=schedule, warmup_steps=3)
@@ -222,13 +222,13 @@ def test_every_schedule_warms_up_alike(schedule: str) -> None:
         ({"objective": {"use": "dtf"}}, "did you mean `dft`"),
     ],
 )
-def test_what_does_nothing_or_is_missing_is_told(answers: Any, changes: dict[str, Any], match: str) -> None:
+def test_unused_or_missing_settings_raise(answers: Any, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         answers(**changes)
 
 
-def test_inspect_shows_what_a_token_counts(answers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The digit of the answer 1 counts three times, everything else once, and the prompt not at all."""
+def test_inspect_shows_token_weights(answers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The digit of the answer 1 counts three times, every other token once, and the prompt not at all."""
     from posttrain.cli.data import show
     from posttrain.data.inspect import inspect
     from posttrain.models import tiny
@@ -247,8 +247,9 @@ def test_inspect_shows_what_a_token_counts(answers: Any, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("name", ["dft", "pear"])
-def test_inspect_shows_weights_that_follow_the_model(answers: Any, name: str) -> None:
-    """dft: the start's own probabilities. pear with the start as author: gamma^left, taken at the end of each block."""
+def test_inspect_shows_model_dependent_weights(answers: Any, name: str) -> None:
+    """dft: the initial model's probabilities. pear with the initial model as author: gamma^(tokens to the end), at the
+    end of each block."""
     from posttrain.data.prepare import prepare_examples
     from posttrain.models import tiny
     from posttrain.train.sft_objective import example_weights
@@ -267,7 +268,7 @@ def test_inspect_shows_weights_that_follow_the_model(answers: Any, name: str) ->
     assert own == pytest.approx([0.9**count for count in left], rel=1e-4)
 
 
-def test_inspect_loads_no_model_for_weights_that_follow_none(answers: Any) -> None:
+def test_inspect_loads_no_model_for_model_independent_weights(answers: Any) -> None:
     from posttrain.cli.data import _make_token_weights
 
     with pytest.raises(UserError, match="no token weights of this recipe depend on the model"):

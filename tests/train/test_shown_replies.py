@@ -1,5 +1,5 @@
-"""Tools and environments that show images: the next turn sees them, the trainer reads the whole transcript with all of
-them in order, and none of their tokens is trained on."""
+"""Tools and environments that show images: the next turn sees them, the trainer reads the whole transcript with all
+images in order, and none of their tokens is trained on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAMPLING = Sampling(max_new_tokens=400, turn_tokens=5, max_turns=3, stop=list("a
 
 
 class Gallery:
-    """Shows a picture after each turn: its number, by what was written, and a text on one side of it."""
+    """Environment that shows a picture after each turn, chosen by the turn's text, with a text on one side of it."""
 
     def reset(self, row: Any) -> None:
         assert row["prompt"]
@@ -66,7 +66,7 @@ def seeing(request: Any, tmp_path: Path) -> LoadedModel:
 
 
 def prompts_of(loaded: LoadedModel) -> list[Prompt]:
-    """With an image, and without."""
+    """Return prompts with an image and without."""
     reader, tokenizer = loaded.images, loaded.tokenizer
     assert reader is not None
     image = probe_image()
@@ -88,9 +88,9 @@ def visits(loaded: LoadedModel, n: int) -> list[Rollout]:
     return found
 
 
-def test_a_transcript_with_images_between_turns_is_trained_as_it_was_sampled(seeing: LoadedModel) -> None:
-    """Log-probs of the engine, which saw each turn's images when it sampled the turn, are those of one pass over the
-    whole transcript, padded and packed. Other pictures behind the first turn change the turns behind them alone."""
+def test_transcript_with_images_has_equal_log_probs_in_engine_and_trainer(seeing: LoadedModel) -> None:
+    """Log-probs of the engine, which saw each turn's images when it sampled the turn, equal those of one pass over the
+    whole transcript, padded and packed. Other images after the first turn change only the following turns."""
     found = visits(seeing, 3)
     assert seeing.images is not None
     feature, rows = seeing.images.feature_id, sequences_of(found)
@@ -133,13 +133,13 @@ def test_a_transcript_with_images_between_turns_is_trained_as_it_was_sampled(see
             assert gap[:before].max() < 1e-5 < gap[-len(r.segments[-1].ids) :].max()
 
 
-def test_a_rollout_with_images_reads_back_from_a_checkpoint(seeing: LoadedModel) -> None:
+def test_rollout_with_images_is_restored_from_a_checkpoint(seeing: LoadedModel) -> None:
     for r in visits(seeing, 1):
         assert rollout_from_dict(json.loads(json.dumps(rollout_to_dict(r))), r.prompt) == r
 
 
 def crops(loaded: LoadedModel, words: list[str], row: dict[str, Any], **limits: Any) -> Rollout:
-    """The rollout of a model that writes these turns, with the tool `crop`."""
+    """Return the rollout of a model that writes these turns, with the tool `crop`."""
     tokenizer, turns = loaded.tokenizer, iter(words)
     caller = Caller(load_tools([Tool(use="crop", params={"min_pixels": 1})], Path.cwd()), 1)
     engine = TurnEngine(
@@ -161,8 +161,8 @@ def call(box: list[float], number: int = 1) -> str:
     return f"<tool_call>{json.dumps({'name': 'crop', 'arguments': {'bbox_2d': box, 'image': number}})}</tool_call>"
 
 
-def test_crop_shows_a_part_of_the_rows_image_and_of_what_it_has_shown(tmp_path: Path) -> None:
-    """The right half of a picture of which that is blue; of this the upper half; then a box that is none."""
+def test_crop_applies_to_the_rows_image_and_to_earlier_crops(tmp_path: Path) -> None:
+    """The right half of an image with a blue half; the upper half of that crop; then an invalid box."""
     loaded = load(Model(path="tiny-vision"), tmp_path)
     picture = Pillow.new("RGB", (32, 16), "red")
     picture.paste((0, 0, 255), (16, 0, 32, 16))
@@ -177,15 +177,15 @@ def test_crop_shows_a_part_of_the_rows_image_and_of_what_it_has_shown(tmp_path: 
     assert "left before its right" in results[2].result and "no image 7" in results[3].result
 
 
-def test_a_model_that_reads_none_is_shown_none(tmp_path: Path) -> None:
+def test_text_model_with_image_tools_is_refused(tmp_path: Path) -> None:
     loaded = load(Model(path="tiny"), tmp_path)
     row = {"prompt": "abc", "images": [probe_image().source]}
     with pytest.raises(ToolError, match="the model takes no images"):
         crops(loaded, [call([0, 0, 900, 900]), "done"], row)
 
 
-def test_what_is_annotated_to_show_none_shows_none(tmp_path: Path) -> None:
-    """Else a run that cannot take images would meet one in the middle."""
+def test_tool_annotated_as_text_only_must_not_return_images(tmp_path: Path) -> None:
+    """Otherwise a run without image support would get an image during training."""
     loaded = load(Model(path="tiny-vision"), tmp_path)
     (tmp_path / "own.py").write_text(
         "from PIL import Image\n\n\ndef draw(x: int) -> str:\n"
@@ -243,8 +243,8 @@ def test_rl_in_an_environment_that_shows_images_resumes_exactly(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["adaptvision", "pixel_reasoner"])
-def test_a_model_that_crops_trains_three_steps(algorithm: str, tmp_path: Path, cli: Any) -> None:
-    """After SFT on a few traces with calls; the reward of the part that is asked for is not the same for all rows."""
+def test_model_with_the_crop_tool_trains_three_steps(algorithm: str, tmp_path: Path, cli: Any) -> None:
+    """After SFT on a few traces with calls; the reward for the requested region differs between rows."""
     cards = {"levels": [1], "distinct": False, "colours": ["red", "blue"], "template": "{colour}?"}
     task = {"task": "fine_lines", "params": cards}
     pictures = str(shipped_folder("recipes") / "vision" / "pictures.py")

@@ -1,4 +1,4 @@
-"""Rollouts of older weights on a real vLLM: which weights sampled each token, the schedule, resuming. One engine."""
+"""Rollouts of older weights on a real vLLM: the weights that sampled each token, the schedule, resuming. One engine."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Runs:
             self.weights[state.step] = copy.deepcopy(ctx.loaded.model)
 
         monkeypatch.setattr(assemble, "make_engine", make_once)
-        for module in (collect, rollout_source):  # drawn when the step begins, and ahead
+        for module in (collect, rollout_source):  # sampled when the step starts, and ahead
             monkeypatch.setattr(module, "advance_state", taking)
 
     def run(self, name: str, *, apart: bool = True, resume: bool = False, **rollout: Any) -> list[dict[str, Any]]:
-        """The metrics of a run, without times."""
+        """Return the metrics of a run, without times."""
         self.taken, self.weights, self.apart = [], {}, apart
         values = {
             "stage": "rl",
@@ -92,7 +92,8 @@ class Runs:
         return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(directory.path)]
 
     def largest_gap(self) -> float:
-        """Largest |engine - trainer| log-prob of the newest run's tokens, each under the weights of its version."""
+        """Return the largest |engine - trainer| log-prob difference of the newest run's tokens, each under the weights
+        of its version."""
         gaps = []
         for r in (r for rollouts in self.taken for r in rollouts):
             ids, start = torch.tensor([r.prompt.ids + r.ids]), len(r.prompt.ids) - 1
@@ -128,9 +129,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, opened: Any) -> Iterat
             made.close()
 
 
-def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_have_the_log_prob_of_their_weights(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for staleness in (0, 1, 4):
         straight = runs.run(f"stale {staleness}", staleness=staleness)
         expected = [{max(0, t - staleness)} for t in range(STEPS)]
@@ -147,16 +146,16 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
         shutil.rmtree(checkpoints.folder_for(tmp_path / "stale 4" / "checkpoints", step))
     assert runs.run("stale 4", staleness=4, resume=True) == straight
 
-    begin_behind_updates(runs.engine, monkeypatch, staleness=4)
+    start_after_updates(runs.engine, monkeypatch, staleness=4)
     mixed = runs.run("partial", staleness=4, partial=True, max_new_tokens=400)
     assert sum(row["rollout/mixed_versions"] for row in mixed) > 0
     assert max(len(set(r.versions)) for rollouts in runs.taken for r in rollouts) > 1
     assert runs.largest_gap() < 1e-4
 
 
-def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, staleness: int) -> None:
-    """Rollouts that step t begins, but for the first step's, begin at the end of its update: the next sync, which waits
-    for that, finds them in their middle."""
+def start_after_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, staleness: int) -> None:
+    """Delay the start of rollouts, except the first step's, to the end of the update: the next sync, which waits for
+    that, then comes in their middle."""
     update, generate_batch, sync = rl.update, engine.generate_batch, engine.sync
     ended, begun = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
     calls = itertools.count()
@@ -173,7 +172,7 @@ def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, stalen
         return generate_batch(batch)
 
     def syncing(model: Any, version: int) -> None:
-        step = version - 1  # whose rollouts are those of step + staleness, if there is one
+        step = version - 1  # generates rollouts of step + staleness, if there is such a step
         if step > 0 and step + staleness < STEPS:
             assert begun[step].wait(60)
             time.sleep(0.1)  # some tokens

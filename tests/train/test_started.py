@@ -1,4 +1,4 @@
-"""What ranks are compared by before anything begins: a copy elsewhere is the same, and what differs is named."""
+"""Comparison of ranks before the start: equal copies elsewhere pass, and differences are named."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def facts(folder: Path, **changes: Any) -> dict[str, str]:
 
 
 def damage(path: Path) -> None:
-    """One bit of its last byte."""
+    """Flip one bit of the file's last byte."""
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def test_what_differs_is_named(here: Path, tmp_path: Path) -> None:
+def test_differences_between_ranks_are_named(here: Path, tmp_path: Path) -> None:
     for file, keys in {
         "mine.py": ["rewards[0].use", "rewards[2].use", "loss.use"],
         "a": ["rewards[2].params.path"],
@@ -74,7 +74,7 @@ def test_what_differs_is_named(here: Path, tmp_path: Path) -> None:
     }.items():
         there = tmp_path / "there"
         shutil.copytree(here, there)
-        (there / "model" / ".lock").touch()  # nobody's business
+        (there / "model" / ".lock").touch()  # not compared
         assert facts(there) == facts(here)
         damage(there / file)
         before, after = facts(here), facts(there)
@@ -82,15 +82,16 @@ def test_what_differs_is_named(here: Path, tmp_path: Path) -> None:
         shutil.rmtree(there)
 
 
-def test_values_are_compared_and_where_rank_0_writes_is_not(here: Path) -> None:
+def test_values_are_compared_but_not_the_output_path(here: Path) -> None:
     before = facts(here)
     after = facts(here, optim={"lr": 1e-3}, run={"steps": 1, "output": "elsewhere"})
     assert [key for key in before if before[key] != after[key]] == ["optim.lr"]
     assert {"posttrain", "torch", "transformers", "run.seed"} <= before.keys()
 
 
-def test_data_are_read_as_a_whole(here: Path) -> None:
-    """Of a model's weights a part is enough, which changes as a whole; a row of data may be edited in place."""
+def test_data_files_are_compared_completely(here: Path) -> None:
+    """A part of a model file is enough, because training changes all of it; a single row of data may be edited in
+    place."""
     rows = here / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i:06}", "answer": "2"}) + "\n" for i in range(120_000)))
     assert rows.stat().st_size > launch_fingerprint.LARGE

@@ -1,4 +1,4 @@
-"""Formulas of a step's time against numbers by hand, and against the runs that were measured."""
+"""Step-time formulas: hand-computed values, and comparison with measured runs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ SMOL = Shape(134_515_008, 106_168_320, 30, 576, 576, 192, 1536, 49152)
 QWEN = Shape(1_385_838_080, 1_310_195_712, 28, 1536, 1536, 256, 8960, 49152)
 
 
-def test_an_update_by_hand() -> None:
-    """Rows of 10 + 10 tokens, two a rank: 40 tokens; a forward pass is 2 * 1000 + 2 * 2 * 10 * 20 = 2800 FLOP, three
-    times: 336,000 FLOP at 500,000 a second. With checkpointing four times, under an adapter two and a half."""
+def test_time_of_an_update() -> None:
+    """Rows of 10 + 10 tokens, two per rank: 40 tokens; a forward pass is 2 * 1000 + 2 * 2 * 10 * 20 = 2800 FLOP, three
+    times: 336,000 FLOP at 500,000 per second. With checkpointing four times, with an adapter two and a half."""
     assert update_seconds(SHAPE, STEP, PLAIN) == pytest.approx(0.672)
     assert update_seconds(SHAPE, replace(STEP, checkpointing=True), PLAIN) == pytest.approx(0.896)
     assert update_seconds(replace(SHAPE, adapter=10), STEP, PLAIN) == pytest.approx(0.56)
     assert update_seconds(SHAPE, replace(STEP, passes=1.0), PLAIN) == pytest.approx(0.896)
 
 
-def test_bytes_by_hand() -> None:
-    """Two micro-batches of a row: weights come four times, (2*800 + 4*200) * 3/4 = 1800 bytes, and gradients go twice,
-    4000 * 3/4. Two groups of two: 1200 and 2000, and 8 bytes of half the weights * 1/2 between copies. Whole models: a
-    ring of four."""
+def test_communicated_bytes() -> None:
+    """Two micro-batches of a row: weights are gathered four times, (2*800 + 4*200) * 3/4 = 1800 bytes, and gradients
+    reduced twice, 4000 * 3/4. Two groups of two: 1200 and 2000, and 8 bytes of half the weights * 1/2 between replicas.
+    Whole models: a ring of four."""
     assert micro_batches(STEP, PLAIN) == 2
     assert update_bytes(SHAPE, STEP, PLAIN) == (4 * 1800 + 2 * 3000, 0)
     assert update_bytes(SHAPE, replace(STEP, shards=2), PLAIN) == (4 * 1200 + 2 * 2000, 8 * 500 / 2)
@@ -56,14 +56,15 @@ def test_bytes_by_hand() -> None:
     assert update_bytes(adapter, STEP, PLAIN) == (4 * 2 * 1000 * 3 / 4, 8 * 100 * 3 / 4)
 
 
-def test_neighbours_of_a_row_have_its_keys() -> None:
-    """Two neighbours run four rows, 80 tokens, a row at a time: weights come eight times, gradients go four times; half
-    of 2 layers * 5 heads * 2 (keys, values) * 2 bytes, there and back, and of float32 states of 10, there and back."""
+def test_context_parallel_ranks_exchange_keys() -> None:
+    """Two neighbors run four rows, 80 tokens, one row at a time: weights are gathered eight times, gradients reduced
+    four times; half of 2 layers * 5 heads * 2 (keys, values) * 2 bytes, there and back, and of float32 states of 10,
+    there and back."""
     found = update_bytes(SHAPE, replace(STEP, context=2), PLAIN)
     assert found == (8 * 1800 + 4 * 3000 + 80 / 2 * (2 * 2 * 5 * 2 * 2 + 2 * 4 * 10), 0)
 
 
-def test_parts_of_layers_and_experts_by_hand() -> None:
+def test_bytes_with_tensor_and_expert_parallelism() -> None:
     """Two ranks with the same tokens: 400 of 800 numbers of layers are each one's and 200 outside of both (there is no
     vocabulary), of which half comes from the other two; four rows, 80 tokens, in four micro-batches. Two layers of 10
     states in two bytes, forward and backward: two sums of a ring of two each. Without them a rank sends 40 tokens to
@@ -77,15 +78,15 @@ def test_parts_of_layers_and_experts_by_hand() -> None:
     mixture = replace(SHAPE, experts=400, experts_a_token=2)
     experts = replace(STEP, ranks=4, shards=4, expert=2)
     assert exchange_bytes(mixture, experts, PLAIN) == 40 * (2 * 10 * 2 * 2) * 2 * 2 / 2
-    layers, outside = 400 * 3 / 4 + 200 / 2, 200 * 3 / 4  # received a pass
+    layers, outside = 400 * 3 / 4 + 200 / 2, 200 * 3 / 4  # received per pass
     expected = 4 * (2 * layers + 4 * outside) + 2 * 4 * (layers + outside)
     assert update_bytes(mixture, experts, PLAIN)[0] == expected
     assert "exchange" in step_seconds(mixture, experts, PLAIN)
 
 
-def test_weights_that_stay_in_a_machine_come_faster() -> None:
-    """16 ranks in two machines of eight: divided among all, the ring passes the links between; in two
-    copies only sums do."""
+def test_sharding_within_a_machine_is_faster() -> None:
+    """16 ranks in two machines of eight: sharded over all ranks, the ring crosses the links between machines; with two
+    replicas only sums do."""
     rates = Rates(nvlink=100.0, link=1.0, link_used=1.0, launch=0.0, flops=1e30)
     whole = step_seconds(SHAPE, replace(STEP, ranks=16, shards=16, generates=False), rates)
     copies = step_seconds(SHAPE, replace(STEP, ranks=16, shards=8, generates=False), rates)
@@ -93,14 +94,14 @@ def test_weights_that_stay_in_a_machine_come_faster() -> None:
     assert copies["network"] == pytest.approx((2 * 2400 + 4000) * 7 / 8 / 100 + 8 * 125 / 2 / 8)
 
 
-def test_a_ring_beyond_a_machine_has_all_of_its_links() -> None:
+def test_ring_across_machines_uses_all_links() -> None:
     rates = Rates(nvlink=450e9, link=10e9, link_used=1.0)
     assert (network_rate(8, rates), network_rate(16, rates)) == (450e9, 80e9)
 
 
-def test_an_engine_that_has_no_room_decodes_in_turns() -> None:
-    """Keys of a token are 4 * 2 * 5 = 40 bytes, of a row of 20 tokens 800; beside 2000 bytes of weights 1600 hold two
-    of eight rows: 8 * 10 / 2 = 40 steps in place of 20."""
+def test_engine_with_a_small_cache_decodes_in_turns() -> None:
+    """Keys of a token take 4 * 2 * 5 = 40 bytes, of a row of 20 tokens 800; beside 2000 bytes of weights, 1600 bytes
+    hold two of eight rows: 8 * 10 / 2 = 40 steps instead of 20."""
     rates = replace(PLAIN, decode=1.0, decode_row=0.0)
     assert decode_seconds(SHAPE, replace(STEP, engine_room=0), rates) == 20
     assert decode_seconds(SHAPE, replace(STEP, engine_room=3600), rates) == 40
@@ -108,7 +109,7 @@ def test_an_engine_that_has_no_room_decodes_in_turns() -> None:
     assert decode_seconds(SHAPE, STEP, replace(rates, engine_tokens=2.0)) == 40, "80 tokens, 2 a second"
 
 
-def test_engines_of_their_own_that_are_ahead_hide_the_shorter_part() -> None:
+def test_separate_engines_overlap_rollouts_and_updates() -> None:
     together = step_seconds(SHAPE, STEP, PLAIN)
     apart = step_seconds(SHAPE, replace(STEP, apart=True, ahead=True), PLAIN)
     assert apart["step"] < together["step"]
@@ -136,14 +137,14 @@ MEASURED = {
 
 
 def measured(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The record, and its side or run."""
+    """Return a record's side or run."""
     file, _, run = name.partition(":")
     record = json.loads((RESULTS / f"{file}.json").read_text())
     return record, record["runs"][run] if run else record["posttrain"]
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_measured_runs(name: str) -> None:
+def test_predicted_step_times_match_measured_runs(name: str) -> None:
     shape, card, update, rollout = MEASURED[name]
     record, side = measured(name)
     settings, setting = side["settings"], record["setting"]
