@@ -10,15 +10,16 @@ from typing import Any
 
 from posttrain.errors import ToolError
 
-_ENTRY = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
+_ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):[ \t]*$", re.MULTILINE)
+_ENTRY = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?:(?:\s+(.*))?$")
 
 
 def build_schema(function: Callable[..., Any], name: str, fixed: typing.Collection[str] = ()) -> dict[str, Any]:
     """Build the schema {"type": "function", "function": {name, description, parameters}}.
 
-    The description is the docstring up to `Args:`, whose lines `argument: description` describe the arguments.
-    Arguments in `fixed` and keyword-only ones belong to the recipe, not the model. Raises ToolError for an argument
-    without a type, or a type that JSON cannot represent.
+    The description is the docstring up to `Args:`, whose entries `argument: description` describe the arguments, also
+    over several lines. Arguments in `fixed` and keyword-only ones belong to the recipe, not the model. Raises ToolError
+    for an argument without a type, or a type or default that JSON cannot represent.
     """
     try:
         arguments = inspect.signature(function).parameters
@@ -41,10 +42,10 @@ def build_schema(function: Callable[..., Any], name: str, fixed: typing.Collecti
         properties[argument.name] = _json_type(hints[argument.name], name, argument.name)
         if argument.name in described:
             properties[argument.name]["description"] = described[argument.name]
-        if argument.default is not inspect.Parameter.empty:
-            properties[argument.name]["default"] = argument.default
-        else:
+        if argument.default is inspect.Parameter.empty:
             required.append(argument.name)
+        else:
+            properties[argument.name]["default"] = _json_default(hints[argument.name], name, argument)
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
 
@@ -59,11 +60,34 @@ def _json_type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "title"}
 
 
+def _json_default(annotation: Any, tool: str, argument: inspect.Parameter) -> Any:
+    """Return a default as JSON has it: the value of an enum, the text of a date, the list of a tuple."""
+    from pydantic import TypeAdapter
+
+    try:
+        return TypeAdapter(annotation).dump_python(argument.default, mode="json", warnings=False)
+    except ValueError as cause:
+        raise ToolError(
+            f"tool {tool}: the default of `{argument.name}` has no JSON form: {argument.default}"
+        ) from cause
+
+
 def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into (text before `Args:`, argument -> its description)."""
-    text, _, args = doc.partition("\nArgs:")
+    """Split a docstring into (text before `Args:`, argument -> its description).
+
+    Deeper lines continue a description; the next line without indentation (`Returns:`, `Raises:`) ends the arguments.
+    """
+    header = _ARGUMENTS.search(doc)
+    if header is None:
+        return " ".join(doc.split()), {}
     found: dict[str, str] = {}
-    for line in args.split("\nReturns:")[0].splitlines():
-        if entry := _ENTRY.match(line):
-            found[entry[1]] = entry[2].strip()
-    return " ".join(text.split()), found
+    name, outer = "", None
+    for line in filter(str.strip, doc[header.end() :].splitlines()):
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            break
+        outer = indent if outer is None else outer
+        if indent <= outer and (entry := _ENTRY.match(line)):
+            name, line = entry[1], entry[2] or ""
+        found[name] = " ".join(f"{found.get(name, '')} {line}".split())
+    return " ".join(doc[: header.start()].split()), {name: text for name, text in found.items() if text}
