@@ -17,7 +17,8 @@ import posttrain.api
 from posttrain.cli.app import LAZY, PANELS, Root, app
 from posttrain.cli.methods import recipe_lines
 from posttrain.cli.show import yaml_value
-from posttrain.recipe import catalogue, key_list
+from posttrain.recipe import catalogue
+from posttrain.recipe.keys import REQUIRED, list_keys
 from posttrain.recipe.stages import STAGES
 
 PACKAGES = {  # page of the Python reference -> what it is about
@@ -52,9 +53,9 @@ def recipe_keys(verb: str) -> str:
     """The keys that a stage takes, a table for each section."""
     about = f"Generated from the schema; `posttrain recipe keys {verb}` prints the same. `N` is a place in a list."
     lines = [f"# `{verb}`: keys of a recipe", "", about, ""]
-    for section, keys in groupby(key_list.list_keys(STAGES[verb]), lambda key: key.key.partition(".")[0]):
+    for section, keys in groupby(list_keys(STAGES[verb]), lambda key: key.key.partition(".")[0]):
         first, *inner = keys
-        default = f", default {code(first.default)}" if first.default != key_list.REQUIRED else ", required"
+        default = f", default {code(first.default)}" if first.default != REQUIRED else ", required"
         lines += [f"## `{section}`", "", f"{sentence(first.about)} *{escape(first.type)}*{default}", ""]
         if inner:
             rows = [(code(k.key), k.type, code(k.default) if k.default else "", escape(k.about)) for k in inner]

@@ -181,13 +181,12 @@ def _complete_override(stage: str, last: str) -> Iterator[str]:
     """Yield `optim.lr=` for a key, and after the `=` its possible values: literals, true and false, components,
     presets.
     """
-    from posttrain.recipe import key_list
-    from posttrain.recipe.keys import BY_NAME, components_of
+    from posttrain.recipe.keys import BY_NAME, components_of, list_keys
 
     if not stage:
         return
     key, equals, _ = last.partition("=")
-    listed = [one for one in key_list.list_keys(BY_NAME[stage]) if ".N." not in one.key and ".NAME." not in one.key]
+    listed = [one for one in list_keys(BY_NAME[stage]) if ".N." not in one.key and ".NAME." not in one.key]
     if not equals:
         yield from (f"{one.key}=" for one in listed if one.type not in ("section", "section | null"))
         return

@@ -152,7 +152,7 @@ def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
     from posttrain import source_locations
     from posttrain.images import Image, open_image
     from posttrain.models.stored_names import reads_images
-    from posttrain.recipe.image_checks import refuse_with_images
+    from posttrain.recipe.checks import refuse_with_images
     from posttrain.recipe.stages import STAGES
 
     refuse_with_images(STAGES[section["stage"]].model_validate(section), rows)

@@ -119,15 +119,14 @@ def keys(
     N stands for a position in a list, NAME for a name that you choose. The parameters of a loss or another method are
     listed by `posttrain methods show NAME`.
     """
-    from posttrain.recipe import key_list
-    from posttrain.recipe.keys import BY_NAME
+    from posttrain.recipe.keys import BY_NAME, list_keys
 
     model = BY_NAME.get(stage.replace("-", "_"))
     if model is None:
         raise UserError(
             f"no stage `{stage}`", allowed=f"stages: {', '.join(BY_NAME)}", hint=did_you_mean(stage, BY_NAME)
         )
-    listed = list(key_list.list_keys(model))
+    listed = list(list_keys(model))
     if as_json:
         print_json([key._asdict() for key in listed])
         return

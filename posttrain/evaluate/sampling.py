@@ -23,8 +23,8 @@ from posttrain.evaluate.shaped import ShapedEngine, load_shape
 from posttrain.evaluate.summary import verdict
 from posttrain.images import thumbnail_url
 from posttrain.models.load import LoadedModel, config_of, load, load_image_reader, load_tokenizer
+from posttrain.recipe.checks import refuse_with_images
 from posttrain.recipe.engine_sections import VLLM_CHUNK, EngineSection
-from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns

@@ -18,7 +18,7 @@ from posttrain.path_resolution import known_files
 from posttrain.recipe import keys, presets, references
 from posttrain.recipe.foreign.words import read_table
 from posttrain.recipe.functions import keyword_annotations
-from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by, givers_of
+from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, SAMPLERS, given_by, givers_of
 from posttrain.recipe.objective_checks import named_rewards
 from posttrain.recipe.requirements import Scope
 from posttrain.recipe.section import ComponentSection
@@ -47,12 +47,16 @@ def describe_unregistered(name: str) -> list[str]:
 
 def list_entries() -> list[Entry]:
     """Return presets, components and rewards, in the order in which a training step uses them."""
-    found = [_preset_entry(presets.preset(name)) for name in presets.names()]
-    found += list(_reward_entries())
-    for kind in KINDS:
-        found += [_component_entry(kind, name, entry) for name, entry in registry.load_index().get(kind, {}).items()]
+    found = [*map(_preset_entry, map(presets.preset, presets.names())), *_reward_entries()]
+    found += [_component_entry(kind, name, about) for kind, name, about in _registered() if kind in KINDS]
     order = ["preset", *KINDS]
     return sorted(found, key=lambda entry: order.index(entry["kind"]))
+
+
+def _registered() -> Iterator[tuple[str, str, Entry]]:
+    """Yield (kind, name, description) of every registered component."""
+    for kind, group in registry.load_index().items():
+        yield from ((kind, name, about) for name, about in group.items())
 
 
 def find_entries(name: str, among: list[Entry]) -> list[Entry]:
@@ -130,14 +134,8 @@ def _component_entry(kind: str, name: str, described: Entry) -> Entry:
     known = _describe_keys({words.get(key, key): (*about, ...)[:2] for key, about in described["params"].items()})
     needs, conflicts = described["needs"], []
     for action in described.get("exclusive", []):
-        others = [
-            (k, n)
-            for k, group in registry.load_index().items()
-            for n in group
-            if action in group[n].get("exclusive", [])
-        ]
-        if len(others) > 1:
-            conflicts.append(f"{', '.join(n for k, n in others if (k, n) != (kind, name))}: each would {action}")
+        rivals = [n for k, n, one in _registered() if action in one.get("exclusive", []) and (k, n) != (kind, name)]
+        conflicts += [f"{', '.join(rivals)}: each would {action}"] if rivals else []
     givable = given_by().union(*SAMPLERS.values()) if kind not in registry.KINDS_WITHOUT_BATCH else needs
     lacks = sorted({LACKS.get(need, need) for need in needs if need not in givable})
     stages = {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}
@@ -156,7 +154,7 @@ def _component_entry(kind: str, name: str, described: Entry) -> Entry:
 
 
 def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, Any]:
-    """Return the shortest recipe lines that select a component and provide what it needs."""
+    """Return the shortest recipe lines that select a component and provide what it needs (methods.yaml)."""
     _, place, shape = KINDS[kind]
     required = [key for key, about in known.items() if "default" not in about]
     if kind == "merge":
@@ -168,29 +166,18 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
         params = {"levels": [0, 1], **dict.fromkeys(required, "path/of/documents")}
         data = {"source": f"task:{name}", "size": 1000, "params": params}
         return {"data": data, **_TABLE["beside_task"].get(name, {})}
-    section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
-    section |= {
-        key: about["default"] if "default" in about else _example_value(kind, name, key) for key, about in known.items()
-    }
-    if "behavior_logp" in needs:
-        section["behavior_model"] = "tiny"  # placeholder for the model that wrote the data
+    facts = {"kind": kind, "name": name, "needs": {*needs}, "givers": givers_of(needs), "role": "role" in known}
+    values = {key: about.get("default") for key, about in known.items()}
+    values |= {key: _example_value(kind, name, key) for key in required}
+    section = {"use": name, **_TABLE["example_arguments"].get(name, {"coef": 0.1} if kind == "kl" else {}), **values}
     if "world" in needs:
         tree = {"shape": section, "rewards": [{"use": "environment.score"}]}
         return {"environment": {"use": "my_game.py:Game"}, "tree": tree}
     inner = {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
-    facts = {"kind": kind, "name": name, "needs": {*needs}, "givers": givers_of(needs), "role": "role" in known}
     shaped: dict[str, Any] = {place: inner}
     for row in _TABLE["beside_component"]:
         if Scope.of(facts, shaped).holds(row["when"]):
             shaped = {**row.get("before", {}), **shaped, **row.get("behind", {})}
-    for need in needs:
-        if need in MAKERS:
-            made_by = MAKERS[need][0]
-            params = registry.load_index()["advantage"][made_by]["params"]
-            made = {key: _example_value("advantage", made_by, key) for key, about in params.items() if len(about) == 1}
-            # Kept separate, because no other loss of the example uses the channel.
-            apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}
-            shaped = {"advantage": {"use": made_by, **made, **apart}, **shaped}
     advantage = shaped.get("advantage")
     readers = [(kind, section), *([("advantage", advantage)] if isinstance(advantage, dict) else [])]
     named = [found for of, by in readers for found in named_rewards([of], by["use"], by)]
@@ -202,8 +189,6 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
 
 
 _EXAMPLES: dict[str, Any] = {"float": 1.0, "bool": True, "str": "correct", "tuple": [1], "list": [1], "dict": {}}
-# k1 has no useful gradient in the loss; `full` needs a separate reference model.
-_KL = {"k1": {"coef": 0.1, "where": "reward"}, "full": {"coef": 0.1, "reference": "tiny"}}
 
 
 def _example_value(kind: str, name: str, key: str) -> Any:

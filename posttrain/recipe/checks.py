@@ -6,13 +6,14 @@ Each check is a function that takes a recipe and yields (key, what is wrong, wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.errors import Problem, did_you_mean
+from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.recipe import merging, objective_checks, references, requirements, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.requirements import Found
+from posttrain.recipe.section import NoImages
 from posttrain.recipe.tree import Node, follow, format_path
 
 Check = Callable[[Any], Found]
@@ -84,6 +85,33 @@ def _check_references(recipe: Any) -> Found:
             if name.what in ("model", "critic") and value.startswith(references.EARLIER):
                 what, right = f"`{value}` names a stage of a pipeline", "write the directory of the model"
                 yield format_path((*path, *key)), what, right
+
+
+# What is wrong, and what would be right, for a recipe with images.
+_ROWS = ("the rows have images", "leave it out, or the column of images")
+_REPLIES = (
+    "tools or the environment may show images",
+    "leave it out; or annotate what shows none: a tool as `-> str`, an environment's `step` as `-> tuple[str, bool]`",
+)
+
+
+def problems_with_images(recipe: st.Stage, *, rows: bool, replies: bool = False) -> list[Problem]:
+    """Return the problems of a recipe whose rows have images, or whose tools or environment may reply with images."""
+    what, hint = _ROWS if rows else _REPLIES
+    return [
+        Problem("", f"{format_path(path)}: {what}, and it {mark.why}", hint=hint)
+        for scope, path, mark in requirements.find_marks(recipe, NoImages)
+        if (rows or (replies and mark.in_replies)) and scope.holds(mark.when)
+    ]
+
+
+def refuse_with_images(recipe: st.Stage, rows: Sequence[Mapping[str, Any]], *, replies: bool = False) -> None:
+    """Raise RecipeError if the recipe cannot be used with the images of its rows, or of replies.
+
+    `replies`: the model reads images, and the tools or the environment may return some.
+    """
+    if found := problems_with_images(recipe, rows=any(row.get("images") for row in rows), replies=replies):
+        raise RecipeError.of(found)
 
 
 # Recipe class -> its checks. The checks of `Stage` run for every recipe.

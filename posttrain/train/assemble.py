@@ -24,7 +24,7 @@ from posttrain.evaluate import shaped
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
-from posttrain.recipe.image_checks import refuse_with_images
+from posttrain.recipe.checks import refuse_with_images
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.continuation import Shape, rehearse_shape

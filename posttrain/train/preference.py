@@ -32,8 +32,8 @@ from posttrain.loss.pair_labels import kl_baseline
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
+from posttrain.recipe.checks import refuse_with_images
 from posttrain.recipe.eval_sections import held_out_data
-from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.hf import eval_mode
 from posttrain.run.directory import RunDirectory

@@ -13,7 +13,7 @@ from posttrain.data.images import Reader
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
 from posttrain.errors import DataError, count_noun
 from posttrain.images import Image
-from posttrain.recipe.image_checks import refuse_with_images
+from posttrain.recipe.checks import refuse_with_images
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.seeds import derive
 from posttrain.train import rank_consistency

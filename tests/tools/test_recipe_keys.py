@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.errors import RecipeError, ToolError
 from posttrain.models.tiny import build_tokenizer
-from posttrain.recipe.image_checks import refuse_with_images
+from posttrain.recipe.checks import refuse_with_images
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.tools.load import load_environment, load_tool

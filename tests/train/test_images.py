@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.errors import RecipeError
-from posttrain.recipe.image_checks import problems_with_images
+from posttrain.recipe.checks import problems_with_images
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.metrics import read_metrics
