@@ -1,8 +1,6 @@
 """Base classes of recipes: keys of every stage, of stages with trackers, and of stages with tools. Does not import
 torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 

@@ -1,8 +1,6 @@
 """The section `data`: where rows come from and how they become tokens. Lengths are in tokens. Does not import torch."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -88,7 +86,7 @@ class ImageLimits(Section):
     fetch: bool = Field(False, description="download images given by URL; false: a row with a URL is an error")
 
     @model_validator(mode="after")
-    def _in_order(self) -> ImageLimits:
+    def _in_order(self) -> Self:
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"`min_pixels` {self.min_pixels} is more than `max_pixels` {self.max_pixels}")
         return self
@@ -133,7 +131,7 @@ class Data(Source):
     shuffle: bool = Field(True, description="reshuffle the rows in every epoch; false: the order of the source")
 
     @model_validator(mode="after")
-    def _one_source(self) -> Data:
+    def _one_source(self) -> Self:
         if (self.source is None) == (self.mix is None):
             raise ValueError("give either `source` or `mix`")
         return self

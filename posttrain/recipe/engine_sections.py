@@ -1,7 +1,5 @@
 """Sections of the inference engine: transformers or vLLM, next to the trainer or on servers. Does not import torch."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -58,7 +56,7 @@ class Server(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_place(self) -> Server:
+    def _one_place(self) -> Self:
         """Check that the addresses are given in exactly one form, are valid, and are distinct."""
         if sum(map(bool, (self.urls, self.devices, self.file))) != 1:
             raise ValueError("give one of `urls`, `file` and `devices`")

@@ -1,9 +1,7 @@
 """Sections of evaluation: what is evaluated, and how one of several answers is selected. Does not import torch."""
 
-from __future__ import annotations
-
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -226,7 +224,7 @@ class Evidence(Section):
     )
 
     @model_validator(mode="after")
-    def _one_place(self) -> Evidence:
+    def _one_place(self) -> Self:
         if bool(self.corpus) == bool(self.column):
             raise ValueError("give either `corpus` or `column`")
         return self

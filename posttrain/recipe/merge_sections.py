@@ -1,8 +1,6 @@
 """Sections of a merge: models, slices, parameters and tokens, with mergekit's keys. Does not import torch."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -107,7 +105,7 @@ class SliceSource(MergeModel):
     )
 
     @model_validator(mode="after")
-    def _rises(self) -> SliceSource:
+    def _rises(self) -> Self:
         first, end = self.layer_range
         if not 0 <= first < end:
             raise ValueError(
@@ -134,7 +132,7 @@ class TokenFrom(Section):
     token_id: int | None = Field(None, ge=0, description="model_token: its id; or `token`")
 
     @model_validator(mode="after")
-    def _whole(self) -> TokenFrom:
+    def _whole(self) -> Self:
         wanted = int(self.kind == "model_token")
         if int(self.model is not None) != wanted or (self.token is not None) + (self.token_id is not None) != wanted:
             raise ValueError(

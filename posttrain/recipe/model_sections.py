@@ -1,7 +1,5 @@
 """The section `model`: weights, adapters, and how GPUs divide the model. Does not import torch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated, Literal
 

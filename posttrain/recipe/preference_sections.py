@@ -1,7 +1,5 @@
 """Sections of preference learning: pair losses, pair selection and reward models. Does not import torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Sections of rewards: the reward functions, and how they are run. Does not import torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

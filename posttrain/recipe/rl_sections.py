@@ -1,7 +1,5 @@
 """Sections of `rl`, from the rewards of a step to its loss, in order. Does not import torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

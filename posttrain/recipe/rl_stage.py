@@ -1,8 +1,6 @@
 """The recipe of `rl`: its sections in the order of a step, and queries about its components. Does not import torch."""
 
-from __future__ import annotations
-
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -302,7 +300,7 @@ class RlRecipe(ToolUseStage, Tracked):
         return [("sampler", self.sampler), *variants, *shapes, *flows, *replay, *self.components()]
 
     @model_validator(mode="after")
-    def _minibatches_have_rows(self) -> RlRecipe:
+    def _minibatches_have_rows(self) -> Self:
         rows = self.rollout.prompts_per_step * self.rollout.group_size
         if self.batch.minibatches > rows:
             raise ValueError(

@@ -1,7 +1,5 @@
 """Sections of what a step of rl samples: rollouts, their shapes and workflows. Does not import torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 

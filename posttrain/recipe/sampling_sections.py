@@ -1,7 +1,5 @@
 """Sampling parameters: temperature, truncation of the distribution, lengths, turns. Does not import torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator

@@ -1,4 +1,8 @@
-"""Base class of every recipe section, and sections that name a registered component."""
+"""Base class of every recipe section, and sections that name a registered component.
+
+Modules of sections evaluate their annotations (no `from __future__ import annotations`): pydantic would otherwise parse
+each annotation as text, in every command.
+"""
 
 from __future__ import annotations
 

@@ -5,9 +5,7 @@ evaluation. Lengths are in tokens, times in seconds, rates in fractions of 1 unl
 import torch.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -69,7 +67,7 @@ class Run(Section):
     )
 
     @model_validator(mode="after")
-    def _one_length(self) -> Run:
+    def _one_length(self) -> Self:
         if self.steps and self.epochs:
             raise ValueError("give either `steps` or `epochs`: remove one of them, or write null for it")
         return self

@@ -1,7 +1,5 @@
 """Sections of `data.select`. Does not import torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The recipe of each stage: the sections it takes. A key that a stage does not use is an error."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -1,8 +1,6 @@
 """Sections of tools that a model calls, and environments that it acts in. Does not import torch."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -28,7 +26,7 @@ class Tool(NamedSection):
     )
 
     @model_validator(mode="after")
-    def _one_thing(self) -> Tool:
+    def _one_thing(self) -> Self:
         if bool(self.use) == bool(self.command):
             raise ValueError("give either `use` or `command`")
         if self.command and self.params:

@@ -1,8 +1,6 @@
 """Sections of training: optimizer, batches, and token weights in SFT. Does not import torch."""
 
-from __future__ import annotations
-
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -180,7 +178,7 @@ class TrainBatch(Section):
     ] = Field(False, description="concatenate short rows into one sequence (sft)")
 
     @model_validator(mode="after")
-    def _divides(self) -> TrainBatch:
+    def _divides(self) -> Self:
         if self.micro_size and self.size % self.micro_size:
             raise ValueError(f"micro_size {self.micro_size} does not divide size {self.size}")
         return self
