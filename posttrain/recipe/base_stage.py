@@ -8,12 +8,7 @@ from pydantic import Field, PrivateAttr
 
 from posttrain.recipe.limits import MAX_COUNT
 from posttrain.recipe.sampling_sections import ONE_TURN
-from posttrain.recipe.section import (
-    Idle,
-    Refused,
-    Section,
-    Workers,
-)
+from posttrain.recipe.section import Idle, Refused, Section, Workers
 from posttrain.recipe.sections import Run, Track
 from posttrain.recipe.tool_sections import Environment, Tool
 

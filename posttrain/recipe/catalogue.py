@@ -48,12 +48,12 @@ def describe_unregistered(name: str) -> list[str]:
 def list_entries() -> list[Entry]:
     """Return presets, components and rewards, in the order in which a training step uses them."""
     found = [*map(_preset_entry, map(presets.preset, presets.names())), *_reward_entries()]
-    found += [_component_entry(kind, name, about) for kind, name, about in _registered() if kind in KINDS]
+    found += [_component_entry(kind, name, about) for kind, name, about in _iterate_components() if kind in KINDS]
     order = ["preset", *KINDS]
     return sorted(found, key=lambda entry: order.index(entry["kind"]))
 
 
-def _registered() -> Iterator[tuple[str, str, Entry]]:
+def _iterate_components() -> Iterator[tuple[str, str, Entry]]:
     """Yield (kind, name, description) of every registered component."""
     for kind, group in registry.load_index().items():
         yield from ((kind, name, about) for name, about in group.items())
@@ -134,7 +134,9 @@ def _component_entry(kind: str, name: str, described: Entry) -> Entry:
     known = _describe_keys({words.get(key, key): (*about, ...)[:2] for key, about in described["params"].items()})
     needs, conflicts = described["needs"], []
     for action in described.get("exclusive", []):
-        rivals = [n for k, n, one in _registered() if action in one.get("exclusive", []) and (k, n) != (kind, name)]
+        rivals = [
+            n for k, n, one in _iterate_components() if action in one.get("exclusive", []) and (k, n) != (kind, name)
+        ]
         conflicts += [f"{', '.join(rivals)}: each would {action}"] if rivals else []
     givable = given_by().union(*SAMPLERS.values()) if kind not in registry.KINDS_WITHOUT_BATCH else needs
     lacks = sorted({LACKS.get(need, need) for need in needs if need not in givable})

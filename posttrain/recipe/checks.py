@@ -1,5 +1,13 @@
 """Checks across several keys of a recipe: values that are valid alone but cannot be combined.
 
+Where a rule is written:
+
+- type and range of one value: the type of its field; for the argument of a component, arguments.yaml (`ranges`)
+- what a key requires or excludes, and what makes it idle: marks at its field (`Refused`, `Idle`, `NoImages`), which
+  requirements.py evaluates; for the argument of a component, arguments.yaml (`refused`)
+- what a component needs from the recipe, and what it cannot be combined with: needs.yaml
+- comparisons over lists, and names that must exist: functions here, in objective_checks.py and in merging.py
+
 Each check is a function that takes a recipe and yields (key, what is wrong, what would be right).
 """
 

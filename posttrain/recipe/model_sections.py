@@ -168,11 +168,7 @@ class Model(Section):
             "training in float16 needs a scaled loss, which only rl has",
             "write `bfloat16`, or `auto`",
         ),
-        Refused(
-            "divided and dtype = float16",
-            "float16 is untested with model.parallel",
-            "write bfloat16 or float32",
-        ),
+        Refused("divided and dtype = float16", "float16 is untested with model.parallel", "write bfloat16 or float32"),
     ] = Field(
         "auto",
         description="dtype of matrix products and of frozen weights; auto: bfloat16 on a GPU, float32 on a "
@@ -225,8 +221,7 @@ class Model(Section):
             "write `gradient_checkpointing: true`",
         ),
     ] = Field(
-        False,
-        description="recompute activations in the backward pass; selective: except the outputs of attention",
+        False, description="recompute activations in the backward pass; selective: except the outputs of attention"
     )
     activation_offloading: Annotated[
         bool,
@@ -246,9 +241,7 @@ class Model(Section):
             "write `shard` in its place, or remove `quantize`",
         ),
         Refused(
-            "divided and online_kl",
-            "with `online_kl` each GPU samples with the whole model",
-            "remove one of them",
+            "divided and online_kl", "with `online_kl` each GPU samples with the whole model", "remove one of them"
         ),
         Refused(
             "divided and opponent",
@@ -269,10 +262,7 @@ class Model(Section):
             "a second optimizer would keep its own copy of the weights",
             "remove it, or `solutions.sft`",
         ),
-    ] = Field(
-        None,
-        description="with --gpus N: how the GPUs divide the model; default: each GPU holds all of it",
-    )
+    ] = Field(None, description="with --gpus N: how the GPUs divide the model; default: each GPU holds all of it")
     half_weights: Annotated[
         bool,
         Refused("half_weights and lora", "an adapter's weights are few and stay in float32", "remove it"),

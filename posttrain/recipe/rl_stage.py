@@ -30,12 +30,7 @@ from posttrain.recipe.rl_sections import (
     Solutions,
 )
 from posttrain.recipe.rollout_sections import Rollout
-from posttrain.recipe.section import (
-    ComponentSection,
-    Idle,
-    NoImages,
-    Refused,
-)
+from posttrain.recipe.section import ComponentSection, Idle, NoImages, Refused
 from posttrain.recipe.sections import Data, Model
 from posttrain.recipe.training_sections import Optim
 
@@ -167,8 +162,7 @@ class RlRecipe(ToolUseStage, Tracked):
     ] = Field(default_factory=list, description="weights and masks on the policy-gradient term")
     loss: Loss = Field(default_factory=lambda: Loss.model_validate({}))
     kl: Annotated[
-        Kl,
-        Refused("kl.lacks_coef and not controllers.kl.coef", "does nothing while its coef is 0", "write `kl.coef`"),
+        Kl, Refused("kl.lacks_coef and not controllers.kl.coef", "does nothing while its coef is 0", "write `kl.coef`")
     ] = Field(default_factory=lambda: Kl.model_validate({}))
     regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
     controllers: dict[str, Controller] = Field(
@@ -196,9 +190,7 @@ class RlRecipe(ToolUseStage, Tracked):
             "write `group_rewards: [versus_opponent]`, or remove it",
         ),
         Refused(
-            "opponent and rollout.engine = stored",
-            "has no effect if no rollout is sampled",
-            "remove it, or sample",
+            "opponent and rollout.engine = stored", "has no effect if no rollout is sampled", "remove it, or sample"
         ),
         Refused(
             "opponent and rounds in sampler.needs",
@@ -292,12 +284,14 @@ class RlRecipe(ToolUseStage, Tracked):
 
     def every_component(self) -> list[tuple[str, ComponentSection]]:
         """Return `components` and the components that a step calls before rewards are known."""
-        variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
-        rollout = self.rollout
-        shapes = [("rollout.shape", rollout.shape)] if rollout.shape else []
-        flows = [("rollout.workflow", rollout.workflow)] if rollout.workflow else []
-        replay = [("replay", self.replay)] if self.replay else []
-        return [("sampler", self.sampler), *variants, *shapes, *flows, *replay, *self.components()]
+        early = {
+            "sampler": self.sampler,
+            "prompt_variants": self.prompt_variants,
+            "rollout.shape": self.rollout.shape,
+            "rollout.workflow": self.rollout.workflow,
+            "replay": self.replay,
+        }
+        return [*((key, section) for key, section in early.items() if section), *self.components()]
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> Self:

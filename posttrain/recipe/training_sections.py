@@ -81,9 +81,7 @@ class Optim(Section):
             "write `optim.use: adamw`",
         ),
         Refused(
-            "use = muon and model.half_weights",
-            "Muon is untested with model.half_weights",
-            "write `optim.use: adamw`",
+            "use = muon and model.half_weights", "Muon is untested with model.half_weights", "write `optim.use: adamw`"
         ),
         Refused(
             "use = adamw_8bit|paged_adamw_8bit and model.half_weights",
