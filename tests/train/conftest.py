@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -21,17 +20,15 @@ from typer.testing import CliRunner
 
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.cli.app import app
-from posttrain.models import save
-from posttrain.models.load import LoadedModel
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
-from posttrain.run import environment
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
 from posttrain.train import attention, rl
 
+from .short_runs import skip_parts_tested_elsewhere
+
 Values = dict[str, Any]
-COMMIT = functools.cache(environment.git)
 
 
 @pytest.fixture(autouse=True)
@@ -44,22 +41,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _skip_slow_parts_tested_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Skip slow parts that other folders test, a third of a tiny run: the git state of the repository (tests/run), and
-    the saved model's generation (tests/models); a plain `tiny` model is reloaded once per module."""
+def _short_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     request.getfixturevalue("scripts_described_here")
-    verify, found = save.verify_folder, dict[str, Any]()
-
-    def verify_once(loaded: LoadedModel, folder: Path, compare: save.Compare) -> dict[str, Any]:
-        if loaded.source != "tiny" or loaded.is_lora or loaded.half is not None or loaded.is_sharded:
-            return verify(loaded, folder, compare)
-        found.update(found or verify(loaded, folder, compare))
-        return dict(found)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "git", COMMIT)
-        patch.setattr(save, "NEW_TOKENS", 4)
-        patch.setattr(save, "verify_folder", verify_once)
+        skip_parts_tested_elsewhere(patch.setattr)
         yield
 
 

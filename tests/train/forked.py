@@ -21,6 +21,7 @@ import ranked
 import served
 import torch
 import tqdm
+from short_runs import skip_parts_tested_elsewhere
 
 from posttrain import pipeline
 from posttrain.recipe.load import load_dict
@@ -52,6 +53,7 @@ def run_once() -> None:
     and schemas. Afterwards no thread remains, existing objects are frozen for garbage collection in children, and fsync
     is disabled: files of tests need not outlive a power cut."""
     os.fsync = lambda _: None
+    skip_parts_tested_elsewhere(setattr)
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
