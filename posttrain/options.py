@@ -6,7 +6,7 @@ They allow early checks of a recipe and its data.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict
@@ -67,12 +67,14 @@ def marked_values(
 
     Parts of the value that do not match their type are skipped. annotation: a type, or a field of a pydantic model.
     """
+    metadata: Sequence[Any] = ()
     if isinstance(annotation, FieldInfo):
-        annotation = Annotated[annotation.annotation, *annotation.metadata, None]
+        annotation, metadata = annotation.annotation, annotation.metadata
+    elif typing.get_origin(annotation) is Annotated:
+        annotation, *metadata = typing.get_args(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    marks = [mark for mark in inner[1:] if origin is Annotated and isinstance(mark, kind)]
-    if marks:
-        yield from [(path, marks[0], value)] if isinstance(value, str) and value else []
+    if (mark := next((mark for mark in metadata if isinstance(mark, kind)), None)) is not None:
+        yield from [(path, mark, value)] if isinstance(value, str) and value else []
     elif is_typeddict(annotation) or origin is dict:
         hints = typing.get_type_hints(annotation, include_extras=True) if is_typeddict(annotation) else {}
         for key, one in value.items() if isinstance(value, Mapping) else ():
@@ -82,5 +84,5 @@ def marked_values(
         for number, one in enumerate(value) if isinstance(value, list | tuple) else ():
             yield from marked_values(inner[0], one, kind, (*path, number))
     else:
-        for part in inner[:1] if origin is Annotated else inner:
+        for part in [annotation] if origin is Annotated else inner:
             yield from marked_values(part, value, kind, path)

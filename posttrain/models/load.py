@@ -275,11 +275,10 @@ def config_of(section: Model, base_dir: Path) -> Any:
     from transformers import AutoConfig
 
     base = _locate_dense_base(_check_section(section, locate(section.path, base_dir), base_dir), base_dir)
-    return (
-        _tiny_builder(base).build()[0].config
-        if base.kind == "tiny"
-        else from_pretrained(AutoConfig, section, base, base_dir)
-    )
+    if base.kind == "tiny":
+        builder = _tiny_builder(base)
+        return builder.build_config(builder.build_tokenizer())
+    return from_pretrained(AutoConfig, section, base, base_dir)
 
 
 def _check_section(section: Model, place: Place, base_dir: Path) -> Place:

@@ -49,7 +49,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
     from transformers import GenerationConfig, LlamaForCausalLM
 
     tokenizer = build_tokenizer()
-    config = language_config(tokenizer)
+    config = build_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).float().eval()
@@ -57,7 +57,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def language_config(tokenizer: Any) -> Any:
+def build_config(tokenizer: Any) -> Any:
     """Return the LlamaConfig of the tiny language model, which tiny-vision also uses."""
     from transformers import LlamaConfig
 

@@ -27,10 +27,21 @@ def build(seed: int = 0) -> tuple[Any, Any]:
     unchanged.
     """
     import torch
-    from transformers import CLIPVisionConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import GenerationConfig, LlavaForConditionalGeneration
 
     tokenizer = build_tokenizer()
-    special = tiny.special_ids(tokenizer)
+    config = build_config(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlavaForConditionalGeneration(config).float().eval()
+    model.generation_config = GenerationConfig(**tiny.special_ids(tokenizer))
+    return model, tokenizer
+
+
+def build_config(tokenizer: Any) -> Any:
+    """Return the LlavaConfig of the model."""
+    from transformers import CLIPVisionConfig, LlavaConfig
+
     vision = CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -41,21 +52,16 @@ def build(seed: int = 0) -> tuple[Any, Any]:
         initializer_factor=2.0,
         dtype="float32",
     )
-    config = LlavaConfig(
-        text_config=tiny.language_config(tokenizer),
+    return LlavaConfig(
+        text_config=tiny.build_config(tokenizer),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         image_seq_length=(SIZE // PATCH) ** 2,
         vision_feature_layer=-1,
         tie_word_embeddings=True,
         dtype="float32",
-        **special,
+        **tiny.special_ids(tokenizer),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlavaForConditionalGeneration(config).float().eval()
-    model.generation_config = GenerationConfig(**special)
-    return model, tokenizer
 
 
 def build_tokenizer() -> Any:
