@@ -1,12 +1,13 @@
-"""Seconds to load, save and resume a model by number of ranks that divide it (gloo on a CPU).
+"""Seconds to load, save and resume a model, by the number of ranks that shard it (gloo on a CPU).
 
     python benchmarks/checkpoints.py --out benchmarks/results/checkpoints_2cores.json   # 1 GB of random weights
     python benchmarks/checkpoints.py --smoke
 
-One rank holds the whole model, and writes as a run without division does; several write their shares. Of each number:
-the start from a model folder, a checkpoint (how long the training waits, and until it is sealed), the read of it into
-another model with every hash compared, and the final model with its check. Each is the median of some rounds, the
-slowest rank's. The folder is that of TMPDIR, and files just written are still in the memory of the system.
+One rank holds the whole model and writes it as an unsharded run does; several ranks write their shards. Measured for
+each number of ranks: loading a model folder, a checkpoint (time that training waits, and time until it is sealed),
+loading the checkpoint into another model with every hash verified, and saving the final model with its check. Each
+figure is the median over rounds of the slowest rank's time. Files are written to TMPDIR and are still in the page cache
+when read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
                 raise SystemExit(code)
             record["ranks"][str(count)] = json.loads((home / f"{count}.json").read_text())
             print(table(record), flush=True)
-            sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
+            sides.write(record, args.out)  # after each: results are kept if the next one is killed
 
 
 def arguments() -> argparse.Namespace:
@@ -61,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 
 def write_model(folder: Path, hidden: int, layers: int) -> int:
-    """A random Llama in float32, with the tokenizer of `tiny`; returns the bytes of its weights."""
+    """Write a random float32 Llama with the tokenizer of `tiny`; return the bytes of its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from posttrain.models import tiny
@@ -85,7 +86,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> int:
 
 
 def work(job: dict[str, Any]) -> None:
-    """On each rank; rank 0 writes what was measured."""
+    """Run the measurement on each rank; rank 0 writes the results."""
     from posttrain.train import distributed
 
     with distributed.join_process_group():
@@ -95,7 +96,7 @@ def work(job: dict[str, Any]) -> None:
 
 
 def measure(home: Path, count: int, rounds: int) -> dict[str, Any]:
-    """Medians of the rounds, all seconds, and the bytes of a checkpoint."""
+    """Return medians over the rounds, all seconds, and the bytes of a checkpoint."""
     import shutil
 
     from posttrain.recipe.sections import Model, Parallel
@@ -133,7 +134,7 @@ def one_round(times: dict[str, list[float]], section: Any, home: Path, root: Pat
 
 
 def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any], *args: Any, **keys: Any) -> Any:
-    """What `call` returns; the seconds of the slowest rank are added to `times`."""
+    """Return the result of `call`; append the seconds of the slowest rank to `times`."""
     from posttrain.train import distributed
 
     distributed.barrier()

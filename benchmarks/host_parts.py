@@ -1,11 +1,11 @@
-"""What every registered component, shipped reward and step of the bookkeeping costs the host, slowest first.
+"""CPU time of every registered component, shipped reward and bookkeeping step on the host, slowest first.
 
     python benchmarks/host_parts.py      # 64 prompts x 8 completions of 240 to 512 tokens; a CPU, a minute
     python benchmarks/host_parts.py --only advantage_transform --only select --out FILE.json
 
-Milliseconds of CPU time a step, on one thread, so that other processes hardly matter. A reward's are of its calls one
-after the other: workers share them. Left out are rewards that ask a server or start a process a call, whose time is not
-the host's own. What components compute on the batch a GPU computes there.
+Milliseconds of CPU time per step on one thread, so that other processes hardly matter. A reward's time is the sum of
+its calls, which workers share in a run. Rewards that call a server or start a process per call are excluded, because
+their time is not the host's. A run on a GPU computes tensor operations of components there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def rollouts_of(prompts: int, group: int, shortest: int, longest: int) -> list[Rollout]:
-    """Rollouts of three turns with a tool between them, of random lengths; their texts are words and an answer."""
+    """Return rollouts of three turns with a tool reply between them, of random lengths; texts are words and an
+    answer."""
     draw = random.Random("host_parts")
     found = []
     for number in range(prompts):
@@ -104,7 +105,7 @@ def text(draw: random.Random, characters: int) -> str:
 
 
 def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
-    """The batch with all that any component reads; what a model would have measured is random."""
+    """Return a batch with every field that a component reads; values that a model would compute are random."""
     batch = rollout_batch(rollouts, ("boxed",), {*BY_TURN, "turn_states"})
     torch.manual_seed(0)
     rows, width = batch.mask.shape
@@ -160,13 +161,13 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
 
 
 def named_columns() -> list[str]:
-    """What components call the reward components and data columns that they read, by default."""
+    """Return reward components and data columns that components read by default."""
     entries = [entry for kind, named in registry.load_index().items() if kind != "merge" for entry in named.values()]
     defaults = [value[1] for entry in entries for value in entry["params"].values() if len(value) == 2]
     return sorted({value for value in defaults if isinstance(value, str)})
 
 
-# --- what is timed ---
+# --- timed functions ---
 
 
 def components(batch: RolloutBatch) -> Iterator[tuple[str, Work]]:
@@ -200,7 +201,7 @@ def controlled(function: Callable[..., Any], given: tuple[Any, ...], params: Map
 
 
 def drawing(function: Callable[..., Any], given: tuple[RolloutBatch], params: Mapping[str, Any]) -> Work:
-    """A sampler's plan of a step, and its state after the groups of that step."""
+    """Return a sampler's plan of a step, and its state after the groups of that step."""
     groups = len(given[0].group_ids.unique())
     size = len(given[0]) // groups
     uids = [f"p{n}" for n in range(8 * groups)]
@@ -220,7 +221,7 @@ def drawing(function: Callable[..., Any], given: tuple[RolloutBatch], params: Ma
 
 
 def asking(function: Callable[..., Any], given: tuple[RolloutBatch], params: Mapping[str, Any]) -> Work:
-    """What a kind answers about each prompt of a step, in its first round and where that had no right rollout."""
+    """Return a kind's output for each prompt of a step, in its first round and in rounds without a right rollout."""
     planner = function(**params) if isinstance(function, type) else Stateless(function, params)
     asked = [
         Asked(f"p{n}", "What is 1 + 2?", {"hint": "Add.", "guidance": "Add."}, tuple(range(20, 60)), seed=n)
@@ -246,7 +247,7 @@ def token_rows(batch: RolloutBatch) -> TokenRows:
 
 
 def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> Iterator[tuple[str, Work]]:
-    """What a step does whatever its components are."""
+    """Return the bookkeeping steps of every RL step, independent of its components."""
     rows = [r.group for r in rollouts]
     scores = {name: [r.scores[name] for r in rollouts] for name in rollouts[0].scores}
     plain = rollout_batch(rollouts)
@@ -271,7 +272,7 @@ def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> I
 
 
 def rewards(count: int) -> Iterator[tuple[str, Work]]:
-    """Every shipped reward on its own examples, their completions made as long as those of a run, `count` calls."""
+    """Return every shipped reward on its own examples, with completions as long as in a run, `count` calls."""
     draw = random.Random("host_parts/rewards")
     for path in sorted(shipped_folder("rewards").glob("*.py")):
         if path.stem in ELSEWHERE:
@@ -279,12 +280,14 @@ def rewards(count: int) -> Iterator[tuple[str, Work]]:
         module = load_script(path)
         module.get("setup", lambda: None)()
         for name, examples in read_examples(path).items():
-            asked = [longer(examples[n % len(examples)], draw) for n in range(count)]  # no two alike: nothing is cached
+            asked = [
+                longer(examples[n % len(examples)], draw) for n in range(count)
+            ]  # all different, so that nothing is cached
             yield f"reward {path.stem}.{name}", calls(module[name], asked)
 
 
 def longer(example: Example, draw: random.Random) -> Example:
-    """The example with a completion of `TEXT` characters more, within its thought if it begins with one."""
+    """Return the example with a completion of `TEXT` more characters, inside its thought if it starts with one."""
     opening = "<think>" if example.completion.startswith("<think>") else ""
     added = f"{opening}{text(draw, TEXT)} {example.completion.removeprefix(opening)}"
     return Example(added, example.columns, example.expected, example.params)
@@ -293,7 +296,7 @@ def longer(example: Example, draw: random.Random) -> Example:
 def calls(function: Callable[..., Any], examples: list[Example]) -> Work:
     def run() -> None:
         for example in examples:
-            with contextlib.suppress(Exception):  # an example of a mistake
+            with contextlib.suppress(Exception):  # an example that must fail
                 function(example.completion, **example.columns, **example.params)
 
     return run
@@ -303,7 +306,7 @@ def calls(function: Callable[..., Any], examples: list[Example]) -> Work:
 
 
 def milliseconds(work: Work, repeats: int) -> float:
-    """CPU time, the best of some runs; what takes long runs less often."""
+    """Return CPU milliseconds, the best of several runs; slow functions run less often."""
     times: list[float] = []
     while len(times) < repeats and sum(times) < 1.0:
         started = time.process_time()

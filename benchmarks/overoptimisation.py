@@ -1,18 +1,18 @@
-"""Best of n against reward models that are wrong somewhere: what happens to the true reward as n grows.
+"""Best-of-n selection with imperfect reward models: the true reward as n grows.
 
     python benchmarks/overoptimisation.py --out benchmarks/results/overoptimisation.json     # a CPU, minutes
     python benchmarks/overoptimisation.py --recompute benchmarks/results/overoptimisation.json
 
-Answers are strings of letters; the true reward of one is the mean worth of its letters. Reward models (`posttrain
-reward-model` on the tiny model) learn from pairs of which about a third are labelled wrong, written with ten letters.
-The policy whose answers are picked writes only some of those and, in each answer more or less often, one of ten others
-that no model has seen, all of them bad: tricks. What a model says of a trick is chance, and the more answers there are,
-the surer one of them is liked by mistake. For every n the pick has the highest score; reported is its true reward, in
-deviations over all answers, so that 0 is an answer drawn at random.
+Answers are strings of letters; an answer's true reward is the mean value of its letters. Reward models (`posttrain
+reward-model` on the tiny model) are trained on pairs of which about a third are labeled wrong, written with ten
+letters. The policy that is selected from writes only some of these and, with varying frequency, one of ten other
+letters that no model has seen, all of them bad: tricks. A model's score of a trick is arbitrary, and the more answers
+there are, the likelier one of them scores high by mistake. For every n the answer with the highest score is selected;
+its true reward is reported in standard deviations over all answers, so that 0 is a random answer.
 
-Two policies: `best` writes the four best letters (its answers are good but for the tricks), `middle` four mediocre
-ones, which the models rightly do not like, so that unknown letters look good to all of them. Rows: one model (the mean
-over five); five models that differ in seed, and so in their start and their order (mean, wco, uwo as in arXiv
+Two policies: `best` writes the four best letters (its answers are good except for the tricks), `middle` four mediocre
+letters with rightly low scores, so that unknown letters look good to all models. Rows: one model (the mean over five);
+five models with different seeds, that is, different initial weights and data order (mean, wco, uwo as in arXiv
 2310.02743).
 """
 
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def study(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a world and way of scoring: `gold` and `proxy` of the pick, by n."""
+    """Return one row per world and way of scoring: `gold` and `proxy` of the selected answer, by n."""
     rows: list[dict[str, Any]] = []
     for group in range(settings["groups"]):
         print(f"world {group + 1} of {settings['groups']}", file=sys.stderr)
@@ -85,7 +85,7 @@ def study(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def scored_ways(several: Any) -> dict[str, Any]:
-    """Way of scoring -> [prompts,answers]."""
+    """Return scores [prompts,answers] by way of scoring."""
     ways = {f"one model/{n}": several[n] for n in range(MEMBERS)}
     ways |= {"mean of 5": ensemble(several, objective="mean"), "wco of 5": ensemble(several, objective="wco")}
     ways |= {f"uwo of 5, {c:g}": ensemble(several, objective="uwo", uwo_coef=c) for c in COEFS}
@@ -99,7 +99,8 @@ def ensemble(found: Any, **settings: Any) -> Any:
 
 
 def scores(paths: list[str], world: World) -> Any:
-    """[members,prompts,answers]; members are centred and scaled by held-out answers, as `use: reward_model` does."""
+    """Return scores [members,prompts,answers]; members are centered and scaled by held-out answers, as `use:
+    reward_model` does."""
     import torch
 
     from posttrain.evaluate import model_reward
@@ -118,7 +119,7 @@ def scores(paths: list[str], world: World) -> Any:
 
 
 class World:
-    """Letters with worths, and who writes what. Letters that training never shows are all bad."""
+    """Letters with values, and which letters each writer uses. Letters absent from training are all bad."""
 
     def __init__(self, group: int, settings: dict[str, Any]) -> None:
         draw = random.Random(f"overoptimisation/{group}")
@@ -130,7 +131,7 @@ class World:
         self.rows = [self.pair(n) for n in range(settings["pairs"])]
 
     def write(self, policy: str) -> None:
-        """The answers of a policy, and their true rewards in deviations."""
+        """Return the answers of a policy, and their true rewards in standard deviations."""
         letters = sorted(SEEN, key=lambda letter: self.worth[letter])[POLICIES[policy]]
         prompts, answers = self.settings["prompts"], self.settings["answers"]
         self.answers = [[self.tricky(letters) for _ in range(answers)] for _ in range(prompts)]
@@ -156,7 +157,8 @@ class World:
         return {"prompt": str(number % 10), "rejected": sides[0], "chosen": sides[1]}
 
     def picks(self, scored: Any) -> dict[str, Any]:
-        """Expected true reward and score of the best of n, over prompts, both in deviations over all answers."""
+        """Return expected true reward and score of the best of n, over prompts, both in standard deviations over all
+        answers."""
         from posttrain.evaluate.best_of import expected_pick
 
         shown = ((scored - scored.mean()) / scored.std()).tolist()
@@ -171,7 +173,7 @@ class World:
 
 
 def trained(world: World, folder: Path, name: str, seed: int) -> str:
-    """A reward model of the world's pairs; seed: of its weights and of the order of the pairs."""
+    """Train a reward model on the world's pairs; seed: of its weights and of the order of the pairs."""
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
@@ -194,8 +196,9 @@ def trained(world: World, folder: Path, name: str, seed: int) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """A table a policy: true reward of the pick by n, mean over worlds with its standard error, its own score at the
-    last n, what was lost since the best n, and how far it is from one model at the last n, world by world."""
+    """Return one table per policy: true reward of the selected answer by n, mean over worlds with its standard error,
+    its own score at the last n, the loss since the best n, and the difference from one model at the last n, world by
+    world."""
     groups = sorted({row["group"] for row in record["rows"]})
     ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
     parts = []
@@ -222,7 +225,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _of(rows: list[dict[str, Any]], way: str, group: int, kind: str) -> dict[int, float]:
-    """By n, the mean over a world's rows of one way."""
+    """Return by n the mean over a world's rows of one way."""
     own = [row[kind] for row in rows if (row["way"], row["group"]) == (way, group)]
     return {n: statistics.fmean(row[str(n)] for row in own) for n in SIZES}
 

@@ -1,11 +1,11 @@
-"""What `posttrain plan` predicts against what a run takes: GPU memory of work A and work B (`rl_step.py`), by phase.
+"""GPU memory predicted by `posttrain plan` compared with a run's, for work A and work B (`rl_step.py`), by phase.
 
     python benchmarks/plan_peak.py --out benchmarks/results/plan_peak_h100.json     # A, B with LoRA, B full, L
     python benchmarks/plan_peak.py --works B_full --sleep --checkpointing
     python benchmarks/plan_peak.py --smoke                                           # tiny, on a CPU: does it run?
 
-Each work runs three steps in a process of its own. The peak is that of NVML at 20 Hz, less what the card held before;
-it counts what torch's allocator keeps without using it. By phase: the most that torch had allocated, vLLM's part in it.
+Each work runs three steps in a separate process. The peak is sampled by NVML at 20 Hz, minus the memory used before; it
+includes memory that torch's allocator reserves. By phase: the peak allocated by torch, including vLLM's part.
 Exit code 1 if a predicted peak is more than --tolerance from the measured one.
 """
 
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 
 def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
-    """That of rl_step.py for this work."""
+    """Return the specification of rl_step.py for this work."""
     work, lora, micro_tokens, share, compiled = WORKS[name]
     asked = {
         "lora": lora,
@@ -90,7 +90,7 @@ def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str
 
 
 def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """In a process of its own: predict from the recipe, run it, and note the most that each phase had allocated."""
+    """In a separate process: predict from the recipe, run it, and record the peak allocation of each phase."""
     import torch
 
     from posttrain.recipe.load import load_dict
@@ -122,14 +122,14 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def ratio(work: dict[str, Any]) -> float | None:
-    """Predicted by measured peak; None where the run failed."""
+    """Return predicted / measured peak; None if the run failed."""
     if "error" in work:
         return None
     return work["predicted_peak_gib"] / max(work["peak_gib"] - work["idle_gib"], 1e-9)
 
 
 def table(name: str, work: dict[str, Any]) -> str:
-    """The prediction by phase and part beside what was measured."""
+    """Return the prediction by phase and part beside the measurement."""
     if "predicted" not in work:
         return f"{name}: failed: {work.get('error')}"
     lines = [f"{name}: GiB by phase, predicted (measured by torch)"]

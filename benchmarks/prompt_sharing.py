@@ -1,8 +1,9 @@
-"""Forward and backward pass over rollouts of long prompts: padded rows, rows in one line, and a prompt once a line.
+"""Forward and backward passes over rollouts of long prompts: padded rows, packed rows, and packed with each prompt
+once.
 
     python benchmarks/prompt_sharing.py --out benchmarks/results/prompt_sharing_cpu.json
 
-A random Llama; on a GPU in bfloat16, by the variable-length kernel. Ways are tried in turns; times are medians.
+A random Llama; on a GPU in bfloat16, by the variable-length kernel. The ways alternate; times are medians.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def rows(args: argparse.Namespace, prompt: int) -> Sequences:
 
 
 def measured(model: Any, batch: Sequences, runs: int) -> dict[str, Any]:
-    """Seconds of each way, and how far log-probs and gradients of the shared line are from those of the plain one."""
+    """Return seconds of each way, and the differences of log-probs and gradients between shared and plain packing."""
     ways: dict[str, dict[str, Any]] = {
         "padded": {"packed": False},
         "packed": {"packed": True},

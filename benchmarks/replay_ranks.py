@@ -1,4 +1,4 @@
-"""One saved rollout batch, trained on by 1, 2 and 4 GPUs: the losses and gradient norms of five updates are the same.
+"""Five updates on one saved rollout batch by 1, 2 and 4 GPUs: losses and gradient norms must be equal.
 
     python benchmarks/replay_ranks.py --lora --out benchmarks/results/replay_lora.json
     python benchmarks/replay_ranks.py --out benchmarks/results/replay_full.json
@@ -6,10 +6,10 @@
     python benchmarks/replay_ranks.py --smoke             # tiny, on a CPU
 
 The model is that of work B (`rl_step.py`), the batch rollouts of seeded tokens and lengths with the reward of the
-benchmark, the objective GRPO with a mean over tokens and a KL term. With --shard, two and more ranks hold parts of the
-weights. Where there are more ranks than GPUs they share them, and add up over gloo, since NCCL wants a GPU a rank. Exit
-code 1 if a number differs by more than --tolerance of the one of the first run (gradient norms, losses), or if the
-losses are all 0.
+benchmark, the objective GRPO with a mean over tokens and a KL term. With --shard, two and more ranks shard the weights.
+If there are more ranks than GPUs, ranks share GPUs and communicate over gloo, because NCCL needs a GPU per rank. Exit
+code 1 if a value differs by more than --tolerance from the first run's (gradient norms, losses), or if all losses
+are 0.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
             record["ranks"][str(count)] = found = measured(spec, count, gpus, Path(scratch))
             record["largest_gap"] = largest_gap(record["ranks"])
             print(f"{count} ranks  " + "  ".join(f"{name} {numbers(of)}" for name, of in found.items()), flush=True)
-            sides.write(record, args.out)  # after each: what was found stays if the next is cut off
+            sides.write(record, args.out)  # after each: results are kept if the next one is killed
     print(f"largest gap {record['largest_gap']:.2e} of the value, {args.tolerance:.0e} allowed")
     flat = not any(record["ranks"][str(counts[0])]["loss"])
     sys.exit(flat or not record["largest_gap"] <= args.tolerance)
@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
 
 
 def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What every worker reads; the rollouts are in a file of their own."""
+    """Return what every worker reads; the rollouts are in a separate file."""
     home = args.models or folder
     model = folders.tiny(folder / "model") if args.smoke else folders.smollm2(home / "model")
     if not args.smoke:
@@ -110,7 +110,7 @@ def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def made_up(prompts: int, new: int) -> list[dict[str, Any]]:
-    """Prompts and completions of seeded tokens, ids that every tokenizer here has."""
+    """Return prompts and completions of seeded token ids that every tokenizer here has."""
     draw = random.Random("replay/rollouts")
     (lengths,) = seeded_lengths(1, prompts * GROUP, new, 1 / 16, 1 / 3)
     rows = []
@@ -122,7 +122,7 @@ def made_up(prompts: int, new: int) -> list[dict[str, Any]]:
 
 
 def measured(spec: dict[str, Any], count: int, gpus: list[str], folder: Path) -> dict[str, list[float]]:
-    """Losses and gradient norms with `count` processes on those GPUs."""
+    """Return losses and gradient norms with `count` processes on those GPUs."""
     out = folder / f"ranks-{count}.json"
     path = folder / f"spec-{count}.json"
     sharing = 0 < len(gpus) < count
@@ -136,7 +136,7 @@ def measured(spec: dict[str, Any], count: int, gpus: list[str], folder: Path) ->
 
 
 def largest_gap(found: dict[str, dict[str, list[float]]]) -> float:
-    """The largest difference to the first run, as a share of its value."""
+    """Return the largest relative difference from the first run."""
     first, *others = found.values()
     gaps = [
         abs(a - b) / max(abs(a), 1e-12)
@@ -155,7 +155,7 @@ def numbers(values: list[float]) -> str:
 
 
 def replay(spec: dict[str, Any]) -> None:
-    """Five updates on the saved rollouts; rank 0 writes what they gave."""
+    """Run five updates on the saved rollouts; rank 0 writes their losses and gradient norms."""
     ranks.claim_gpu()
     import torch.distributed as dist
 
@@ -194,7 +194,7 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]:
-    """What an update works with, the scored batch, and its tokens."""
+    """Return the inputs of an update, the scored batch, and its tokens."""
     from posttrain.recipe.load import load_dict
     from posttrain.recipe.stages import RlRecipe
     from posttrain.run.watchdog import Watchdog

@@ -2,15 +2,15 @@
 
     python benchmarks/rewards.py [--n 10000] [--workers 2] [--kinds pairs grouped distinct] [--out FILE]
 
-`pairs`: what one comparison costs, over the judged pairs of tests/verify/answers.json, nothing of them remembered.
-`grouped`: eight completions a problem, as RL draws them, so that answers come again and posttrain, which remembers what
-it has compared, compares less often than the others. `distinct` (a fifth of the rows): no pair of gold and
-answer comes twice, so nothing is remembered. Golds are whole numbers in 6 of 10 problems.
+`pairs`: the cost of one comparison over the judged pairs of tests/verify/answers.json, without caching.
+`grouped`: eight completions per problem, as in RL, so that answers repeat and posttrain, which caches comparisons,
+compares less often than the others. `distinct` (a fifth of the rows): no pair of gold answer and answer repeats, so
+that caching does not help. Gold answers are integers in 6 of 10 problems.
 
-The three sides score the same texts in blocks, in an order that rotates, so that a machine whose speed drifts is as
-slow for all. The loop and TRL use one core; `of N loops` is the pool's speed over N times the loop's.
-Where others use the machine, N workers wait more than one loop does: then the processor time of all our processes,
-beside the loop's, says more. Last, one row that never ends is put among others: it should cost its limit and no more.
+The three sides score the same texts in blocks, in rotating order, so that a drift of the machine's speed affects all
+alike. The loop and TRL use one core; `of N loops` is the pool's speed divided by N times the loop's. On a busy machine
+N workers wait more than one loop; compare the CPU time of all our processes with the loop's instead. Finally, a row
+that never terminates is added to others: it should cost its time limit and no more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAIRS = Path(__file__).parents[1] / "tests" / "verify" / "answers.json"
 WARM = 20
 BLOCKS = 10
 GROUP = 8
-LIMIT = 2.0  # seconds, of the row that never ends
+LIMIT = 2.0  # time limit in seconds of the endless row
 ENDLESS = """
 import time
 def slow(completion, answer):
@@ -48,7 +48,8 @@ THOUGHT = "Let us see. We add the parts, then compare both sides of the equation
 
 
 def rows(n: int, kind: str, seed: int = 0) -> list[tuple[str, str]]:
-    """(completion, gold): half of them right, a tenth of the right ones in another form, a tenth without an answer."""
+    """Return (completion, gold): half of them right, a tenth of the right ones in another form, a tenth without an
+    answer."""
     draw = random.Random(f"{kind} {seed}")
     made: list[tuple[str, str]] = []
     seen: set[tuple[str, str]] = set()
@@ -84,14 +85,14 @@ def _expression(draw: random.Random) -> tuple[str, str]:
 
 
 def plain_loop(made: list[tuple[str, str]]) -> list[float]:
-    """What a user writes: gold and completion parsed by the library, and compared."""
+    """Score as a user's own loop: parse gold and completion with the library, and compare."""
     from math_verify import parse, verify
 
     return [float(verify(parse(f"${gold}$"), parse(text.rpartition("</think>")[2]))) for text, gold in made]
 
 
 def trl(made: list[tuple[str, str]]) -> list[float | None]:
-    """TRL's accuracy_reward on all rows."""
+    """Score with TRL's accuracy_reward."""
     from trl.rewards import accuracy_reward
 
     said = [[{"role": "assistant", "content": text.rpartition("</think>")[2]}] for text, _ in made]
@@ -99,12 +100,12 @@ def trl(made: list[tuple[str, str]]) -> list[float | None]:
 
 
 def pool(scorer: Scorer) -> Callable[[list[tuple[str, str]]], list[float | None]]:
-    """posttrain's math.accuracy in worker processes."""
+    """Score with posttrain's math.accuracy in worker processes."""
     return lambda made: scorer.score([Sample(text, {"answer": gold}) for text, gold in made]).rewards
 
 
 def processor_seconds(scorer: Scorer) -> float:
-    """Of this process and the workers so far."""
+    """Return the CPU seconds of this process and its workers so far."""
     ticks = 0
     for worker in scorer.pool.workers:
         fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -119,7 +120,7 @@ def timed(score: Callable[..., Any], made: list[Any]) -> tuple[float, Any]:
 
 
 def measure(kind: str, n: int, workers: int) -> dict[str, Any]:
-    """Seconds of each side, ratios, and how often the sides agree."""
+    """Return seconds of each side, ratios, and how often the sides agree."""
     made = rows(n, kind)
     size = -(-n // BLOCKS)
     spent = {"posttrain": 0.0, "loop": 0.0, "trl": 0.0}
@@ -155,7 +156,7 @@ def measure(kind: str, n: int, workers: int) -> dict[str, Any]:
 
 
 def time_pairs() -> dict[str, float]:
-    """Milliseconds of one `equal` over the judged pairs, each for the first time and without what others remembered."""
+    """Return milliseconds of one `equal` over the judged pairs, each for the first time and without cached results."""
     from posttrain.verify import math
 
     kinds = json.loads(PAIRS.read_text(encoding="utf-8"))
@@ -173,7 +174,7 @@ def time_pairs() -> dict[str, float]:
 
 
 def one_endless_row(workers: int, folder: Path) -> dict[str, float]:
-    """Seconds that 1,000 quick rows take alone, and with a row among them that never ends."""
+    """Return the seconds of 1,000 quick rows alone, and with a row that never terminates."""
     script = folder / "slow.py"
     script.write_text(ENDLESS)
     quick = [Sample("x", {"answer": ""}) for _ in range(1000)]

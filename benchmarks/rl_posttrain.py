@@ -15,10 +15,9 @@ from rl_work import GROUP, HERE, LR, random_ids
 
 
 def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], None] = lambda: None) -> None:
-    """The product's own loop from a recipe; the step's clock is the time from one line of metrics to the next.
+    """Run posttrain's own loop from a recipe; a step lasts from one line of metrics to the next.
 
-    at_end: called behind each step, when `result` has its figures. With `start_only` the run ends where its first step
-    would begin.
+    at_end: called after each step, when `result` has its figures. With `start_only` the run ends before its first step.
     """
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
@@ -46,7 +45,7 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
         distributed.open_directory(open_it) as directory,
         replaced(assemble, "make_engine", make),
         replaced(vllm_engine, "colocated_engine", lambda *a, **more: prepared(finished(*a, **more), spec, result)),
-        replaced(checkpoint, "save", lambda *_, **__: None),  # 17 GB after the last step, which nobody measures
+        replaced(checkpoint, "save", lambda *_, **__: None),  # 17 GB after the last step, outside the measurement
         replaced(rl, "save_model", lambda *_, **__: None),
         replaced(rl, "step", stopping(result) if spec.get("start_only") else rl.step),
         metric_times(figures),
@@ -60,7 +59,7 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
 
 @contextlib.contextmanager
 def marks_of_the_start(marks: dict[str, float]) -> Iterator[None]:
-    """Inside, `marks` gets the times at which what comes before step 1 has ended."""
+    """Context manager that stores in `marks` the times at which the phases before step 1 end."""
     from posttrain.run.progress import Progress
     from posttrain.train import assemble, rl, sharding
 
@@ -80,7 +79,7 @@ def marks_of_the_start(marks: dict[str, float]) -> Iterator[None]:
 
 
 def marking(function: Callable[..., Any], marks: dict[str, float], label: str) -> Callable[..., Any]:
-    """The function, which notes when it has ended."""
+    """Return the function with a record of the time at which it returned."""
 
     def marked(*args: Any, **more: Any) -> Any:
         found = function(*args, **more)
@@ -91,11 +90,11 @@ def marking(function: Callable[..., Any], marks: dict[str, float], label: str) -
 
 
 class Started(Exception):
-    """The first step would begin."""
+    """Raised when the first step would start."""
 
 
 def stopping(result: dict[str, Any]) -> Callable[..., Any]:
-    """In place of a step: notes when it would begin, and ends the run."""
+    """Replacement of a step that records its start and ends the run."""
 
     def stop(*_: Any) -> Any:
         result["began"] = time.perf_counter()
@@ -105,12 +104,12 @@ def stopping(result: dict[str, Any]) -> Callable[..., Any]:
 
 
 def steps_so_far(folder: Path, times: Sequence[float]) -> dict[str, Any]:
-    """Figures by step of a run, from its metrics."""
+    """Return figures by step of a run, from its metrics."""
     from posttrain.run.metrics import read_metrics
 
     rows = read_metrics(folder)
     keys = {key for row in rows for key in row if key.startswith("time/") and key.count("/") == 1}
-    phases = sorted(keys - {"time/step"})  # less what each reward took within its phase
+    phases = sorted(keys - {"time/step"})  # minus the time of each reward within its phase
     memory = {key.removeprefix("memory/"): [row.get(key) for row in rows] for key in MEMORY if key in rows[0]}
     return posttrain_steps(rows, times) | {
         "phases": {PHASES.get(key, key[5:]): [row.get(key, 0.0) for row in rows] for key in phases},
@@ -122,7 +121,7 @@ def steps_so_far(folder: Path, times: Sequence[float]) -> dict[str, Any]:
 
 
 def predicted_gib(recipe: Any) -> float:
-    """The peak that `posttrain plan` says of a recipe, on this machine."""
+    """Return the peak predicted by `posttrain plan` for a recipe on this machine."""
     from posttrain.train import plan
 
     return plan.plan(recipe)["peak_gib"]
@@ -169,7 +168,8 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
-    """The engine with the lengths of works B, L and V, and with a measurement of generation alone before it closes."""
+    """Return the engine with the lengths of works B, L and V, and a measurement of generation alone before it
+    closes."""
     if getattr(engine, "is_prepared", False):
         return engine
     engine.is_prepared = True
@@ -181,7 +181,7 @@ def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
 
 
 def measure_alone(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """When the engine closes, its last requests are made again, `alone` times."""
+    """When the engine closes, repeat its last requests `alone` times."""
     close, complete, last = engine.close, engine.complete, list[Any]()
     version = None  # that the last requests were made to
 
@@ -204,7 +204,7 @@ def measure_alone(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> 
 
 
 def generation_alone(complete: Callable[..., Any], asked: Sequence[Any]) -> float:
-    """Seconds of these requests without log-probs."""
+    """Return the seconds of these requests without log-probs."""
     from posttrain.rollout import loop
 
     plain = [complete(dataclasses.replace(request, logprobs=False), sampling) for request, sampling in asked]
@@ -214,9 +214,9 @@ def generation_alone(complete: Callable[..., Any], asked: Sequence[Any]) -> floa
 
 
 def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
-    """From now on every rollout has its own number of tokens: one request a rollout, EOS ignored.
+    """From now on give every rollout its own number of tokens: one request per rollout, EOS ignored.
 
-    The calls of `generate` are those of the steps, in order, with their prompts numbered as `Engine.generate` says.
+    The calls of `generate` are those of the steps, in order, with their prompts numbered as `Engine.generate` defines.
     """
     steps = iter(spec["lengths"])
     if spec["smoke"] and not hasattr(engine, "complete"):  # the transformers engine: stand-ins for its tokens
@@ -240,7 +240,8 @@ def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
 
 
 def random_rollouts(engine: Any, steps: Any) -> Callable[..., Any]:
-    """`Engine.generate` that gives random ids of the lengths of each step, the same however the prompts are shared."""
+    """Return an `Engine.generate` that returns random ids of the lengths of each step, independent of how prompts are
+    shared."""
     from posttrain.rollout.engine import Completion, as_rollouts
 
     def generate(prompts: Any, n: int, sampling: Any, *, first_group: int = 0, share: Any = None, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One RL step of posttrain against TRL's GRPOTrainer with colocated vLLM: same model, prompts, lengths and update.
+"""One RL step of posttrain and TRL's GRPOTrainer with colocated vLLM: same model, prompts, lengths and update.
 
     python benchmarks/rl_step.py --work A --out benchmarks/results/rl_A_h100.json
     python benchmarks/rl_step.py --work B --lora --out benchmarks/results/rl_B_lora_h100.json
@@ -12,16 +12,16 @@ a rank-16 adapter, 32 x 8, up to 3,500 new tokens, 850,000 tokens a step. All: r
 loss (mean over each row), no KL, one update a step, float32 trained weights and AdamW, bfloat16 products, float32
 adapters on a bfloat16 base with --lora.
 
-Each side runs alone in a subprocess, five steps (L: three, V: four); the first two (L and V: one) are left out. TRL's
-side tries ways, a micro-batch each with or without checkpointing, on one micro-batch of the longest rows, and makes its
-steps in the fastest that fits; all of them are in its `trials`, and its peak is that of the steps. TRL runs with sleep
-off and on, and the faster counts; both are in `trl_tries`. By default neither side corrects for the gap between engine
-and trainer; --correction tis switches truncated importance sampling on in both (TRL's default), which also makes TRL
-report its gap (`gap`: mean |trainer - engine| log-prob by step).
+Each side runs alone in a subprocess, five steps (L: three, V: four); the first two (L and V: one) are excluded. TRL's
+side tries micro-batch sizes with and without checkpointing on one micro-batch of the longest rows, and runs its steps
+with the fastest that fits; all tries are in its `trials`, and its peak is the peak of the steps. TRL runs with sleep
+off and on, and the faster counts; both are in `trl_tries`. By default neither side corrects for the mismatch between
+engine and trainer; --correction tis enables truncated importance sampling on both (TRL's default), which also makes TRL
+report its mismatch (`gap`: mean |trainer - engine| log-prob by step).
 
-"before step 1" is the time from the start of the process to the start of its first step. With --warm each side was
-started once before, so that both find what they compiled then. --minutes ends a side that takes too long; what it has
-measured until then counts.
+"before step 1" is the time from the start of the process to the start of its first step. With --warm each side is
+started once before, so that both have warm compilation caches. --minutes ends a side that takes too long; its completed
+steps count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import rl_trl
 import sides
 from rl_work import WORKS, setting, specification
 
-# Rows of a forward pass to try; c: with checkpointing. What is behind one that does not fit is larger.
+# Rows per forward pass to try; c: with checkpointing. Entries after one that does not fit are larger.
 TRL_WAYS = {
     "A": ("64", "128", "128c"),
     "B --lora": ("8", "16", "32", "32c", "64c"),
@@ -105,7 +105,7 @@ def arguments() -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace, work: str) -> None:
-    """Both sides on one work, one after the other."""
+    """Run both sides on one work, one after the other."""
     started = time.monotonic()
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="rl_step-") as scratch:
@@ -119,7 +119,7 @@ def compare(args: argparse.Namespace, work: str) -> None:
 
         if args.sides != "trl":
             record["posttrain"] = run("posttrain", spec, 0.6 if args.sides == "both" else 1)
-            sides.finish(record, args.out, floors)  # so that it stays if the other side is cut off
+            sides.finish(record, args.out, floors)  # kept if the other side is killed
         if args.sides != "posttrain":
             tries: list[dict[str, Any]] = []
             for settings in trl_settings(args, work, spec):
@@ -132,7 +132,8 @@ def compare(args: argparse.Namespace, work: str) -> None:
 def run_warm(
     side: str, spec: dict[str, Any], folder: Path, lib: Any, end: float | None, *, warm: bool
 ) -> dict[str, Any]:
-    """One side, until `end` by `time.monotonic`. warm: it is started once before, which is its `cold_start_s`."""
+    """Run one side, until `end` by `time.monotonic`. warm: it is started once before, which gives its
+    `cold_start_s`."""
 
     def seconds() -> float | None:
         return None if end is None else max(end - time.monotonic(), 1)
@@ -151,7 +152,7 @@ def run_warm(
 
 
 def trl_settings(args: argparse.Namespace, work: str, spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """TRL's settings, for each way of sleeping."""
+    """Return TRL's settings, for each sleep setting."""
     ways = args.trl_ways or (
         ("4", "8c") if args.smoke else TRL_WAYS["B --lora" if work == "B" and spec["lora"] else work]
     )
@@ -161,7 +162,8 @@ def trl_settings(args: argparse.Namespace, work: str, spec: dict[str, Any]) -> I
 
 
 def floors(record: dict[str, Any]) -> list[str]:
-    """Generation alone at vLLM's own rate, and the update at 45% of the card's bf16 rate; TRL's trials."""
+    """Return the lower bounds: generation alone at vLLM's own rate, and the update at 45% of the GPU's bf16 rate; TRL's
+    trials."""
     lines = [trial_line(one) for one in record.get("trl", {}).get("trials", [])]
     side = record.get("posttrain", {})
     if "generate_alone_s" not in side or "step_s" not in side:
@@ -180,7 +182,7 @@ def floors(record: dict[str, Any]) -> list[str]:
 
 
 def trial_line(one: dict[str, Any]) -> str:
-    """One of TRL's ways."""
+    """Return a line about one of TRL's tries."""
     found = "out of memory" if "out_of_memory" in one else f"{one['update_s_per_1m']:.1f} s of update per 1M tokens"
     return f"trl trial: micro-batch {one['micro']}{', checkpointing' if one['checkpointing'] else ''}: {found}"
 

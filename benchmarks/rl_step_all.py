@@ -1,13 +1,13 @@
-"""All works of `rl_step.py` with their best known settings, in a given time: on one GPU, or side by side on several.
+"""All works of `rl_step.py` with their best known settings within a time limit: on one GPU, or in parallel on several.
 
     python benchmarks/rl_step_all.py --minutes 9 --models /tmp/models --out $OUT
     python benchmarks/rl_step_all.py --minutes 9 --models /tmp/models --out $OUT --works A L  # two GPUs: one each
     python benchmarks/rl_step_all.py --smoke --out /tmp/results  # tiny, on a CPU
 
-Each work writes OUT/rl_NAME.json, again after each side and readable with `rl_step.py --recompute`; what it prints goes
-to OUT/rl_NAME.log. Every visible GPU takes the next work when it has finished one, with an equal part of the host's
-cores. What is left of the time is a work's `--minutes`; a work that finds less than two minutes is left out. Both sides
-of a work run on the same GPU, one after the other.
+Each work writes OUT/rl_NAME.json after each side, readable with `rl_step.py --recompute`, and its output to
+OUT/rl_NAME.log. Every visible GPU takes the next work when it has finished one, with an equal part of the host's cores.
+The remaining time is a work's `--minutes`; a work with less than two minutes is skipped. Both sides of a work run on
+the same GPU, one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WORKS = {
     "L": ("L", "--merge-adapter --sleep --compile --micro-tokens 14336 --share 0.3 --alone 1 --trl-ways 4"),
     "B_full": ("B", "--sleep --compile --micro-tokens 7168 --share 0.15 --steps 4 --trl-ways 8 16"),
 }
-LEAST = 120  # seconds that it is worth to begin a work with
+LEAST = 120  # minimum seconds to start a work
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rl_step_all-") as scratch:
         models = args.models or Path(scratch)
         if not args.smoke:
-            for work in {WORKS[name][0] for name in args.works}:  # once, before several need them
+            for work in {WORKS[name][0] for name in args.works}:  # once, before several works need them
                 rl_work.model_folder(rl_work.WORKS[work], models, smoke=False)
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         for name in args.works:
@@ -85,8 +85,8 @@ def run_lane(
     models: Path,
     end: float,
 ) -> None:
-    """Works on one GPU ("": what there is), one after the other, until there are none or the time is up."""
-    os.sched_setaffinity(0, cores)  # of this thread and of what it starts
+    """Run works on one GPU ("": the default device) one after another, until none remain or the time is up."""
+    os.sched_setaffinity(0, cores)  # of this thread and its child processes
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
     while True:
         try:
@@ -108,7 +108,7 @@ def run_lane(
 
 
 def last_table(log: str) -> str:
-    """What a work printed last: the table of both sides, or its error."""
+    """Return the last table printed by a work, or its error."""
     tables = log.split("\nwork ")
     return "work " + tables[-1].rstrip() if len(tables) > 1 else log[-3000:]
 

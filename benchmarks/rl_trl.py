@@ -20,16 +20,16 @@ from vision import IMAGE, VIDEO
 
 
 def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], None] = lambda: None) -> None:
-    """GRPOTrainer with its own profiling contexts as the source of phases.
+    """Run GRPOTrainer with its own profiling contexts as the source of phases.
 
     First the ways of `spec["trl"]["ways"]`, [micro-batch, checkpointing], are tried on an update of a few rows; the
-    fastest one by the token makes the steps. at_end: called behind each step, when `result` has its figures. With
-    `start_only` the run ends where its first step would begin.
+    fastest per token runs the steps. at_end: called after each step, when `result` has its figures. With `start_only`
+    the run ends before its first step.
     """
     import os
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    os.environ.setdefault("MASTER_PORT", str(free_port()))  # else TRL takes 29500, whoever uses it
+    os.environ.setdefault("MASTER_PORT", str(free_port()))  # otherwise TRL uses 29500 even if it is taken
     import torch
     from trl import GRPOConfig, GRPOTrainer
     from trl.extras.profiling import ProfilingContext
@@ -75,19 +75,19 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], N
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model's class, its processor or tokenizer, and the prompts. rendered: the tokens of each as the model reads
-    them. requests: what vLLM is given of each, which expands one token an image by itself."""
+    """The model's class, its processor or tokenizer, and the prompts. rendered: the tokens of each prompt as the model
+    reads them. requests: the vLLM request of each prompt; vLLM expands one token per image itself."""
 
     model_class: Any
     processing_class: Any
     dataset: Any
     rendered: list[list[int]]
     requests: Sequence[Any]
-    image_ids: Sequence[int] = ()  # in whose places the model puts pictures
+    image_ids: Sequence[int] = ()  # positions of image features
 
 
 def inputs(spec: dict[str, Any]) -> Inputs:
-    """Of the model and rows of a work."""
+    """Return the inputs of the model and rows of a work."""
     from datasets import Dataset, Features, List, Value
     from datasets import Image as ImageFeature
     from PIL import Image
@@ -123,7 +123,7 @@ def inputs(spec: dict[str, Any]) -> Inputs:
 
 
 class Started(Exception):
-    """The first step would begin."""
+    """Raised when the first step would start."""
 
 
 class StepClock:
@@ -136,12 +136,12 @@ class StepClock:
         self.parts: dict[str, float] = {}
 
     def note(self, context: Any, duration: float) -> None:
-        """In place of `ProfilingContext._log_metrics`."""
+        """Replacement of `ProfilingContext._log_metrics`."""
         name = context.name.removeprefix("GRPOTrainer.")
         self.parts[name] = self.parts.get(name, 0.0) + duration
 
     def callback(self, *, start_only: bool) -> Any:
-        """For TRL's trainer."""
+        """Return the callback for TRL's trainer."""
         from transformers import TrainerCallback
 
         mine = self
@@ -168,7 +168,7 @@ class StepClock:
         return Clock()
 
     def ended(self, seconds: float) -> None:
-        """A step is over."""
+        """Record the end of a step."""
         parts, self.parts = self.parts, {}
         self.update_s = seconds - parts.get("_prepare_inputs", 0.0)
         if self.trial:
@@ -193,11 +193,11 @@ LOGGED = {"reward": "reward", "grad_norm": "grad_norm", "gap": "sampling/samplin
 def fastest(
     trainer: Any, spec: dict[str, Any], rendered: list[list[int]], clock: StepClock, trials: list[dict[str, Any]]
 ) -> tuple[int, bool]:
-    """The way (micro-batch, checkpointing) with the fastest update by the token, of those that fit; fills `trials`.
+    """Return the (micro-batch, checkpointing) with the fastest update per token of those that fit; fills `trials`.
 
-    Each is tried on one micro-batch of the longest rows, whose tokens are made up; the first one twice, since the first
-    pass of a process is slow. Behind one that has no room a larger one with the same checkpointing is not tried. Raises
-    RuntimeError where none fits.
+    Each is tried on one micro-batch of the longest rows with random tokens; the first is tried twice, because the first
+    pass of a process is slow. After one that does not fit, larger ones with the same checkpointing are skipped. Raises
+    RuntimeError if none fits.
     """
     import torch
 
@@ -238,7 +238,7 @@ def fastest(
 def set_way(
     trainer: Any, spec: dict[str, Any], micro: int, checkpointing: bool, *, rows: int, steps: int | None = None
 ) -> None:
-    """Have the next `train` make steps of so many rows, `micro` at a time."""
+    """Make the next `train` run steps of this number of rows, `micro` at a time."""
     args = trainer.args
     args.per_device_train_batch_size = trainer._train_batch_size = micro
     args.gradient_accumulation_steps = args.steps_per_generation = rows // micro
@@ -250,7 +250,7 @@ def set_way(
 
 
 def forget(trainer: Any) -> None:
-    """What a trial leaves in the trainer."""
+    """Remove the state that a trial leaves in the trainer."""
     trainer.model.zero_grad(set_to_none=True)
     trainer.optimizer = trainer.lr_scheduler = None
     trainer._step, trainer._buffered_inputs = 0, None
@@ -258,7 +258,7 @@ def forget(trainer: Any) -> None:
 
 
 def made_up(spec: dict[str, Any], rendered: list[list[int]]) -> Callable[..., dict[str, Any]]:
-    """In place of generation: completions of random tokens, as long as they may be."""
+    """Replacement of generation: completions of random tokens of maximum length."""
 
     def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         del trainer
@@ -274,7 +274,7 @@ def made_up(spec: dict[str, Any], rendered: list[list[int]]) -> Callable[..., di
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is currently unused."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -307,7 +307,8 @@ def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def trl_rollouts(spec: dict[str, Any], given: Inputs) -> Callable[..., dict[str, Any]]:
-    """TRL's `rollout_func` for works with lengths: the same requests as the other side's, through TRL's own vLLM."""
+    """Return TRL's `rollout_func` for works with lengths: the same requests as posttrain's side, through TRL's own
+    vLLM."""
     steps = iter(enumerate(spec["lengths"]))
     want = spec["correction"] != "none"
 

@@ -1,4 +1,4 @@
-"""What both sides of `rl_step.py` are given: models, prompts, lengths, the reward's name, one update's settings."""
+"""Inputs of both sides of `rl_step.py`: models, prompts, lengths, the reward's name, settings of an update."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ LR = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """Size of a benchmark's step. left_out: first steps that are not counted, of `steps`."""
+    """Size of a benchmark's step. left_out: number of first steps that are excluded, of `steps`."""
 
     prompts: int
-    new: int  # tokens of a completion at most
+    new: int  # maximum tokens of a completion
     steps: int
     left_out: int
-    share: float  # posttrain's vllm.gpu_memory, where no other is asked for
+    share: float  # default of posttrain's vllm.gpu_memory
     lora: bool = False  # whatever --lora says
-    # Where completions have seeded lengths: the shortest and the most frequent one, as parts of `new`. Such a work
+    # For works with seeded lengths: the shortest and the most frequent length, as fractions of `new`. Such a work
     # has 1.39B random weights. None: SmolLM2, which ends by EOS.
     lengths: tuple[float, float] | None = None
-    picture: int | None = None  # width and height of the picture of each prompt; then the model sees (`vision.py`)
+    picture: int | None = (
+        None  # width and height of each prompt's image; the model is then a vision model (`vision.py`)
+    )
 
 
 WORKS = {
@@ -44,9 +46,9 @@ WORKS = {
 
 
 def specification(args: argparse.Namespace, work: str, folder: Path, times: int = 1) -> dict[str, Any]:
-    """What both workers read. Works B and L have the number of tokens of every rollout of every step.
+    """Return what both workers read. Works B and L have the number of tokens of every rollout of every step.
 
-    times: as many prompts.
+    times: multiple of the number of prompts.
     """
     size = WORKS[work]
     if args.smoke:
@@ -88,7 +90,7 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
 
 
 def model_folder(size: Work, home: Path, *, smoke: bool) -> Path:
-    """The model of a work, made if it is not there."""
+    """Return the model folder of a work, built if it does not exist."""
     if size.picture:
         return vision.qwen2_5_vl(home / "seeing", smoke=smoke)
     base = folders.tiny(home / "model") if smoke else folders.smollm2(home / "model")
@@ -99,7 +101,7 @@ def model_folder(size: Work, home: Path, *, smoke: bool) -> Path:
 
 
 def setting(spec: dict[str, Any]) -> dict[str, Any]:
-    """What of the specification is kept in the record."""
+    """Return the part of the specification that is stored in the record."""
     return {name: spec[name] for name in ("parameters", "prompts", "new", "steps", "left_out", "correction")} | {
         "group": GROUP
     }
@@ -112,15 +114,18 @@ def questions(count: int) -> list[dict[str, str]]:
 
 
 def seeded_lengths(steps: int, rows: int, longest: int, shortest: float, frequent: float) -> list[list[int]]:
-    """Completion lengths by step and row. shortest, frequent: as parts of the longest."""
+    """Return completion lengths by step and row. shortest, frequent: as fractions of the longest."""
     draw = random.Random("rl_step/lengths")
     low, mode = int(shortest * longest), int(frequent * longest)
     return [[int(draw.triangular(low, longest, mode)) for _ in range(rows)] for _ in range(steps)]
 
 
 def request(length: int, *, logprobs: bool, forbidden: Sequence[int] = ()) -> Any:
-    """vLLM's sampling parameters of a rollout of exactly `length` tokens in TRL's side; ours asks for the same.
-    forbidden: tokens that are not sampled."""
+    """Return vLLM's sampling parameters of a rollout of exactly `length` tokens in TRL's side; posttrain's side
+    requests the same.
+
+    forbidden: tokens that are not sampled.
+    """
     from vllm import SamplingParams
 
     return SamplingParams(

@@ -5,8 +5,8 @@
     python benchmarks/scale_ranks.py --recompute benchmarks/results/scale_lora_x4.json
     python benchmarks/scale_ranks.py --smoke              # tiny, transformers generate, on a CPU
 
-The step is the same for every number of GPUs: 64 prompts x 8 of the same lengths, so that each has a smaller share of
-it. With --weak each number is measured again with 64 prompts x 8 for every GPU. The first two steps are left out.
+The step is the same for every number of GPUs (strong scaling): 64 prompts x 8 of the same lengths. With --weak each
+number is measured again with 64 prompts x 8 per GPU (weak scaling). The first two steps are excluded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
             for name, work_of_n in works.items():
                 record["ranks"][name] = measured(work_of_n, n, Path(scratch) / name.replace(" ", "-"))
                 print(table(record), flush=True)
-                sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
+                sides.write(record, args.out)  # after each: results are kept if the next one is killed
 
 
 def arguments() -> argparse.Namespace:
@@ -72,12 +72,12 @@ def arguments() -> argparse.Namespace:
 
 
 def specification(args: argparse.Namespace, folder: Path, times: int = 1) -> dict[str, Any]:
-    """Work B, its prompts so many times."""
+    """Return work B with a multiple of its prompts."""
     return rl_work.specification(args, "B", folder, times=times)
 
 
 def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:
-    """Seconds and tokens by step with `count` processes."""
+    """Return seconds and tokens by step with `count` processes."""
     folder.mkdir()
     out, path = folder / "result.json", folder / "spec.json"
     path.write_text(json.dumps({**spec, "out": str(out), "run": str(folder / "run")}))
@@ -88,7 +88,7 @@ def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:
 
 
 def work(spec: dict[str, Any]) -> None:
-    """In each process: the benchmark's run; rank 0 writes its steps."""
+    """Run the benchmark in each process; rank 0 writes its steps."""
     ranks.claim_gpu()
     from posttrain.train import distributed
 
@@ -96,12 +96,12 @@ def work(spec: dict[str, Any]) -> None:
     with distributed.join_process_group():
         rl_posttrain.run_posttrain(spec, result)
         if distributed.is_main():
-            del result["began"], result["marks"]  # by the clock of a process that is gone
+            del result["began"], result["marks"]  # times of a process that has ended
             Path(spec["out"]).write_text(json.dumps(result))
 
 
 def table(record: dict[str, Any]) -> str:
-    """Seconds by phase, tokens a second, and how many times those of the first."""
+    """Return seconds by phase, tokens per second, and the ratio to the first."""
     lines = [f"work B  {record['card']}  steps {sides.LEFT_OUT + 1} and later"]
     first = None
     for name, side in record["ranks"].items():

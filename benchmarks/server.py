@@ -1,5 +1,6 @@
 """Work B (`rl_step.py`, posttrain's side) on two GPUs: one alone, both with an engine each, and one that trains while
-the other generates. Without --lora all weights are trained, and travel by NCCL; with --merge-adapter those of LoRA too.
+the other generates. Without --lora all weights are trained and sent by NCCL; with --merge-adapter merged LoRA weights
+too.
 
     python benchmarks/server.py --out benchmarks/results/server_full.json
     python benchmarks/server.py --lora --out benchmarks/results/server_lora.json
@@ -15,7 +16,7 @@ the other generates. Without --lora all weights are trained, and travel by NCCL;
 - `pair`: `server` with two engines on GPU 1.
 
 The step is the same for all: 64 prompts x 8 of the same lengths (`scale_ranks.py --weak` has more for two GPUs). The
-first two steps are left out. About 11 minutes.
+first two steps are excluded. About 11 minutes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
         record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
             record["runs"][name] = measured(spec, name, Path(scratch), args)
-            sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
+            sides.write(record, args.out)  # after each: results are kept if the next one is killed
             print(table(record), flush=True)
 
 
@@ -80,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measured(spec: dict[str, Any], name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds, phases and tokens by step of one run, or its error."""
+    """Return seconds, phases and tokens by step of one run, or its error."""
     processes, changes = RUNS[name]
     settings = {**spec["posttrain"], **changes}
     if "server" in changes:
@@ -98,7 +99,7 @@ def measured(spec: dict[str, Any], name: str, folder: Path, args: argparse.Names
 
 
 def table(record: dict[str, Any]) -> str:
-    """Seconds by phase, tokens a second, and how many times those of `one`."""
+    """Return seconds by phase, tokens per second, and the ratio to `one`."""
     lines = [f"work B  {record['card']}  steps {sides.LEFT_OUT + 1} and later"]
     base = record["runs"].get("one", {})
     for name, run in record["runs"].items():

@@ -1,4 +1,4 @@
-"""SFT steps of posttrain against TRL's SFTTrainer: same token ids, same trained tokens, same optimiser.
+"""SFT steps of posttrain and TRL's SFTTrainer: same token ids, same trained tokens, same optimizer.
 
     python benchmarks/sft.py --out benchmarks/results/sft_h100.json
     python benchmarks/sft.py --recompute benchmarks/results/sft_h100.json
@@ -7,9 +7,9 @@
 SmolLM2-135M-Instruct on rows of 60 to 1900 tokens (most of them short), 64 rows a step, loss on completions, float32
 weights and AdamW, bfloat16 products. posttrain packs the rows of a micro-batch; TRL is tried with `packing` (best fit,
 which it runs padding-free), with `padding_free` alone, and with padding, each with the largest micro-batch that fits;
-its fastest by the token counts, the others are in `trl_tries`. Padded and padding-free TRL see the very rows of each
-posttrain step, so their loss curves must agree (`largest gap of the loss`). Packed, TRL puts the same rows in lines of
-2048 tokens in another order: there, only time by the token and the level of the loss can be compared.
+its fastest per token counts, the others are in `trl_tries`. Padded and padding-free TRL see the same rows in each step
+as posttrain, so their loss curves must agree (`largest gap of the loss`). Packed, TRL puts the same rows in lines of
+2048 tokens in another order: then only time per token and the level of the loss can be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clocks import by_step
 
 LR = 1e-5
 WAYS = {"packing": False, "padding_free": True, "padded": True}
-MICRO = (16, 8, 4)  # TRL's rows a forward pass, largest first
+MICRO = (16, 8, 4)  # TRL's rows per forward pass, largest first
 
 
 def main() -> None:
@@ -33,14 +33,15 @@ def main() -> None:
 
 
 def fits(tries: list[dict[str, Any]]) -> bool:
-    """The largest micro-batch that fits is enough; what ran out of memory is kept as well."""
+    """Return whether a try fits: the largest micro-batch that fits is enough; tries that ran out of memory are kept as
+    well."""
     return not tries[-1].get("out_of_memory")
 
 
 def made_rows(count: int, smoke: bool) -> list[dict[str, str]]:
-    """Questions with answers of uneven length: log-normal around a tenth of the longest, as chat data is.
+    """Return questions with answers of uneven length, log-normal around a tenth of the longest, as in chat data.
 
-    Lengths in words, about a token each; the tiny model of a smoke test has characters as tokens, six a word.
+    Lengths are in words, about one token each; the tiny model of a smoke test has characters as tokens, six per word.
     """
     draw = random.Random("sft/rows")
     words = ("sum", "of", "two", "numbers", "is", "found", "by", "adding", "tens", "and", "ones", "then", "carrying")
@@ -53,11 +54,11 @@ def made_rows(count: int, smoke: bool) -> list[dict[str, str]]:
     return rows
 
 
-# One side, in its own process
+# One side, in a separate process
 
 
 def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """The stage sft with packing."""
+    """Run stage sft with packing."""
     recipe = trainers.recipe("sft", spec, LR)
     recipe["batch"]["packing"] = True
     trainers.run_recipe(recipe, spec, result, trainers.METRICS)
@@ -98,7 +99,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
         ),
         args=SFTConfig(
             **trl_side.arguments(spec, lr=LR, rows=rows, micro=micro),
-            max_length=spec["max_length"] if way == "packing" else None,  # rows were cut when they were prepared
+            max_length=spec["max_length"] if way == "packing" else None,  # rows were truncated when they were prepared
             packing=way == "packing",
             padding_free=way == "padding_free",
             completion_only_loss=True,

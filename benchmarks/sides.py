@@ -1,4 +1,4 @@
-"""What both benchmarks share: a side in a process of its own, its device memory from outside, and the comparison.
+"""Shared code of the benchmarks: a side in a separate process, its device memory seen from outside, and the comparison.
 
 A side is `SCRIPT --worker NAME --spec FILE`; it reads a JSON of settings and writes a JSON of results. Memory is what
 NVML says the device holds, polled at 20 Hz by this process, so that an engine in a third process counts too; without a
@@ -29,14 +29,14 @@ from posttrain.run import environment as run_environment
 HERTZ = 20
 LEFT_OUT = 2  # first steps: compilation, caches, allocator; a side's `left_out` is another number
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOP/s by name of the card
-USED_SHARE = 0.45  # of the peak, what a well-made update reaches
+USED_SHARE = 0.45  # share of the peak that a well-optimized update reaches
 GIB = 1 << 30
-TALKING = {"VLLM_LOGGING_LEVEL": "INFO"}  # of a side: what vLLM says goes to its log
+TALKING = {"VLLM_LOGGING_LEVEL": "INFO"}  # of a side: vLLM's output goes to its log
 DURATION = re.compile(r"\d s\b|\bsecs?\b|\bseconds\b")
 
 
 def nvml() -> Any:
-    """pynvml, from vLLM or on its own; None without a GPU."""
+    """Return pynvml, from vLLM or on its own; None without a GPU."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     for name in ("vllm.third_party.pynvml", "pynvml"):
         try:
@@ -49,7 +49,7 @@ def nvml() -> Any:
 
 
 def visible_gpus(lib: Any) -> list[str]:
-    """The GPUs that processes started from here see, as CUDA_VISIBLE_DEVICES names them. lib: of `nvml`."""
+    """Return the GPUs visible to child processes, as CUDA_VISIBLE_DEVICES names them. lib: of `nvml`."""
     if lib is None:
         return []
     every = ",".join(str(n) for n in range(lib.nvmlDeviceGetCount()))
@@ -57,8 +57,8 @@ def visible_gpus(lib: Any) -> list[str]:
 
 
 def handle(lib: Any) -> Any:
-    """NVML's handle of the GPU that a side trains on, the first visible one. NVML itself counts all of them, whatever
-    CUDA_VISIBLE_DEVICES says."""
+    """Return NVML's handle of the GPU that a side trains on, the first visible one. NVML itself counts all GPUs,
+    whatever CUDA_VISIBLE_DEVICES contains."""
     name = visible_gpus(lib)[0]
     return lib.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else lib.nvmlDeviceGetHandleByUUID(name)
 
@@ -75,7 +75,7 @@ class Memory:
         self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def peak(self, since: float = 0.0) -> float:
-        """The most from a time on, by `time.perf_counter`, which all processes of a Linux machine share."""
+        """Return the maximum since a time of `time.perf_counter`, which all processes of a Linux machine share."""
         return max((gib for when, gib in self.seen if when >= since), default=self.idle)
 
     def read(self) -> float:
@@ -97,7 +97,7 @@ class Memory:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and its descendants, as Linux lists them."""
+    """Return a process and its descendants, as Linux lists them."""
     yield pid
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -117,10 +117,10 @@ def resident(pid: int) -> int:
 def run_side(
     script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any, seconds: float | None = None
 ) -> dict[str, Any]:
-    """Run one side: its results, `peak_gib`, `idle_gib`, `settings`, and seconds: `start_s` from the command to its
-    first step, `wall_s` to its end. Where it failed, `error` as well.
+    """Run one side; return its results, `peak_gib`, `idle_gib`, `settings`, and seconds: `start_s` from the command to
+    its first step, `wall_s` to its end. If it failed, also `error`.
 
-    seconds: it is ended after so many. Then there is `cut_off`, and the results are those of its steps until then.
+    seconds: time limit. A side that reaches it has `cut_off`, and the results of its steps until then.
     """
     tag = f"{name}-{len(list(folder.glob(f'{name}-*.spec.json')))}"
     spec = {**spec, "out": str(folder / f"{tag}.result.json"), "run": str(folder / f"{tag}.run")}
@@ -163,20 +163,20 @@ def run_side(
 
 
 def durations(log: str, most: int = 40) -> list[str]:
-    """Lines in which vLLM says how long a part of its start took."""
+    """Return the lines in which vLLM reports how long a part of its start took."""
     found = [line.strip()[-200:] for line in log.splitlines() if "INFO" in line and DURATION.search(line)]
     return found[:most]
 
 
 def end_session(child: subprocess.Popen[bytes]) -> None:
-    """Kill a side and the processes that it started, those that outlived it too."""
+    """Kill a side and its child processes, including those that outlived it."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def wait_until_free(memory: Memory, seconds: float = 20) -> None:
-    """A driver gives the memory of a process that ended back a moment later."""
+    """Wait for the driver, which releases the memory of an ended process a moment later."""
     memory.pid = None
     end = time.monotonic() + seconds
     while memory.read() > memory.idle + 0.5 and time.monotonic() < end:
@@ -185,7 +185,7 @@ def wait_until_free(memory: Memory, seconds: float = 20) -> None:
 
 @contextmanager
 def reporting(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """In a worker: what is put into the yielded dict is the result. Running out of memory is a result too."""
+    """Context manager for a worker: the yielded dict becomes the result. Running out of memory is a result too."""
     result: dict[str, Any] = {}
     try:
         yield result
@@ -197,7 +197,7 @@ def reporting(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def report(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """Write a worker's result as it is now: whole, or not at all, also if the worker is killed meanwhile."""
+    """Write a worker's current result atomically, so that a killed worker leaves no partial file."""
     out = Path(spec["out"])
     new = out.with_suffix(".new")
     new.write_text(json.dumps(result))
@@ -213,13 +213,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def best_of(tries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest try that ran, by the token; the last one if none did."""
+    """Return the fastest successful try per token; the last try if none succeeded."""
     ran = [one for one in tries if "error" not in one]
     return min(ran, key=seconds_a_token) if ran else tries[-1]
 
 
 def counted(side: dict[str, Any], values: list[float]) -> list[float]:
-    """Of values by step those that count: without the first steps, but at least the last one."""
+    """Return the values by step that count: without the first steps, but at least the last one."""
     return values[min(side.get("left_out", LEFT_OUT), len(values) - 1) :]
 
 
@@ -236,7 +236,7 @@ def mean(values: list[float]) -> float:
 
 
 def environment(lib: Any) -> dict[str, Any]:
-    """Card, versions, commit, command and variables: what a figure needs to be made again."""
+    """Return what is needed to reproduce a figure: GPU, versions, commit, command and variables."""
     card = "CPU"
     if lib is not None:
         name = lib.nvmlDeviceGetName(handle(lib))
@@ -253,13 +253,13 @@ def environment(lib: Any) -> dict[str, Any]:
 
 
 def floor_update_s(card: str, parameters: int, tokens: float, *, lora: bool) -> float | None:
-    """Seconds of forward and backward at 45% of the card's bf16 rate: 6 FLOP a weight and token (LoRA: 4)."""
+    """Return seconds of forward and backward at 45% of the GPU's bf16 rate: 6 FLOP per weight and token (LoRA: 4)."""
     peak = next((rate for name, rate in BF16_PEAK.items() if name in card), None)
     return None if peak is None else (4 if lora else 6) * parameters * tokens / (USED_SHARE * peak)
 
 
 def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] | None = None) -> str:
-    """Seconds by phase, tokens a second, peak and ratios, all computed from the steps in the record."""
+    """Return seconds by phase, tokens per second, peak and ratios, all computed from the steps in the record."""
     sides = [name for name in ("posttrain", "trl") if name in record]
     good = [name for name in sides if "error" not in record[name]]
     first = {record[name].get("left_out", LEFT_OUT) + 1 for name in sides}
@@ -306,7 +306,7 @@ def finish(
 
 
 def write(record: dict[str, Any], out: Path | None) -> None:
-    """The record as JSON, where it is wanted."""
+    """Write the record as JSON if a path is given."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
     python benchmarks/step_calls.py [RECIPE] [--list] [KEY=VALUE ...]
 
-What a reader who follows one step must open. Comprehensions and lambdas are not counted, properties are; a generator or
-context manager counts once. The second step is taken: the first one also fills caches.
+These are the files that a reader of one step must open. Comprehensions and lambdas are not counted, properties are; a
+generator or context manager counts once. The second step is counted, because the first one also fills caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = str(Path(posttrain.__file__).parent)
 
 
 def record_calls(seen: collections.Counter[tuple[str, str]]) -> Any:
-    """A profile function that counts the functions of posttrain by (file, qualified name)."""
+    """Return a profile function that counts the functions of posttrain by (file, qualified name)."""
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -36,7 +36,7 @@ def record_calls(seen: collections.Counter[tuple[str, str]]) -> Any:
 
 
 def count_step(recipe: str, overrides: dict[str, str], output: str) -> collections.Counter[tuple[str, str]]:
-    """Train by the recipe; the calls of its second step by (file, function)."""
+    """Train with the recipe; return the calls of its second step by (file, function)."""
     seen, step, steps = collections.Counter[tuple[str, str]](), rl.step, 0
 
     def counted(*given: Any) -> Any:

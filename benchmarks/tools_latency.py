@@ -1,5 +1,5 @@
-"""The time of one step's rollouts where tools take 0.01 to 2 s, log-uniformly (seeded by what they are asked): turn by
-turn, each of which waits for the slowest call (lockstep), and with rollouts that wait for nothing but their own calls.
+"""Time of one step's rollouts with tools that take 0.01 to 2 s, log-uniformly (seeded by their input): turn by turn,
+where each turn waits for the slowest call (lockstep), and with independent rollouts that wait only for their own calls.
 
     python benchmarks/tools_latency.py --out benchmarks/results/tools_latency_2cores.json
     python benchmarks/tools_latency.py --smoke         # no vLLM, latencies divided by 20: does the script run?
@@ -7,10 +7,10 @@ turn, each of which waits for the slowest call (lockstep), and with rollouts tha
 16 prompts x 4 rollouts, each of 1 to 5 calls of a calculator and an answer (2 to 6 turns, seeded), one worker process
 of the tool for each rollout.
 
-A tiny random model writes no calls, and one that was trained to would stop calling at random. So what each turn says is
-written beforehand, and how long it takes is real: vLLM reads the whole history and samples as many tokens as the turn
-has, which are then replaced by those of the script. Tools run in posttrain's own workers. What vLLM has in its prefix
-cache of a turn that it sampled itself is lost by the exchange, so every turn reads the one before it anew.
+A tiny random model writes no calls, and a trained one would stop calling at random. The text of each turn is therefore
+fixed in advance, while its time is real: vLLM reads the whole history and samples as many tokens as the turn has, which
+are then replaced by the scripted ones. Tools run in posttrain's own workers. The replacement invalidates vLLM's prefix
+cache of the sampled turn, so every turn prefills the previous one again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMOKE = 20  # by which --smoke divides them
 
 
 def latency(expression: str) -> float:
-    """Seconds that this call takes, whoever makes it and when."""
+    """Return the seconds that this call takes, independent of who makes it and when."""
     return math.exp(random.Random(expression).uniform(math.log(SHORTEST), math.log(LONGEST)))
 
 
@@ -48,7 +48,7 @@ def calculator(expression: str, *, divided: float = 1.0) -> str:
 
 
 def text_of(rollout: int, turn: int) -> str:
-    """What a rollout writes in a turn; all calls are equally long."""
+    """Return the text of a rollout's turn; all calls are equally long."""
     if turn >= random.Random(f"calls of {rollout}").randint(1, TURNS - 1):
         return f"<answer>{rollout:04d}</answer>"
     arguments = {"expression": f"{rollout:03d}+{turn:03d}"}
@@ -56,7 +56,7 @@ def text_of(rollout: int, turn: int) -> str:
 
 
 def setting() -> dict[str, Any]:
-    """What a run of this size holds, whoever generates it."""
+    """Return the contents of a run of this size, whoever generates it."""
     calls = [
         [f"{r:03d}+{t:03d}" for t in range(TURNS) if "tool_call" in text_of(r, t)] for r in range(PROMPTS * SAMPLES)
     ]
@@ -73,8 +73,8 @@ def setting() -> dict[str, Any]:
 
 
 class Written:
-    """An Engine around a concurrent one: its time is the real one's, its text is `text_of`. All requests of a call are
-    waited for, so that TurnEngine goes turn by turn: lockstep."""
+    """Engine around a concurrent one: real time, text of `text_of`. Waits for all requests of a call, so that
+    TurnEngine proceeds turn by turn (lockstep)."""
 
     complete: Any = None  # not by this one
 
@@ -86,7 +86,7 @@ class Written:
         return getattr(self.engine, name)
 
     def generate(self, prompts: Any, n: int, sampling: Any, *, seed: int, share: Any = None, **more: Any) -> Any:
-        """All turns of this round; a prompt is one rollout behind the first round."""
+        """Generate all turns of this round; after the first round a prompt is one rollout."""
         from posttrain.rollout import loop
         from posttrain.rollout.engine import as_rollouts
         from posttrain.rollout.requests import Request
@@ -113,7 +113,7 @@ class Written:
 
 
 class Concurrent(Written):
-    """The same, asked by each rollout for itself."""
+    """The same engine with a separate request per rollout."""
 
     async def complete(self, request: Any, sampling: Any) -> Any:  # type: ignore[misc]
         """See `ConcurrentEngine.complete`."""
@@ -121,7 +121,7 @@ class Concurrent(Written):
 
 
 def small_model() -> Any:
-    """`tiny` with heads of 32, which vLLM has kernels for on a CPU."""
+    """`tiny` with heads of 32, supported by vLLM's kernels on a CPU."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -140,7 +140,7 @@ def small_model() -> Any:
 
 
 def prompts_of(tokenizer: Any) -> list[Any]:
-    """Equally long ones."""
+    """Return prompts of equal length."""
     from posttrain.batch import Prompt
 
     texts = [f"<bos><|user|>What is the sum of {p:03d} and some numbers?<|assistant|>" for p in range(PROMPTS)]
@@ -149,7 +149,7 @@ def prompts_of(tokenizer: Any) -> list[Any]:
 
 
 def measured(turning: Any, prompts: list[Any]) -> float:
-    """Seconds of a step's rollouts, which are those of the script."""
+    """Return the seconds of a step's rollouts, after checking them against the script."""
     from posttrain.recipe.sampling_sections import Sampling
 
     sampling = Sampling(max_new_tokens=900, max_turns=TURNS, turn_tokens=128)
@@ -163,7 +163,7 @@ def measured(turning: Any, prompts: list[Any]) -> float:
 
 
 def compared(engine: Any, loaded: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of both ways, in turn, after one round of each."""
+    """Return the seconds of both ways, alternating, after a warm-up round of each."""
     from posttrain.recipe.tool_sections import Tool
     from posttrain.rollout.turns import TurnEngine
     from posttrain.tools.calls import Caller
@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def engine_of(loaded: Any, scratch: Path, smoke: bool) -> Any:
-    """vLLM; a scripted engine in its place for a smoke."""
+    """Return vLLM; a scripted engine for a smoke test."""
     if smoke:
         sys.path.append(str(Path(__file__).parents[1] / "tests"))
         from scripted_engines import ConcurrentScriptedEngine

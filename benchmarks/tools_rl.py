@@ -42,12 +42,12 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def settings(smoke: bool) -> dict[str, Any]:
-    """Sizes of the real run and of the smoke."""
+    """Return the sizes of the real run and of the smoke test."""
     if smoke:
         coin = {
             "use": f"{DATA.parents[1] / 'quickstart_random.py'}:coin",
             "weight": 0.1,
-        }  # else no step makes an update
+        }  # otherwise no step makes an update
         return {"model": {"path": "tiny"}, "engine": {}, "traces": 64, "steps": 2, "prompts": 2, "group": 4,
                 "held_out": 8, "lr": (4e-3, 3e-4), "sampling": {"max_new_tokens": 64, "turn_tokens": 16},
                 "rewards": [coin]}  # fmt: skip
@@ -61,7 +61,7 @@ def settings(smoke: bool) -> dict[str, Any]:
 
 
 def run(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], float]:
-    """One stage; its summary and seconds."""
+    """Run one stage; return its summary and seconds."""
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
@@ -74,7 +74,7 @@ def run(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], float]:
 
 
 def task(name: str, size: dict[str, Any], root: Path, keep: Callable[[dict[str, Any]], None]) -> None:
-    """All stages of one task; `keep` gets what was found so far after every evaluation."""
+    """Run all stages of one task; `keep` gets the results so far after every evaluation."""
     given = TASKS[name]
     acting = {"tools": given["tools"], "tool_prompt": "none", "scoring": {"workers": 4, "max_bad_gold": 1.0}}
     rewards = [given["reward"], {"use": "efficiency.tool_calls", "weight": 0}]
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def keep(record: dict[str, Any], name: str, out: Path | None, found: dict[str, Any]) -> None:
-    """Put a task's results into the record and the file: what was measured stays if the rest is cut off."""
+    """Put a task's results into the record and the file, so that they are kept if the run is killed."""
     record[name] = found
     sides.write(record, out)
 

@@ -1,4 +1,4 @@
-"""What `sft.py` and `dpo.py` share: posttrain's stage against TRL's trainer, by ways and micro-batches."""
+"""Shared code of `sft.py` and `dpo.py`: posttrain's stage and TRL's trainer, by settings and micro-batches."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def run(
     micro: Sequence[int],
     enough: Callable[[list[dict[str, Any]]], bool],
 ) -> None:
-    """What the script does when it is called; in a worker, one of `workers`.
+    """Main function of the script; in a worker, runs one of `workers`.
 
-    made_rows: so many rows to train on, small ones for a smoke test. ways: TRL's settings to try, and whether each of
-    their steps sees the rows of posttrain's; each is tried with the micro-batches `micro` from the first on, until
-    `enough` of the tries so far.
+    made_rows: builds the training rows, small ones for a smoke test. ways: TRL's settings to try, and whether each of
+    their steps sees the same rows as posttrain's; each is tried with the micro-batches `micro` from the first on, until
+    `enough` accepts the tries so far.
     """
     args = arguments(doc, steps, list(ways))
     remarks = functools.partial(loss_curves, ways=ways)
@@ -59,7 +59,7 @@ def run(
             for settings in posttrain_settings(args, largest=spec["rows_a_step"] // (2 if args.smoke else 1))
         ]
         record |= {"posttrain": sides.best_of(ours), "posttrain_tries": ours}
-        sides.finish(record, args.out, remarks)  # so that it stays if the other side is cut off
+        sides.finish(record, args.out, remarks)  # kept if the other side is killed
         tries: list[dict[str, Any]] = []
         for way in args.ways:
             of_way: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def run(
 def specification(
     args: argparse.Namespace, folder: Path, made_rows: Callable[[int, bool], list[dict[str, str]]]
 ) -> dict[str, Any]:
-    """What the workers of both sides read."""
+    """Return what the workers of both sides read."""
     rows, steps = (8, 4) if args.smoke else (ROWS, args.steps)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in made_rows(rows * steps, args.smoke)))
@@ -91,14 +91,14 @@ def specification(
 
 
 def posttrain_settings(args: argparse.Namespace, largest: int) -> list[dict[str, Any]]:
-    """posttrain's settings to try: each micro-batch, as it is and compiled."""
+    """Return posttrain's settings to try: each micro-batch, eager and compiled."""
     ways = {"off": (False,), "on": (True,), "both": (False, True)}[args.compile]
     sizes = dict.fromkeys(min(micro, largest) for micro in args.micro)
     return [{"micro": micro, "compile": compiled} for micro in sizes for compiled in ways]
 
 
 def loss_curves(record: dict[str, Any], ways: Mapping[str, bool]) -> list[str]:
-    """Lines below the table: of each of TRL's tries, how far its losses are from posttrain's."""
+    """Return lines below the table: for each of TRL's tries, the difference of its losses from posttrain's."""
     ours = record["posttrain"]
     lines = []
     for one in record.get("trl_tries", []):
@@ -135,7 +135,7 @@ def arguments(doc: str | None, steps: int, ways: Sequence[str]) -> argparse.Name
 
 
 def recipe(stage: str, spec: dict[str, Any], lr: float) -> dict[str, Any]:
-    """posttrain's recipe, but for what only that stage has."""
+    """Return posttrain's recipe, except for the stage's own sections."""
     return {
         "stage": stage,
         "model": {"path": spec["model"], "compile": spec["posttrain"]["compile"]},
@@ -149,7 +149,7 @@ def recipe(stage: str, spec: dict[str, Any], lr: float) -> dict[str, Any]:
 def run_recipe(
     recipe: dict[str, Any], spec: dict[str, Any], result: dict[str, Any], metrics: Mapping[str, str]
 ) -> None:
-    """posttrain's side: the stage of a recipe; the step's clock is the time from one line of metrics to the next."""
+    """Run posttrain's side: the stage of a recipe; a step lasts from one line of metrics to the next."""
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
@@ -167,5 +167,5 @@ def run_recipe(
 
 
 def curves(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str]) -> dict[str, list[float]]:
-    """Of each metric its values by step, under its name in the results."""
+    """Return the values of each metric by step, under its name in the results."""
     return {name: [row[key] for row in rows] for name, key in metrics.items()}

@@ -1,4 +1,4 @@
-"""What TRL's sides share: their clock, and the settings that are the same for each of its trainers."""
+"""Shared code of TRL's sides: their clock, and the settings that are equal for all of its trainers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from clocks import synchronise
 
 
 def arguments(spec: dict[str, Any], *, lr: float, rows: int, micro: int) -> dict[str, Any]:
-    """Of a trainer whose steps have `rows` rows, `micro` at a time, and an update as posttrain makes it."""
+    """Return arguments of a trainer whose steps have `rows` rows, `micro` at a time, and posttrain's update
+    settings."""
     return {
         "output_dir": spec["run"],
         "per_device_train_batch_size": micro,
@@ -36,9 +37,10 @@ def clock(
     logged: list[dict[str, Any]],
     at_end: Callable[[], None] = lambda: None,
 ) -> Any:
-    """A callback that notes when the first step began, the seconds of each step, and what the trainer logs of it.
+    """Return a callback that records the start of the first step, the seconds of each step, and the trainer's logged
+    values.
 
-    at_end: called when a step has ended, after its seconds were noted.
+    at_end: called after each step, when its seconds are recorded.
     """
     from transformers import TrainerCallback
 
@@ -61,7 +63,7 @@ def clock(
 
 
 def in_order(trainer: Any, rows: Any) -> Any:
-    """For `_get_train_sampler`: rows as they come."""
+    """Replacement of `_get_train_sampler`: rows in their order."""
     from torch.utils.data import SequentialSampler
 
     return SequentialSampler(trainer.train_dataset if rows is None else rows)

@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-# 1.08B: half the layers of Qwen2.5-1.5B behind half those of Qwen2.5-VL's tower, with SmolLM2's vocabulary.
+# 1.08B: half the layers of Qwen2.5-VL's vision tower and of Qwen2.5-1.5B, with SmolLM2's vocabulary.
 TEXT: dict[str, Any] = {
     **{"hidden_size": 1536, "num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 2},
     **{"intermediate_size": 8960, "max_position_embeddings": 4096, "initializer_range": 0.02},
@@ -41,7 +41,7 @@ SMALL_TOWER: dict[str, Any] = {
 
 
 def rows(folder: Path, count: int, side: int) -> list[dict[str, Any]]:
-    """Rows of a question about a picture each, of side x side pixels; the pictures are files in `folder`."""
+    """Return rows with a question about an image of side x side pixels each; the images are files in `folder`."""
     from PIL import Image, ImageDraw
 
     draw = random.Random("rl_step/pictures")
@@ -63,13 +63,13 @@ def rows(folder: Path, count: int, side: int) -> list[dict[str, Any]]:
 
 
 def vllm_sees() -> bool:
-    """Whether vLLM is installed with what its models that see import."""
+    """Return whether vLLM is installed with the imports of its vision models."""
     return all(importlib.util.find_spec(name) for name in ("vllm", "torchvision"))
 
 
 def qwen2_5_vl(folder: Path, *, smoke: bool) -> Path:
-    """The model's folder with its processor. It is made in a process of its own, so that the caller, which measures
-    others, holds no memory of the GPU. smoke: a tiny one."""
+    """Return the model's folder with its processor. Built in a separate process, so that the calling process, which
+    runs measurements, holds no GPU memory. smoke: a tiny model."""
     if (folder / "config.json").is_file():
         return folder
     maker = multiprocessing.get_context("spawn").Process(target=_save, args=(folder, smoke))
@@ -110,7 +110,7 @@ def _save(folder: Path, smoke: bool) -> None:
 
 
 def _tokenizer(smoke: bool) -> Any:
-    """SmolLM2's, or that of `tiny`, with the tokens of images."""
+    """Return the tokenizer of SmolLM2 or `tiny`, with image tokens added."""
     from posttrain.models.load import load_tokenizer
     from posttrain.models.model_paths import SMOLLM2
     from posttrain.recipe.sections import Model
@@ -122,7 +122,7 @@ def _tokenizer(smoke: bool) -> Any:
 
 
 def _processor(tokenizer: Any, config: Any) -> Any:
-    """Qwen2.5-VL's, without its part for videos where torchvision is not installed."""
+    """Return Qwen2.5-VL's processor, without its video part if torchvision is not installed."""
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
