@@ -36,7 +36,7 @@ def count_carries(a: int, b: int) -> int:
 def sums(size: int, seed: int, fewest: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
     """Return `size` rows to solve, equally many for each number of carries from `fewest` to 2.
 
-    A row has a prompt, an answer, a solution, checks of the answer's last three digits, and its difficulty: carries / 2.
+    A row has prompt, answer, solution, checks of the answer's last three digits, and its difficulty: carries / 2.
     """
     levels = range(fewest, 3)
     left = {level: len(range(place, size, len(levels))) for place, level in enumerate(levels)}
