@@ -27,18 +27,27 @@ _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
 # `the answer is x`, `Answer: x` with bold or heading marks, or a heading alone with x on a line below.
 _COLON = r"[ \t*_`]*[:\N{FULLWIDTH COLON}][*_`]*(?:[ \t]*\n\s*(?=\S))?"
 _NAMED = r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))"
+# The same words in other languages: before a colon, and in Chinese also before "is".
+_NAMED_ELSEWHERE = (
+    r"(?:(?<!\w)(?:Antwort|Réponse|Respuesta|Resposta|Risposta|Ответ|Jawaban|Đáp án|Jibu|Cevap)"
+    r"|答案|答え|正解|정답|الإجابة|الجواب|উত্তর|उत्तर)"
+)
 _ANCHOR = re.compile(
-    rf"{_NAMED}(?:\s+is\b(?:{_COLON})?|{_COLON})|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
+    rf"{_NAMED}(?:\s+is\b(?:{_COLON})?|{_COLON})"
+    rf"|{_NAMED_ELSEWHERE}{_COLON}|答案(?:是|为|為|选择?|選)(?:{_COLON})?"
+    r"|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
     re.IGNORECASE | re.MULTILINE,
 )
 # Denials before the answer in its clause: `The wrong answer is 5`, `I doubt that the answer is 5`.
 _DENIED = re.compile(
     r"\b(?:no(?!\s+doubt)|not|never|wrong|incorrect|false|untrue|(?<!no )doubt\w*|deny|denies|unlikely|impossible"
     r"|if|unless|whether"
-    r"|isn['’]?t|don['’]?t|doesn['’]?t|can['’]?t|cannot)\b",
+    r"|isn['’]?t|don['’]?t|doesn['’]?t|can['’]?t|cannot"
+    r"|falsch\w*|fausse|mauvaise|incorrect\w+|equivocad\w+|errad\w+|sbagliat\w+|неправильн\w+|неверн\w+)\b"
+    r"|错误|錯誤|不正确|不正確|不对|不對|不是|并非|並非|틀린|오답|خاطئة",
     re.IGNORECASE,
 )
-_CLAUSE = re.compile(r"[.,;:!?\n]|\b(?:then|so|thus|hence|therefore|but|because)\b", re.IGNORECASE)
+_CLAUSE = re.compile(r"[.,;:!?\n，。；：！？]|\b(?:then|so|thus|hence|therefore|but|because)\b", re.IGNORECASE)
 _CONJUNCTION = re.compile(
     r"\b(?:or|and)(?:\s+(?:maybe|perhaps|possibly|else|also|the|final|my))*[\s,*_$]*$", re.IGNORECASE
 )
@@ -57,6 +66,7 @@ _MAX_LINE_CHARS = 500  # characters; remarks are not stripped from longer lines
 _IN_WORDS = re.compile(rf"(?<=\S)\s+{_HEDGE}\([A-Za-z]{{2,}}(?:[\s,-]+[A-Za-z]{{2,}})*\)[.!]?$", re.IGNORECASE)
 _REASON = re.compile(rf",?\s+{_HEDGE}(?:since|because)\b.*$", re.IGNORECASE)
 _SENTENCE = re.compile(rf"[.!][*$]*\s+{_HEDGE}[A-Z][a-z']*(?:,?\s+[A-Za-z'-]+){{2,}}[.!]?$")
+_SENTENCE_ELSEWHERE = re.compile(r"。(?!.*[不或也错錯非])[^0-9。]+。?$")
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+−–])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[-+−–])?\.\d+")
 
 
@@ -249,7 +259,7 @@ def answer_alone(line: str) -> str:
     text = _strip_marks(line)
     if len(text) > _MAX_LINE_CHARS:
         return text
-    for pattern in (_REASON, _SENTENCE):
+    for pattern in (_REASON, _SENTENCE, _SENTENCE_ELSEWHERE):
         text = _strip_marks(pattern.sub("", text))
     remark = _IN_WORDS.search(text)
     if remark and _adds_nothing(remark[0].strip(" ().!"), text[: remark.start()]):
@@ -269,8 +279,8 @@ def _adds_nothing(remark: str, answer: str) -> bool:
 def _strip_marks(text: str) -> str:
     text = text.strip()
     text = (_BOLD.sub(r"\1", text) if text.startswith("**") else text).strip(_MARKUP)
-    if text.endswith("."):
-        text = text.removesuffix(".").strip(_MARKUP)
+    if text.endswith((".", "。")):
+        text = text[:-1].strip(_MARKUP)
     displayed = _DISPLAYED.fullmatch(text)
     return next(part for part in displayed.groups() if part is not None).strip() if displayed else text
 

@@ -13,6 +13,8 @@ _LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**
 
 SCALES = {**_LARGE, "quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
 SCALES |= {f"{name}s": size for name, size in SCALES.items()}
+SCALES |= {f"{many}{name}": count * size for many, count in (("", 1), ("十", 10), ("百", 100), ("千", 1000))
+           for name, size in (("万", 10**4), ("萬", 10**4), ("亿", 10**8), ("億", 10**8))}  # fmt: skip
 # Words that, after a number, say more than what is counted: they change, bound or deny the number, or name another one.
 _MORE_WORDS = """
 or and not no but is are isn aren plus minus times over squared cubed factorial wrong right maybe possibly
@@ -28,6 +30,9 @@ micro milli nope never untrue mistaken wrongly invalid error rejected impossible
 guessed perchance conceivably likely hopefully alternatively something excluded excluding exclusive removed missing
 ignoring nicht oder ou keine minimum maximum tops upwards upward downwards onwards onward mindestens unknown among
 truncated
+tausend millionen milliarde milliarden milliers milliard milliards mil milhão milhões bilhão bilhões millón mila milioni
+miliardi тысяча тысячи тысяч миллион миллиона миллионов миллиард миллиарда миллиардов ألف آلاف مليون مليار हज़ार लाख करोड़
+만 억 천 백만 천만 ribu juta nghìn triệu milyon milyar
 """
 _MORE = frozenset(_MORE_WORDS.split())
 _PART = re.compile(
@@ -35,9 +40,24 @@ _PART = re.compile(
 )
 
 
+# Chinese words are written without blanks: a scale and what is counted, and what changes a number wherever it stands
+# (half, more, some, or, not, numerals; hundreds and thousands except in the names of units).
+_HAN_SCALE = re.compile(r"\b([十百千]?[万萬亿億])(?=[\u4e00-\u9fff])")
+_HAN_MORE = re.compile(
+    r"[半多余餘几幾或和与與加减減乘除折成打双雙负負非不无無错錯零一二三四五六七八九两兆十百万萬亿億]"
+    r"|以[上下]|分之|千(?![克米瓦卡焦帕赫伏])"
+)
+
+
+def split_scale(text: str) -> str:
+    """Separate a Chinese scale from what is counted: `万人` is `万 人`."""
+    return _HAN_SCALE.sub(r"\1 ", text)
+
+
 def changes_number(word: str) -> bool:
     """Return whether a lowercase word after a number changes, bounds or denies it: `sevenths`, `halved`, `or`."""
-    return word in _MORE or word in SCALES or word in _VALUES or _PART.fullmatch(word) is not None
+    known = word in _MORE or word in SCALES or word in _VALUES
+    return known or _PART.fullmatch(word) is not None or _HAN_MORE.search(word) is not None
 
 
 def value_of(text: str) -> int | None:

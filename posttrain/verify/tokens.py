@@ -43,7 +43,7 @@ _SCALE = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
 
 _TOKEN = re.compile(
     r"(?P<blank>\s+)|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-    r"|\\(?:text|textrm)\s*\{(?P<word>[^{}]*)\}|\\(?P<command>(?:begin|end):\w+|[A-Za-z]+|[^A-Za-z])|(?P<letters>[A-Za-z]+)"
+    r"|\\(?:text|textrm)\s*\{(?P<word>[^{}]*)\}|\\(?P<command>(?:begin|end):\w+|[A-Za-z]+|[^A-Za-z])|(?P<letters>[A-Za-z]+)|(?P<han>[\u4e00-\u9fff]+)"
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
 )
@@ -103,6 +103,9 @@ def _tokens(kind: str, text: str, spaced: bool, before: list[Token]) -> list[Tok
         return _command(text, spaced)
     if kind == "letters":
         return _letters(text, spaced, before)
+    if kind == "han":
+        after_number = bool(before) and (before[-1].kind == "number" or before[-1].text in ("}", ")", "pi", "%"))
+        return [Token("word", text, spaced)] if after_number else [Token("sign", one, spaced) for one in text]
     if kind == "sign" and text in _RELATIONS:
         return [Token("relation", _RELATIONS[text], spaced)]
     return [Token(kind, "^" if text == "**" else text, spaced)]

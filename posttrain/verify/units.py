@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.verify.cursor import END
 from posttrain.verify.math_values import Unreadable
 from posttrain.verify.measures import Measure, measure_of
-from posttrain.verify.numerals import SCALES, changes_number
+from posttrain.verify.numerals import SCALES, changes_number, split_scale
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
@@ -35,7 +35,7 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
 
     Raises Unreadable for words that say more than a unit (`or six`, `at least`).
     """
-    scale, unit = 1, _read_words(reader)
+    scale, unit = 1, split_scale(_read_words(reader))
     found = re.findall(r"[^\W\d_]+", unit.casefold())
     while found and found[0] in SCALES:
         scale *= SCALES[found.pop(0)]
