@@ -106,8 +106,9 @@ def _attend_by_row(
 
     Excluded from compiled graphs: the lengths would become constants of the graph.
     """
-    blocks = packed.get_cached(window, blocks_of) if packed.group is None else None
-    if blocks is not None:
+    if packed.group is None and window not in packed.blocks:
+        packed.blocks[window] = blocks_of(packed, window)
+    if (blocks := packed.blocks.get(window)) is not None:
         return attend_in_blocks(query, key, value, blocks, scaling)
     key, value = _keys_of_rows(packed, key, value)
     repeats = query.shape[1] // key.shape[1]

@@ -24,6 +24,7 @@ from posttrain.train.saved_rollouts import SavedRollouts
 
 RUN_METHOD = "as it was"
 BATCH_FIELDS = {field.name for field in fields(RolloutBatch)}
+COMPUTED = {"advantages", "channels", "returns", "components", "columns"}  # fields that the objective fills, or empty
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def _replace_objective(run: Mapping[str, Any], algorithm: str) -> RlRecipe:
 def evaluate_method(name: str, recipe: RlRecipe, saved: SavedRollouts) -> Outcome:
     """Compute one method; data that the rollouts lack, or an error of its functions, becomes `missing`."""
     objective = Objective.from_recipe(recipe)
-    lacking = [n for n in sorted(objective.needs - MARKS) if n in BATCH_FIELDS and not _is_available(saved.batch, n)]
+    needs = sorted((objective.needs - MARKS) & BATCH_FIELDS - COMPUTED)
+    lacking = [name for name in needs if getattr(saved.batch, name) is None]
     nothing = torch.zeros(0)
     if lacking:
         return Outcome(name, nothing, nothing, nothing, None, f"the rollouts do not have {', '.join(lacking)}")
@@ -74,11 +76,6 @@ def evaluate_method(name: str, recipe: RlRecipe, saved: SavedRollouts) -> Outcom
     assert batch.advantages is not None and batch.keep is not None
     by_row = batch.advantages if batch.advantages.dim() == 1 else row_mean(batch.advantages, batch.mask)
     return Outcome(name, batch.keep, by_row, push, clipped)
-
-
-def _is_available(batch: RolloutBatch, name: str) -> bool:
-    """Return whether a batch field is set, or is computed by the objective."""
-    return name in ("advantages", "channels", "returns", "components", "columns") or getattr(batch, name) is not None
 
 
 def _compute_push(objective: Objective, batch: RolloutBatch, logp: Tensor) -> tuple[Tensor, float | None]:

@@ -8,7 +8,7 @@ prompt of another row are in one block with it, so that no key is copied.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,13 +33,7 @@ class Packed:
     longest: int
     keys: Keys | None = None  # None: each row attends to itself only
     group: Any = None  # process group of ranks that hold a part of the line each and gather keys; see `context_split`
-    cache: dict[Any, Any] = field(default_factory=dict)  # of `get_cached`
-
-    def get_cached(self, key: Any, make: Callable[[Packed, Any], Any]) -> Any:
-        """Return `make(self, key)`, computed once for all layers of a pass."""
-        if key not in self.cache:
-            self.cache[key] = make(self, key)
-        return self.cache[key]
+    blocks: dict[int | None, list[Block] | None] = field(default_factory=dict)  # by window, for all layers of a pass
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:

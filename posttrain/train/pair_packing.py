@@ -94,7 +94,11 @@ def packs_exactly(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     Two pairs are tried, cut short, and one with an image if some pairs have one. False for architectures with a state
     that runs along the line, or with attention code of their own. The switched model also takes padded rows.
     """
-    if not use_packed_attention(loaded.model) or any(_ends_in_image(loaded, pair) for pair in pairs):
+    if not use_packed_attention(loaded.model):
+        return False
+    image_tokens = loaded.images.token_ids if loaded.images is not None else frozenset[int]()
+    # A packed line repeats the prompt's last token, which therefore may not belong to an image.
+    if any(pair.images and pair.prompt_ids[-1] in image_tokens for pair in pairs):
         return False
     probes = [
         Pair(pair.uid, pair.prompt_ids[-PROBE:], pair.chosen_ids[-PROBE:], pair.rejected_ids[-PROBE:])
@@ -125,11 +129,6 @@ def _pairs_with_image(loaded: LoadedModel) -> list[Pair]:
     image = probe_image()
     prompt = loaded.tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
     return [Pair(str(n), tuple(prompt), (11, 12, 13)[: n + 1], (14, 15), (image,)) for n in (0, 2)]
-
-
-def _ends_in_image(loaded: LoadedModel, pair: Pair) -> bool:
-    """Return whether the prompt's last token, which a packed line repeats, belongs to an image."""
-    return bool(pair.images) and loaded.images is not None and pair.prompt_ids[-1] in loaded.images.token_ids
 
 
 def _logits_alone(loaded: LoadedModel, pair: Pair, side: Sequence[int]) -> Tensor:

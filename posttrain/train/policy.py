@@ -138,9 +138,11 @@ def compute_logprobs(
     if wanted and batch.old_logp is None and p.needs_old_logp:
         wanted = list(dict.fromkeys(["old_logp", *wanted]))
     if wanted:
+        top_k = {"topk_logp", "topk_chosen"}
+        sizes = [part.params.get("top_k", TOP_K) for part in p.objective.every_part if part.needs & top_k]
         extras = Extras(
             vocab_mean="old_vocab_mean_logp" in wanted,
-            top_k=_top_k(p) if {"topk_logp", "topk_chosen"} & missing else 0,
+            top_k=max(sizes, default=TOP_K) if top_k & missing else 0,
             hidden="hidden" in wanted,
             value_head=p.critic if "values" in wanted else None,
         )
@@ -376,10 +378,3 @@ def shortest(sequences: Sequences) -> int:
     """Return the index of the row whose pass costs least, with a completion if any row has one."""
     lengths = sequences.lengths
     return min(range(len(lengths)), key=lambda row: (lengths[row] == sequences.prompt_lengths[row], lengths[row]))
-
-
-def _top_k(p: TrainContext) -> int:
-    """Return the largest `top_k` that a component asks for."""
-    parts = [part for part in p.objective.every_part if part.needs & {"topk_logp", "topk_chosen"}]
-    sizes = [part.params.get("top_k", TOP_K) for part in parts]
-    return max(sizes, default=TOP_K)

@@ -61,8 +61,10 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     parallel = section.divided
     data_parallel.set_model_parallel_size(*((parallel.context, parallel.tensor) if parallel else (1,)))
     device = pretrained.device_of(section)
-    if parallel is not None and parallel.follows_plan:
-        check_plan(section, base_dir, parallel)
+    if parallel is not None and parallel.follows_plan:  # checked before the weights are read, if possible
+        bare = models.build_skeleton(section.model_copy(update={"lora": None}), base_dir)
+        if bare is not None:
+            check_plan(bare.model, parallel)
     if parallel is not None and (unfilled := slices.build_empty(section, base_dir, seed=seed)) is not None:
         rank_consistency.check_files(unfilled.files)
         loaded = shard_model(unfilled.loaded, device, parallel)
@@ -79,14 +81,8 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     return loaded
 
 
-def check_plan(section: Model, base_dir: Path, parallel: Parallel) -> None:
-    """Raise ModelError if transformers' plan cannot divide the model, if possible before its weights are read."""
-    bare = models.build_skeleton(section.model_copy(update={"lora": None}), base_dir)
-    if bare is not None:
-        _check_plan_of(bare.model, parallel)
-
-
-def _check_plan_of(causal: Any, parallel: Parallel) -> None:
+def check_plan(causal: Any, parallel: Parallel) -> None:
+    """Raise ModelError if transformers' plan cannot divide the model; its weights may be on the meta device."""
     if parallel.tensor > 1:
         tensor_split.check(causal, parallel.tensor)
     if parallel.expert > 1:
@@ -131,7 +127,7 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
         split_lines(loaded.model, context_group(parallel, distributed.world(), device.type))
     adapter = {p for p in loaded.model.parameters() if p.requires_grad} if loaded.is_lora else set[nn.Parameter]()
     causal = causal_of(loaded.model)
-    _check_plan_of(causal, parallel)
+    check_plan(causal, parallel)
     shard(causal, mesh, loaded.half, adapter, experts)
     if loaded.images is not None:
         tower.run_in_every_pass(backbone(causal), loaded.images.read(probe_image()).tensors)

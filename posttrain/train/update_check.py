@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from posttrain.errors import GivenUp, NothingTrained, UserError, count_noun
@@ -32,11 +32,9 @@ CHUNK = 1 << 24  # weights that are copied together
 def fingerprint(optimizer: Optimizer) -> int:
     """Return a number that changes with the bits of the trained weights; for a divided model, of this rank's part."""
     weights = (local(p.detach()) for group in optimizer.param_groups for p in group["params"])
-    return sum(int(_bits(part).sum(dtype=torch.int64)) for weight in weights for part in weight.flatten().split(CHUNK))
-
-
-def _bits(numbers: Tensor) -> Tensor:
-    return numbers.where(numbers.abs() > NEARLY_ZERO, 0.0).view(_INTEGERS[numbers.element_size()])
+    parts = (part for weight in weights for part in weight.flatten().split(CHUNK))
+    bits = (part.where(part.abs() > NEARLY_ZERO, 0.0).view(_INTEGERS[part.element_size()]) for part in parts)
+    return sum(int(part.sum(dtype=torch.int64)) for part in bits)
 
 
 def weights_moved(before: int, optimizer: Optimizer, ranks: Ranks) -> bool:

@@ -23,6 +23,7 @@ from posttrain.seeds import derive
 from posttrain.train.roles import GROUP_STRIDE
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
+MOST_SHOWN = 8  # variants of one prompt in `variants_if_unsolved`
 TRIALS = 10  # prompts, and random draws for each, whose variants are built before a run to estimate their length
 Sample = Callable[..., list[Rollout]]  # (prompts, seed=, share=, finish=) -> scored rollouts
 
@@ -268,13 +269,13 @@ def _tried_growth(variants: PromptVariants, prompts: Sequence[Prompt]) -> int:
     return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in trials), default=0)
 
 
-def variants_if_unsolved(variants: PromptVariants, prompt: Prompt, most: int = 8, draw: int = 0) -> list[Variant]:
+def variants_if_unsolved(variants: PromptVariants, prompt: Prompt, draw: int = 0) -> list[Variant]:
     """Return the variants of a prompt in the first step of a run, round by round, if no rollout is correct.
 
-    most: limit on their number. draw: index of the random draw.
+    draw: index of the random draw.
     """
     rounds: list[Outcome] = []
-    while len(rounds) < most:
+    while len(rounds) < MOST_SHOWN:
         asked = variants.ask(prompt, rounds, step=0, seed=derive(draw, "variants", prompt.uid), memory=None)
         if not asked:
             break

@@ -232,7 +232,7 @@ def test_attention_in_blocks_of_short_rows_equals_single_rows(
     assert blocks is not None and 1 < len(blocks) < len(ids)
 
     def measure() -> list[torch.Tensor]:
-        line.cache.clear()
+        line.blocks.clear()
         out = attention._attend_by_row(*given, line, None, window)
         return [out, *torch.autograd.grad((out * torch.arange(8)).sum(), given)]
 
