@@ -91,7 +91,7 @@ def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:
         return True
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets").expanduser()
     named = (name.replace("/", "___"), name.replace("/", "___").lower())
-    return kind == "dataset" and any((prepared / one).is_dir() for one in named)
+    return kind == "dataset" and any((prepared / folder).is_dir() for folder in named)
 
 
 def find_snapshot(name: str, kind: Literal["model", "dataset"] = "model") -> Path | None:

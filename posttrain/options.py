@@ -77,12 +77,12 @@ def marked_values(
         yield from [(path, mark, value)] if isinstance(value, str) and value else []
     elif is_typeddict(annotation) or origin is dict:
         hints = typing.get_type_hints(annotation, include_extras=True) if is_typeddict(annotation) else {}
-        for key, one in value.items() if isinstance(value, Mapping) else ():
+        for key, entry in value.items() if isinstance(value, Mapping) else ():
             yield from marked_values(inner[0] if inner else str, key, kind, path)
-            yield from marked_values(hints.get(key) if hints else inner[1], one, kind, (*path, key))
+            yield from marked_values(hints.get(key) if hints else inner[1], entry, kind, (*path, key))
     elif origin in (list, tuple):
-        for number, one in enumerate(value) if isinstance(value, list | tuple) else ():
-            yield from marked_values(inner[0], one, kind, (*path, number))
+        for number, entry in enumerate(value) if isinstance(value, list | tuple) else ():
+            yield from marked_values(inner[0], entry, kind, (*path, number))
     else:
         for part in [annotation] if origin is Annotated else inner:
             yield from marked_values(part, value, kind, path)

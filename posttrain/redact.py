@@ -36,9 +36,9 @@ def is_variable(name: str) -> bool:
 def without_secrets(value: Any, key: str = "") -> Any:
     """Return `value` with `***` for every secret at any depth, found by its key."""
     if isinstance(value, Mapping):
-        return {name: without_secrets(one, str(name)) for name, one in value.items()}
+        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(one, key) for one in value]
+        return [without_secrets(inner, key) for inner in value]
     if is_secret(key) and value and not isinstance(value, bool):
         return HIDDEN
     if not isinstance(value, str) or not value:

@@ -28,10 +28,10 @@ def loads(text: str) -> Any:
 
 # Name of a type -> (the type, function to its JSON value, function back).
 _TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "tuple": (tuple, lambda v: [_to_json(one) for one in v], tuple),
-    "set": (set, lambda v: [_to_json(one) for one in v], set),
-    "frozenset": (frozenset, lambda v: [_to_json(one) for one in v], frozenset),
-    "dict": (dict, lambda v: [[_to_json(key), _to_json(one)] for key, one in v.items()], dict),
+    "tuple": (tuple, lambda v: [_to_json(item) for item in v], tuple),
+    "set": (set, lambda v: [_to_json(item) for item in v], set),
+    "frozenset": (frozenset, lambda v: [_to_json(item) for item in v], frozenset),
+    "dict": (dict, lambda v: [[_to_json(key), _to_json(item)] for key, item in v.items()], dict),
     "complex": (complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
@@ -49,9 +49,9 @@ def _to_json(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
-        return [_to_json(one) for one in value]
+        return [_to_json(item) for item in value]
     if type(value) is dict and MARK not in value and all(type(key) is str for key in value):
-        return {key: _to_json(one) for key, one in value.items()}
+        return {key: _to_json(item) for key, item in value.items()}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return {MARK: "numpy", "value": [value.dtype.str, _to_json(value.tolist())]}
     for name, (kind, write, _) in _TYPES.items():

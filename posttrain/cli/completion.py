@@ -97,11 +97,11 @@ def find_candidates(words: Sequence[str], root: Any) -> list[str]:
     command, used = _find_command(root, before)
     if last.startswith("-"):
         found = [option for param in command.params for option in param.opts if option.startswith("--")]
-        return [one for one in found if one.startswith(last)]
+        return [candidate for candidate in found if candidate.startswith(last)]
     if hasattr(command, "commands"):
-        names = [name for name, one in command.commands.items() if not one.hidden]
+        names = [name for name, subcommand in command.commands.items() if not subcommand.hidden]
         return [name for name in names if name.startswith(last)]
-    return [one for one in _complete_argument(before, used, last) if one.startswith(last)]
+    return [candidate for candidate in _complete_argument(before, used, last) if candidate.startswith(last)]
 
 
 def _find_command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
@@ -186,9 +186,11 @@ def _complete_override(stage: str, last: str) -> Iterator[str]:
     if not stage:
         return
     key, equals, _ = last.partition("=")
-    listed = [one for one in list_keys(BY_NAME[stage]) if ".N." not in one.key and ".NAME." not in one.key]
+    listed = [
+        key_info for key_info in list_keys(BY_NAME[stage]) if ".N." not in key_info.key and ".NAME." not in key_info.key
+    ]
     if not equals:
-        yield from (f"{one.key}=" for one in listed if one.type not in ("section", "section | null"))
+        yield from (f"{key_info.key}=" for key_info in listed if key_info.type not in ("section", "section | null"))
         return
     section = components_of(stage).get(key.removesuffix(".use"))
     if section is not None:
@@ -198,7 +200,7 @@ def _complete_override(stage: str, last: str) -> Iterator[str]:
 
         yield from (f"algorithm={name}" for name in presets.names(stage))
     else:
-        found = next((one for one in listed if one.key == key), None)
+        found = next((key_info for key_info in listed if key_info.key == key), None)
         words = found.type.split(" | ") if found else []
         yield from (f"{key}={word}" for word in words if word not in _TYPES and " " not in word)
 

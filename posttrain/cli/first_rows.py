@@ -75,14 +75,14 @@ def list_checks(
                 yield (*place, "use"), lambda reward=reward: _check_reward_columns(reward, seen)  # type: ignore[misc]
         if section["stage"] == "rl":
             recipe = RlRecipe.model_validate(section)
-            for one in _named_columns(recipe, base_dir):
-                place = tuple(int(part) if part.isdigit() else part for part in one.key.split("."))
+            for column in _named_columns(recipe, base_dir):
+                place = tuple(int(part) if part.isdigit() else part for part in column.key.split("."))
                 where = place[:-1] if place[0] == "solutions" else (*place[:-1], "use")
-                yield where, lambda one=one, acts=recipe.acts: _check_column(one, seen, acts)  # type: ignore[misc]
+                yield where, lambda column=column, acts=recipe.acts: _check_column(column, seen, acts)  # type: ignore[misc]
             yield ("sampler", "use"), lambda: _check_sampler(recipe, seen)
         known = [reward for reward in rewards if reward is not None]
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards) == len(known):
-            sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
+            sections = [reward_sections.Reward.model_validate(reward) for reward in section["rewards"]]
             if list(correctness.problems(sections, known)):
                 return  # reported by component_checks
             number = correctness.position(sections, known)
@@ -182,7 +182,7 @@ def _is_trained(row: Mapping[str, Any]) -> bool:
     messages = row.get("messages")
     if not isinstance(messages, list):
         return True
-    return any(one.get("role") == "assistant" and one.get("train", True) for one in messages)
+    return any(message.get("role") == "assistant" and message.get("train", True) for message in messages)
 
 
 def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -191,7 +191,7 @@ def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
 
     if any(map(_is_trained, rows)):
         return
-    roles = list(dict.fromkeys(str(one.get("role")) for row in rows for one in row["messages"]))
+    roles = list(dict.fromkeys(str(message.get("role")) for row in rows for message in row["messages"]))
     answers = "assistant" in roles
     others = f"no message has the role assistant, but {', '.join(roles)}" if roles else "`messages` is an empty list"
     what = "every answer has `train: false`" if answers else others
@@ -235,12 +235,12 @@ def _render_texts(section: Mapping[str, Any], row: Mapping[str, Any], template: 
     if row_format == "prompts":
         return [render.prompt_text(row, template, data)]
     sides = (
-        [{**one, "rejected": one["chosen"]} for one in binary_labels.split_answers(row)]
+        [{**answer_row, "rejected": answer_row["chosen"]} for answer_row in binary_labels.split_answers(row)]
         if row_format == "labels"
         else [row]
     )
     return [
-        text for one in sides for text in render.pair_texts(one, template, data)[: 1 if row_format == "labels" else 2]
+        text for side in sides for text in render.pair_texts(side, template, data)[: 1 if row_format == "labels" else 2]
     ]
 
 
@@ -345,16 +345,16 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[RequiredColumn]
         yield from named_columns(key, section.use, takes, section.params)
 
 
-def _check_column(one: RequiredColumn, seen: _SourceRows, acts: bool) -> list[str]:
+def _check_column(required: RequiredColumn, seen: _SourceRows, acts: bool) -> list[str]:
     """Raise DataError if the first rows show that a column is missing or is not numeric."""
     from posttrain.data.columns import find_problems
 
     if not seen.rows:
         return []
     rows = seen.rows
-    if not one.every and not seen.complete and list(find_problems(rows, [one], acts=acts)):
+    if not required.every and not seen.complete and list(find_problems(rows, [required], acts=acts)):
         rows = seen.all_rows()  # later rows may have the column
-    if found := list(find_problems(rows, [one], acts=acts)):
+    if found := list(find_problems(rows, [required], acts=acts)):
         raise DataError.of([problem for _, problem in found])
     return []
 

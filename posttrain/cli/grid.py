@@ -174,7 +174,7 @@ def visible_gpus() -> list[str]:
     """Return the ids of the GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs of this machine; no library is loaded."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
-        return [one.strip() for one in listed.split(",") if one.strip() not in ("", "-1")]
+        return [device.strip() for device in listed.split(",") if device.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
@@ -237,8 +237,8 @@ def rank_settings(
         setting: {seed: read_json(folder / "summary.json") for seed, folder in runs.items()}
         for setting, runs in settings.items()
     }
-    finished = [one for runs in summaries.values() for one in runs.values() if one]
-    names = [name for name in SUMMARY_METRICS if any(name in one for one in finished)]
+    finished = [summary for runs in summaries.values() for summary in runs.values() if summary]
+    names = [name for name in SUMMARY_METRICS if any(name in summary for summary in finished)]
     nothing = {"mean": None, "low": None, "high": None, "runs": 0, "over": ""}
     rows = rank_rows(
         [

@@ -24,22 +24,26 @@ class Command(TyperCommand):
             return list(super().parse_args(ctx, args))
         except Exception as error:
             option = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
-            if option is None or not any(one.metavar == OVERRIDES for one in _list_arguments(self, ctx)):
+            if option is None or not any(argument.metavar == OVERRIDES for argument in _list_arguments(self, ctx)):
                 raise
             from posttrain.cli.option_hints import no_such_option
 
             named = ctx.command_path.partition(" ")[2]
-            options = [name for one in self.get_params(ctx) if one.param_type_name == "option" for name in one.opts]
+            options = [
+                name for option in self.get_params(ctx) if option.param_type_name == "option" for name in option.opts
+            ]
             raise no_such_option(option, words, named, options) from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(_format_argument(argument) for argument in _list_arguments(self, ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        if arguments := [(_format_argument(one), getattr(one, "help", "") or "") for one in _list_arguments(self, ctx)]:
+        if arguments := [
+            (_format_argument(argument), getattr(argument, "help", "") or "") for argument in _list_arguments(self, ctx)
+        ]:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
-        options = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.param_type_name == "option"]
+        options = [option.get_help_record(ctx) for option in self.get_params(ctx) if option.param_type_name == "option"]
         with formatter.section("Options"):
             formatter.write_dl([record for record in options if record])
 

@@ -110,7 +110,10 @@ def to_yaml(draft: Draft) -> str:
     lines += [*(f"# {note}" for note in draft.notes), *commented_lines(draft.plain(), draft.origins())]
     if draft.left:
         lines += ["", f"# Left out of {name}:"]
-        lines += [f"# line {one.line}: {one.key}: {_shorten(one.key, one.value)}   {one.why}" for one in draft.left]
+        lines += [
+            f"# line {setting.line}: {setting.key}: {_shorten(setting.key, setting.value)}   {setting.why}"
+            for setting in draft.left
+        ]
     text = "\n".join(lines) + "\n"
     if draft.foreign.is_script:  # a variable that the script does not set is an environment variable in the recipe, too
         text = text.replace("$${", "${")
@@ -144,11 +147,13 @@ def outcome_as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[P
         "stage": draft.stage,
         "recipe": draft.plain(),
         "origins": {key: origin for key, origin in draft.origins().items() if origin},
-        "left_out": [{**asdict(one), "value": "***" if is_secret(one.key) else one.value} for one in draft.left],
+        "left_out": [
+            {**asdict(setting), "value": "***" if is_secret(setting.key) else setting.value} for setting in draft.left
+        ],
         "differs": draft.notes,
         "valid": not problems,
-        "problems": [problem_as_dict(one) for one in problems],
-        "notes": [problem_as_dict(one) for one in notes],
+        "problems": [problem_as_dict(problem) for problem in problems],
+        "notes": [problem_as_dict(note) for note in notes],
     }
 
 
@@ -162,8 +167,8 @@ def _print_outcome(
         listed = output is not None or as_json  # otherwise the recipe on stdout lists them
         where = "" if listed else ", listed at the end of the recipe"
         say(f"left out of {draft.foreign.path.name}: {count_noun(len(draft.left), 'key')}{where}")
-        for one in draft.left if listed else ():
-            say(f"  line {one.line}: {one.key}: {_shorten(one.key, one.value)}   {one.why}")
+        for setting in draft.left if listed else ():
+            say(f"  line {setting.line}: {setting.key}: {_shorten(setting.key, setting.value)}   {setting.why}")
     for problem in notes:
         say(f"note: {problem}")
     where = str(output) if output else "the recipe"

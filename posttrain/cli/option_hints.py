@@ -70,11 +70,12 @@ def _suggest(option: str, value: str, others: Sequence[str], command: str, optio
     name = option.lstrip("-")
     plain = name.replace("-", "_").lower()
     ours = next(
-        (one for one in options if one.lstrip("-").replace("-", "_") == plain), _read_word_table("options").get(plain)
+        (option for option in options if option.lstrip("-").replace("-", "_") == plain),
+        _read_word_table("options").get(plain),
     )
     if ours in options:
         return f"write {ours}" if ours in SWITCHES else f"write {ours} {value or 'VALUE'}"
-    by_name = {one.lstrip("-").replace("-", "_"): one for one in options if one.startswith("--")}
+    by_name = {option.lstrip("-").replace("-", "_"): option for option in options if option.startswith("--")}
     if "." not in name and len(plain) > 2 and (near := nearest(plain, by_name, alike=0.75)):
         return f"did you mean {by_name[near]}?"
     if _read_word_table("none").get(plain) == "KEY=VALUE" and "=" in value:
@@ -92,7 +93,7 @@ def _suggest(option: str, value: str, others: Sequence[str], command: str, optio
         return f"{form}; values are written KEY=VALUE, without --"
     if form:
         return f"{form}, without --" if form.startswith("write ") else form
-    listed = ", ".join(one for one in options if one.startswith("--") or f"-{one}" not in options)
+    listed = ", ".join(option for option in options if option.startswith("--") or f"-{option}" not in options)
     return f"recipe keys are written KEY=VALUE, without --; options: {listed}"
 
 

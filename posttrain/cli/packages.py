@@ -85,7 +85,7 @@ def list_needs(values: Mapping[str, Any]) -> Iterator[Need]:
     for number, tracker in enumerate(values.get("track") or ()):
         yield tracker["use"], f"track: {tracker['use']}", "track", f"track.{number}.use"
     data = values.get("data") or {}
-    mix = [(f"data.mix.{i}.source", one.get("source")) for i, one in enumerate(data.get("mix") or [])]
+    mix = [(f"data.mix.{i}.source", source.get("source")) for i, source in enumerate(data.get("mix") or [])]
     held_out = (values.get("eval") or {}).get("data") or {}
     for key, source in [("data.source", data.get("source")), *mix, ("eval.data.source", held_out.get("source"))]:
         yield from _list_source_needs(str(source or ""), key)

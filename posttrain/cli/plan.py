@@ -169,8 +169,10 @@ def _print_cluster(found: dict[str, Any]) -> None:
         terminal.say(
             f"the longest completion alone takes {found['longest_completion_s']} s: more engines cannot be faster"
         )
-    for one in found["scaled"]:
-        terminal.say(f"  {one['gpus']:>6} GPUs{one['step_s']:>10.1f} s a step, longest: {one['slowest']}")
+    for scaled_plan in found["scaled"]:
+        terminal.say(
+            f"  {scaled_plan['gpus']:>6} GPUs{scaled_plan['step_s']:>10.1f} s a step, longest: {scaled_plan['slowest']}"
+        )
     if found["saturates_at"]:
         terminal.say(
             f"above {found['saturates_at']} GPUs, doubling their number is less than 1.3 times as fast with this batch"

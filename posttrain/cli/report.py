@@ -332,7 +332,7 @@ def track(
                 file.write(f"{line}\n")
 
     if problems is None:  # the tracking process beside a run must outlive a failing tracker, so it skips this check
-        for name in [str(one["use"]) for one in trackers]:
+        for name in [str(tracker["use"]) for tracker in trackers]:
             if importlib.util.find_spec(name) is None:
                 raise MissingExtra(name, "the tracker", "track")
     senders = follow(run, trackers, note, attempt=attempt)
@@ -374,7 +374,7 @@ def _format_comparison(found: dict[str, Any]) -> str:
     lines = [
         f"accuracy on {count_noun(found['problems'], 'shared problem')}: {_format_difference(found)}{how}.{left}{few}"
     ]
-    return "\n".join([*lines, *(f"{name}: {_format_difference(one)}" for name, one in found["metrics"].items())])
+    return "\n".join([*lines, *(f"{name}: {_format_difference(metric)}" for name, metric in found["metrics"].items())])
 
 
 def _format_difference(found: dict[str, Any]) -> str:

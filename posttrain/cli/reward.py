@@ -110,20 +110,20 @@ def _report_labels(
 
 def _print_labelled(report: Mapping[str, Any]) -> None:
     """Print agreement with labels: a confusion matrix and kappa per reward, and kappa between rewards."""
-    for name, one in report["rewards"].items():
-        c = one["confusion"]
+    for name, labelled in report["rewards"].items():
+        c = labelled["confusion"]
         terminal.say(
-            f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_format_kappa(one['kappa'])}"
+            f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_format_kappa(labelled['kappa'])}"
         )
         terminal.say(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
         terminal.say(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
             terminal.say(f"  without a score: {c['unscored']}")
-        if one["wrong_rows"]:
-            terminal.say(f"  against the label: {', '.join(one['wrong_rows'][:SHOWN_ROWS])}")
-    for pair, one in report["pairs"].items():
-        apart = f"; apart on {', '.join(one['rows'][:SHOWN_ROWS])}" if one["rows"] else ""
-        terminal.say(f"{pair}: kappa {_format_kappa(one['kappa'])}{apart}")
+        if labelled["wrong_rows"]:
+            terminal.say(f"  against the label: {', '.join(labelled['wrong_rows'][:SHOWN_ROWS])}")
+    for pair, labelled in report["pairs"].items():
+        apart = f"; apart on {', '.join(labelled['rows'][:SHOWN_ROWS])}" if labelled["rows"] else ""
+        terminal.say(f"{pair}: kappa {_format_kappa(labelled['kappa'])}{apart}")
 
 
 def _format_kappa(value: float | None) -> str:

@@ -325,7 +325,7 @@ def _with_reward_line(problem: Problem, loaded: Loaded) -> Problem:
     data.
     """
     named = re.match(r"reward ([\w.-]+)", problem.where) or re.match(r"reward ([\w.-]+)", problem.what)
-    names = [one.name or re.split(r"[.:]", one.use)[-1] for one in getattr(loaded.recipe, "rewards", ())]
+    names = [reward.name or re.split(r"[.:]", reward.use)[-1] for reward in getattr(loaded.recipe, "rewards", ())]
     if not named or names.count(named[1]) != 1 or re.search(r":\d+:\d+$", problem.where):
         return problem
     key = f"rewards.{names.index(named[1])}"
@@ -338,7 +338,9 @@ def _find_line(what: str, loaded: Loaded) -> str:
     key = what.split(maxsplit=1)[0].rstrip(":") if what else ""
     origin = loaded.origins.get(key) if "." in key else None
     if origin is None and "." in key:  # a section: the line of its first value that is not a default
-        below = (one for name, one in loaded.origins.items() if name.startswith(f"{key}.") and one.kind != "default")
+        below = (
+            origin for name, origin in loaded.origins.items() if name.startswith(f"{key}.") and origin.kind != "default"
+        )
         origin = next(below, None)
     return origin.mark if origin and origin.kind != "default" else ""
 

@@ -184,9 +184,9 @@ def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
 
     def named_in_full(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
-            return {name: named_in_full(one, name) for name, one in value.items()}
+            return {name: named_in_full(inner, name) for name, inner in value.items()}
         if isinstance(value, list):
-            return [named_in_full(one) for one in value]
+            return [named_in_full(inner) for inner in value]
         names = key in ("model", "base_model") or (key in ("source", "tokenizer_source") and value not in _NO_MODELS)
         return absolute_path(value.removeprefix("model:")) if names and isinstance(value, str) else value
 

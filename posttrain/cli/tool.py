@@ -86,12 +86,14 @@ def test(
             examples = try_examples(replace(tool, params={**tool.params, **sample}), alone=len(uses) == 1)
             asked = run_calls(tool, [("call", given)]) if arguments else []
             wrong = try_wrong(tool, given or (examples[0].call.arguments if examples else {}))
-        failed |= any(not one.ok for one in examples) or any(one.call.kind != "ok" for one in asked)
+        failed |= any(not trial.ok for trial in examples) or any(trial.call.kind != "ok" for trial in asked)
         results.append({"schema": tool.schema["function"], "examples": examples, "call": asked, "wrong": wrong})
         if not as_json:
             _print_trial(tool, examples, asked, wrong)
     if as_json:
-        print_json([{k: v if k == "schema" else list(map(_to_dict, v)) for k, v in one.items()} for one in results])
+        print_json(
+            [{k: v if k == "schema" else list(map(_to_dict, v)) for k, v in result.items()} for result in results]
+        )
     if failed:
         raise typer.Exit(2)
 
@@ -147,19 +149,19 @@ def _print_trial(
     if not properties:
         terminal.say("  no arguments")
     if examples:
-        terminal.say(f"{sum(bool(one.ok) for one in examples)} of {count_noun(len(examples), 'example')} right")
-    for one in (one for one in examples if not one.ok):
-        terminal.say(f"  {json.dumps(dict(one.call.arguments), default=str)}")
-        terminal.say(f"    expected {one.expected!r:.200}, got {one.call.result!r:.200}")
-    for one in asked:
-        took = f"{1000 * one.seconds:.1f} ms of {tool.timeout_s:g} s"
+        terminal.say(f"{sum(bool(trial.ok) for trial in examples)} of {count_noun(len(examples), 'example')} right")
+    for trial in (trial for trial in examples if not trial.ok):
+        terminal.say(f"  {json.dumps(dict(trial.call.arguments), default=str)}")
+        terminal.say(f"    expected {trial.expected!r:.200}, got {trial.call.result!r:.200}")
+    for trial in asked:
+        took = f"{1000 * trial.seconds:.1f} ms of {tool.timeout_s:g} s"
         terminal.say(
-            f"{one.call.kind}, {took}, {count_noun(len(one.call.result), 'character')} (maximum {tool.max_chars}):"
+            f"{trial.call.kind}, {took}, {count_noun(len(trial.call.result), 'character')} (maximum {tool.max_chars}):"
         )
-        terminal.say(_indent(one.call.result))
+        terminal.say(_indent(trial.call.result))
     terminal.say("results of malformed calls:")
-    for one in wrong:
-        terminal.say(f"  {one.what} ({one.call.kind}): {one.call.result:.200}")
+    for trial in wrong:
+        terminal.say(f"  {trial.what} ({trial.call.kind}): {trial.call.result:.200}")
 
 
 def _indent(text: str) -> str:
@@ -167,6 +169,6 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in cut.splitlines()) or "  (an empty text)"
 
 
-def _to_dict(one: ToolTrial) -> dict[str, Any]:
-    call = {"arguments": dict(one.call.arguments), "kind": one.call.kind, "result": one.call.result}
-    return {"what": one.what, **call, "seconds": one.seconds, "ok": one.ok, "expected": one.expected}
+def _to_dict(trial: ToolTrial) -> dict[str, Any]:
+    call = {"arguments": dict(trial.call.arguments), "kind": trial.call.kind, "result": trial.call.result}
+    return {"what": trial.what, **call, "seconds": trial.seconds, "ok": trial.ok, "expected": trial.expected}

@@ -63,19 +63,19 @@ def find_problems(
 
     acts: whether rollouts have tools or an environment, whose times the rollout fills in (`options.ROLLOUT_COLUMNS`).
     """
-    for one in wanted:
-        lacking = [row for row in rows if _is_missing(row.get(one.column))]
-        present = [row for row in rows if not _is_missing(row.get(one.column))]
-        reads = f"`{one.use}` reads the column `{one.column}`"
-        kind, what = (str, "text") if one.text else (int | float, "number")
-        if strange := [row for row in present if not isinstance(row[one.column], kind)]:
-            problem = f"{reads} as a {what}, which {strange[0][one.column]!r:.60} is not"
-            yield one, _problem_of_rows(strange, problem, f"give each row a {what} there, or leave the row out")
-        elif not present and not (one.column in ROLLOUT_COLUMNS and acts):
-            yield one, _missing_column_problem(one, rows, f"{reads}, and the data has none")
-        elif one.every and present and lacking:
+    for column in wanted:
+        lacking = [row for row in rows if _is_missing(row.get(column.column))]
+        present = [row for row in rows if not _is_missing(row.get(column.column))]
+        reads = f"`{column.use}` reads the column `{column.column}`"
+        kind, what = (str, "text") if column.text else (int | float, "number")
+        if strange := [row for row in present if not isinstance(row[column.column], kind)]:
+            problem = f"{reads} as a {what}, which {strange[0][column.column]!r:.60} is not"
+            yield column, _problem_of_rows(strange, problem, f"give each row a {what} there, or leave the row out")
+        elif not present and not (column.column in ROLLOUT_COLUMNS and acts):
+            yield column, _missing_column_problem(column, rows, f"{reads}, and the data has none")
+        elif column.every and present and lacking:
             yield (
-                one,
+                column,
                 _problem_of_rows(
                     lacking, f"{reads}: {len(lacking)} of {count_noun(len(rows), 'row')} without a number"
                 ),
@@ -85,15 +85,15 @@ def find_problems(
 def refuse_missing(rows: Sequence[Row], wanted: Iterable[RequiredColumn], *, acts: bool) -> None:
     """Raise DataError with all problems that `find_problems` reports."""
     found = find_problems(rows, wanted, acts=acts)
-    if missing := [replace(problem, what=f"{one.key}: {problem.what}") for one, problem in found]:
+    if missing := [replace(problem, what=f"{column.key}: {problem.what}") for column, problem in found]:
         raise DataError.of(missing)
 
 
-def _missing_column_problem(one: RequiredColumn, rows: Sequence[Row], what: str) -> Problem:
+def _missing_column_problem(column: RequiredColumn, rows: Sequence[Row], what: str) -> Problem:
     """Return the problem of a column that no row has, with the nearest known column as a hint."""
     known = sorted({name for row in rows for name in row if name != "uid"})
-    hint = f"map it: data.columns: {{{one.column}: {nearest(one.column, known) or 'THEIR_NAME'}}}"
-    if one.column in ROLLOUT_COLUMNS:
+    hint = f"map it: data.columns: {{{column.column}: {nearest(column.column, known) or 'THEIR_NAME'}}}"
+    if column.column in ROLLOUT_COLUMNS:
         hint = "it is measured where rollouts have `tools` or an `environment`: add them, or remove the component"
     return Problem("", what, f"columns: {', '.join(known)}", hint)
 

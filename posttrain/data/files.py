@@ -217,7 +217,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     """Return the value if it is a dict of valid texts, else raise DataError."""
     if not isinstance(value, dict):
         what = f"a row must be a JSON object, not {type(value).__name__}: {value!r:.60}"
-        several = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        several = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         raise DataError(what, where=where, hint="a file that is one list of rows is a .json file" if several else "")
     refuse_lone_surrogates(value, where)
     return value
@@ -277,7 +277,7 @@ def _csv(path: Path) -> Iterator[Record]:
 
 def _refuse_other_separator(columns: Sequence[str], name: str) -> None:
     """Raise DataError for a header without commas that another separator would split into several columns."""
-    found = next((one for one in (";", "\t", "|") if len(columns) == 1 and one in columns[0]), None)
+    found = next((separator for separator in (";", "\t", "|") if len(columns) == 1 and separator in columns[0]), None)
     if found:
         what = f"the header has no comma; its columns seem to be separated by {found!r}: {columns[0]!r:.60}"
         raise DataError(what, where=f"{name}:1", hint="write the file with commas, or as .jsonl")

@@ -34,7 +34,7 @@ def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iteration
     k = min(k, len(np.unique(points, axis=0)))
     rng = np.random.default_rng(seed)
     found = [run_lloyd(points, choose_initial_centres(points, k, rng), iterations) for _ in range(starts)]
-    return min(found, key=lambda one: one.spread)
+    return min(found, key=lambda clustering: clustering.spread)
 
 
 def choose_initial_centres(points: Points, k: int, rng: np.random.Generator) -> Points:

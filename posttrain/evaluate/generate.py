@@ -104,7 +104,7 @@ def _make_search(recipe: GenerateRecipe, open_grader: OpenGrader, columns: set[s
 
     def judge(traces: Sequence[Rollout]) -> list[float]:
         shown = traces if reader is None else reader.inform(traces)
-        found = [one["reward"] for one in grade_all(shown)]
+        found = [grade["reward"] for grade in grade_all(shown)]
         return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in found]
 
     return lambda engine, loaded: SearchEngine(
@@ -131,7 +131,7 @@ def _make_reader(
     grade_all = open_grader(section.rewards, settings.scoring, unit="round")
 
     def ask(traces: Sequence[Rollout]) -> list[float]:
-        return [one["reward"] or 0.0 for one in grade_all(traces)]
+        return [grade["reward"] or 0.0 for grade in grade_all(traces)]
 
     return EvidenceReader.from_section(section, settings.ends, recipe.base_dir, ask)
 

@@ -257,8 +257,8 @@ def _write_results(directory: RunDirectory, results: Mapping[str, Any], shown: i
                     "uid": f"{task}/{sample['doc_id']}",
                     "filter": sample["filter"],
                     "prompt": str(sample["arguments"][0][0]),
-                    "completion": "\n".join(str(one) for response in sample["resps"] for one in response),
-                    "graded": [str(one) for one in sample["filtered_resps"]],
+                    "completion": "\n".join(str(text) for response in sample["resps"] for text in response),
+                    "graded": [str(answer) for answer in sample["filtered_resps"]],
                     "target": str(sample["target"]),
                     "scores": scores,
                 }

@@ -28,7 +28,7 @@ def open_models(
     *, path: str = "", reference: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
     """Load both models, before the policy is loaded. Raises ModelError, and RewardError for different vocabularies."""
-    policy, start = (_load_model(one, base_dir, device, dtype) for one in (path, reference))
+    policy, start = (_load_model(model_path, base_dir, device, dtype) for model_path in (path, reference))
     if policy.tokenizer.get_vocab() != start.tokenizer.get_vocab():
         raise RewardError(
             f"implicit_reward: {path} and {reference} have different vocabularies",
@@ -76,7 +76,7 @@ def score(
 
     from posttrain.loss.offline_rl import token_credit
 
-    models = [_load_model(one, base_dir, device, dtype) for one in (path, reference)]
+    models = [_load_model(model_path, base_dir, device, dtype) for model_path in (path, reference)]
     found: list[Score] = []
     for text, asked, offered in zip(completions, messages, tools or [None] * len(completions), strict=True):
         example = _render_completion(models[0], asked, text, offered)

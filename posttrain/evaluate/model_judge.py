@@ -166,7 +166,7 @@ def _ask_judge(model: LoadedJudge, questions: Sequence[tuple[str, int]], samplin
     room = engine.window - sampling.max_new_tokens
     found = {asked: model.replies.get((*asked, *settings)) for asked in questions}
     new: list[tuple[tuple[str, int], Prompt]] = []
-    for number, asked in enumerate(one for one, reply in found.items() if reply is None):
+    for number, asked in enumerate(call for call, reply in found.items() if reply is None):
         section = Data(source="asked", chat=bool(engine.tokenizer.chat_template))
         prompt = render_prompt({"uid": str(number), "prompt": asked[0]}, engine.tokenizer, section)
         found[asked] = ""

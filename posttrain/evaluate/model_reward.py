@@ -120,7 +120,7 @@ class MemberScores(NamedTuple):
 
 
 def _score_members(
-    one: LoadedRewardModel,
+    member: LoadedRewardModel,
     rows: Sequence[Row],
     batch_tokens: int,
     centred: bool,
@@ -129,17 +129,17 @@ def _score_members(
     """Score rows with one model as members of the ensemble: one per head, or one for all labels of the model."""
     import torch
 
-    means, log_stds = _compute_outputs(one, rows, batch_tokens)
-    means = means.sigmoid() if one.card.use == "soft_label" else means
+    means, log_stds = _compute_outputs(member, rows, batch_tokens)
+    means = means.sigmoid() if member.card.use == "soft_label" else means
     scale = torch.ones(1)
-    if centred and one.card.center:
-        center, scale = torch.tensor(one.card.center), torch.tensor(one.card.scale)
+    if centred and member.card.center:
+        center, scale = torch.tensor(member.card.center), torch.tensor(member.card.scale)
         means = (means - center) / scale
     stds = None if log_stds is None else log_stds.clamp(-5, 5).exp() / scale
-    if one.card.use not in HEAD_A_LABEL:
+    if member.card.use not in HEAD_A_LABEL:
         return MemberScores(means, stds, {})
-    parts = {name: means[:, n] for n, name in enumerate(one.card.heads)}
-    return MemberScores((means * _label_weights(weights, one.card.heads)).sum(1, keepdim=True), stds, parts)
+    parts = {name: means[:, n] for n, name in enumerate(member.card.heads)}
+    return MemberScores((means * _label_weights(weights, member.card.heads)).sum(1, keepdim=True), stds, parts)
 
 
 def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], members: int, gaussian: bool) -> str:
@@ -152,7 +152,7 @@ def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], 
         return aggregate
     if gaussian:
         return "brme"
-    return "maxmin" if any(one.card.use == "mixture" for one in found) else "uwo" if members > 1 else "mean"
+    return "maxmin" if any(m.card.use == "mixture" for m in found) else "uwo" if members > 1 else "mean"
 
 
 def _combine_members(method: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:
@@ -185,38 +185,40 @@ def _label_weights(weights: dict[str, float] | None, heads: Sequence[str]) -> An
 Row = tuple[Any, Any, Any, str]  # messages, tools, images, completion
 
 
-def _compute_outputs(one: LoadedRewardModel, rows: Sequence[Row], batch_tokens: int) -> Any:
+def _compute_outputs(reward_model: LoadedRewardModel, rows: Sequence[Row], batch_tokens: int) -> Any:
     """Compute (scores [rows, heads], log standard deviations [rows, heads] or None)."""
     from posttrain.models import scorer
 
-    found = [read_row(one, *row) for row in rows]
+    found = [read_row(reward_model, *row) for row in rows]
     ids, images = [row.ids for row in found], [row.images for row in found]
-    scores = scorer.score_rows(one.model, ids, images, batch_tokens=batch_tokens)
-    return tuple(scores.chunk(2, dim=1)) if one.card.gaussian else (scores, None)
+    scores = scorer.score_rows(reward_model.model, ids, images, batch_tokens=batch_tokens)
+    return tuple(scores.chunk(2, dim=1)) if reward_model.card.gaussian else (scores, None)
 
 
 def read_row(
-    one: LoadedRewardModel, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
+    reward_model: LoadedRewardModel, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
 ) -> Example:
     """Render a completion after its prompt as the reward model's input, cut from the left to its window.
 
     Raises RewardError for a row with images that exceeds the window, and for images if the model reads none.
     """
-    section = Data(source="-", **{k: v for k, v in one.card.data.items() if k != "prompt_template"}, train_on="all")
-    tokenizer, reader = one.model.tokenizer, one.model.images
+    section = Data(
+        source="-", **{k: v for k, v in reward_model.card.data.items() if k != "prompt_template"}, train_on="all"
+    )
+    tokenizer, reader = reward_model.model.tokenizer, reward_model.model.images
     if images and reader is None:
         raise RewardError(
-            f"the rows have images, and the reward model {one.model.source} reads none",
+            f"the rows have images, and the reward model {reward_model.model.source} reads none",
             hint="train one on rows with images: `posttrain reward-model`",
         )
     found = render_completion(messages, completion, tools, section, tokenizer, reader, images)
-    if found.images and len(found.ids) > one.window:
+    if found.images and len(found.ids) > reward_model.window:
         raise RewardError(
-            f"a row with images has {len(found.ids)} tokens, and the reward model {one.model.source} reads"
-            f" {one.window}",
+            f"a row with images has {len(found.ids)} tokens, and the reward model {reward_model.model.source} reads"
+            f" {reward_model.window}",
             hint="a smaller `data.image.max_pixels`, or shorter completions",
         )
-    return replace(found, ids=found.ids[-one.window :], trained=found.trained[-one.window :])
+    return replace(found, ids=found.ids[-reward_model.window :], trained=found.trained[-reward_model.window :])
 
 
 def render_completion(
@@ -247,7 +249,7 @@ def render_completion(
 
 def _load_models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[LoadedRewardModel]:
     """Return the models at the paths, each loaded on first use."""
-    return [_load(one, base_dir, device, dtype) for one in ([path] if isinstance(path, str) else path)]
+    return [_load(member_path, base_dir, device, dtype) for member_path in ([path] if isinstance(path, str) else path)]
 
 
 @functools.cache

@@ -207,12 +207,12 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows = [
             [
                 name,
-                str(one["rows"]),
-                _format_interval(one["mse"]),
-                _format_number(one["correlation"]),
-                _format_number(one["length_correlation"]),
+                str(values["rows"]),
+                _format_interval(values["mse"]),
+                _format_number(values["correlation"]),
+                _format_number(values["length_correlation"]),
             ]
-            for name, one in found["labels"].items()
+            for name, values in found["labels"].items()
         ]
         head = ["label", "rows", "squared error", "correlation", "with length"]
         return [{"title": "Reward model, by label", "head": head, "rows": rows}]
@@ -237,8 +237,8 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def show(found: Mapping[str, Any]) -> None:
     """Print tables and findings on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
-    for one in tables(found):
-        console.print(make_table(one))
+    for table in tables(found):
+        console.print(make_table(table))
     for line in found["findings"]:
         console.print(line, soft_wrap=True)
 

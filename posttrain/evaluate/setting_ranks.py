@@ -189,7 +189,7 @@ def _describe_intervals(rows: Sequence[Mapping[str, Any]]) -> str:
         "problems": f"over problems, {seeds}",
         "steps": "over the steps of one run: another seed may move it further",
     }
-    over = [meant[one] for one in dict.fromkeys(row["ranked"]["over"] for row in rows) if one]
+    over = [meant[factor] for factor in dict.fromkeys(row["ranked"]["over"] for row in rows) if factor]
     return (
         f"95% intervals are {', or '.join(over)}" if over else "no intervals, of one run a setting: add run.seed=0,1,2"
     )

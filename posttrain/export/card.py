@@ -249,9 +249,11 @@ def _training_section(facts: Facts) -> str:
             size = f", {data['size']} rows" if data.get("size") else ""
             lines += [f"| data | {_escape_cell(_drop_folders(source))}{split}{size} |"]
         lines += _merge_lines(recipe)
-        rewards = [f"{one.get('use')} (weight {one.get('weight', 1.0):g})" for one in recipe.get("rewards") or ()]
+        rewards = [
+            f"{reward.get('use')} (weight {reward.get('weight', 1.0):g})" for reward in recipe.get("rewards") or ()
+        ]
         if rewards:
-            lines += [f"| rewards | {_escape_cell(', '.join(_drop_folders(one) for one in rewards))} |"]
+            lines += [f"| rewards | {_escape_cell(', '.join(_drop_folders(reward) for reward in rewards))} |"]
         ended = {k: v for k, v in summary.items() if isinstance(v, int | float) and not k.endswith("seconds")}
         lines += [f"| {name} | {_format_number(value)} |" for name, value in ended.items()]
         lines += [""]
@@ -340,7 +342,7 @@ def _read_recipe(run: Path) -> dict[str, Any]:
 def _data_sources(recipe: Mapping[str, Any]) -> list[str]:
     """Return the data sources of a recipe."""
     data = recipe.get("data") or {}
-    return [str(source) for one in data.get("mix") or [data] if (source := one.get("source"))]
+    return [str(source) for source_entry in data.get("mix") or [data] if (source := source_entry.get("source"))]
 
 
 def _is_hub_set(source: str) -> bool:

@@ -48,8 +48,8 @@ class Arguments:
         """
         return Arguments(
             rule,
-            [given_parameters(one, rule.name) for one in common],
-            [given_parameters(one, rule.name) for one in own],
+            [given_parameters(values, rule.name) for values in common],
+            [given_parameters(values, rule.name) for values in own],
         )
 
     def weights(self, position: TensorPosition) -> list[float]:

@@ -177,7 +177,7 @@ def resize_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         own[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
         for key, value in own.items():
             if isinstance(value, list) and len(value) == before:
-                own[key] = [one for part in plan.slices for one in _layer_entries(part, key, value)]
+                own[key] = [entry for part in plan.slices for entry in _layer_entries(part, key, value)]
     return {**config, inner: own} if inner else own
 
 
@@ -247,8 +247,8 @@ def _describe_models(plan: Plan, stats: MergeStats) -> list[dict[str, Any]]:
         own = plan.slices[0].arguments.own
         weight = {} if plan.method in UNWEIGHTED else {"weight": 1.0}
         return [
-            {**_describe_source(source), **settings_as_json({**weight, **one}), "delta_norm": stats.norm(source)}
-            for source, one in zip(plan.models, own, strict=True)
+            {**_describe_source(source), **settings_as_json({**weight, **settings}), "delta_norm": stats.norm(source)}
+            for source, settings in zip(plan.models, own, strict=True)
         ]
     found = []
     for source in plan.models:

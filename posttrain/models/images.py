@@ -172,9 +172,11 @@ class ImageReader:
             return given
         distinct = {image: n for n, image in enumerate(dict.fromkeys(images))}
         seen = [self.read(image) for image in distinct]
-        tensors = {name: value.to(ids.device) for name, value in join_tensors([one.tensors for one in seen]).items()}
+        tensors = {
+            name: value.to(ids.device) for name, value in join_tensors([encoded.tensors for encoded in seen]).items()
+        }
         token = self.processor.tokenizer.convert_ids_to_tokens(self.feature_id)
-        counts = [one.text.count(token) for one in seen]
+        counts = [encoded.text.count(token) for encoded in seen]
         order = [distinct[image] for image in images]
         if "image_grid_thw" in tensors:
             given["image_grid_thw"] = tensors["image_grid_thw"][torch.tensor(order, device=ids.device)]
@@ -188,7 +190,7 @@ class ImageReader:
         tensors = [self.read(image).tensors for image in images]
         if "image_grid_thw" not in tensors[0]:
             return None
-        grids = torch.cat([one["image_grid_thw"] for one in tensors]).to(ids.device)
+        grids = torch.cat([inputs["image_grid_thw"] for inputs in tensors]).to(ids.device)
         kinds = (ids == self.feature_id).long()
         return rope_positions(model, ids, mask, {"image_grid_thw": grids, "mm_token_type_ids": kinds})
 
@@ -230,8 +232,8 @@ def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         own = [part[name] for part in parts if name in part]
-        shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in own), strict=True)]
-        joined[name] = torch.cat([_pad_to(one, shape) for one in own])
+        shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in own), strict=True)]
+        joined[name] = torch.cat([_pad_to(tensor, shape) for tensor in own])
     return joined
 
 

@@ -64,12 +64,15 @@ def start_models(recipe: Mapping[str, Any]) -> list[str]:
     named = [
         (recipe.get("model") or {}).get("path"),
         recipe.get("base_model"),
-        *(one.get("base_model") for one in slices),
-        *(one.get("model") for one in merge_inputs(recipe)),
+        *(source.get("base_model") for source in slices),
+        *(source.get("model") for source in merge_inputs(recipe)),
     ]
     return list(dict.fromkeys(str(name) for name in named if name))
 
 
 def merge_inputs(recipe: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the entries of a merge that name an input: `models` and those of `slices`; [] for other stages."""
-    return [*(recipe.get("models") or ()), *(one for part in recipe.get("slices") or () for one in part["sources"])]
+    return [
+        *(recipe.get("models") or ()),
+        *(source for part in recipe.get("slices") or () for source in part["sources"]),
+    ]

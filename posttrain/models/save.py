@@ -177,7 +177,7 @@ def _probe_ids(model: Any, tokenizer: Any, reader: ImageReader | None = None) ->
     if tokenizer.chat_template:
         texts = [chat.render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True) for text in texts]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    found = [torch.tensor([one if limit is None else one[: limit - _new_tokens(limit)]]) for one in ids]
+    found = [torch.tensor([row if limit is None else row[: limit - _new_tokens(limit)]]) for row in ids]
     if reader is not None:
         shown = tokenizer(reader.read(probe_image()).text + PROBES[0], add_special_tokens=False)["input_ids"]
         found += [torch.tensor([shown])] if limit is None or len(shown) <= limit else []

@@ -135,7 +135,7 @@ def list_local_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, 
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
     owned = [torch.arange(size) for size in parameter.shape]
     placed = sorted(
-        zip(names, parameter.placements, range(mesh.ndim), strict=True), key=lambda one: one[0].startswith("shard")
+        zip(names, parameter.placements, range(mesh.ndim), strict=True), key=lambda entry: entry[0].startswith("shard")
     )
     for name, placement, n in placed:
         dim = getattr(placement, "dim", None)

@@ -112,7 +112,7 @@ def _read_template_files(files: Mapping[str, Path | None]) -> ChatTemplate | Non
     config = json.loads(texts["tokenizer_config.json"])
     template = texts.get("chat_template.jinja", config.get("chat_template"))
     if isinstance(template, list):  # several named templates
-        template = {one.get("name"): one.get("template") for one in template}.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     named = {**json.loads(texts.get("special_tokens_map.json", "{}")), **config}
     added = config.get("added_tokens_decoder")
     tokens = added.values() if added else json.loads(texts.get("tokenizer.json", "{}")).get("added_tokens", [])

@@ -174,5 +174,5 @@ def _reorder(features: Any, shown: PassImages) -> Any:
 def _sum_features(features: Any) -> Tensor:
     """Return the sum of all features that a model reads, as a scalar."""
     read = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-    parts = [part for one in read for part in ([one] if isinstance(one, Tensor) else one)]
+    parts = [part for output in read for part in ([output] if isinstance(output, Tensor) else output)]
     return torch.stack([part.float().sum() for part in parts]).sum()

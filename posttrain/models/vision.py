@@ -68,7 +68,7 @@ def processor_class(config: Any) -> Any:
         return transformers.AutoProcessor
     if wordless:  # otherwise SmolVLM's class would refuse images as well
         vars(module)["num2words"] = refuse_video
-    attributes = [one for one in cls.get_attributes() if one != "video_processor"]
+    attributes = [attribute for attribute in cls.get_attributes() if attribute != "video_processor"]
     own: dict[str, Any] = {"get_attributes": classmethod(lambda _: attributes)}
     if inspect.signature(cls.__init__).parameters["video_processor"].default is inspect.Parameter.empty:
         own["__init__"] = _add_none_defaults(cls.__init__)

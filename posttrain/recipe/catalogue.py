@@ -135,7 +135,9 @@ def _component_entry(kind: str, name: str, described: Entry) -> Entry:
     needs, conflicts = described["needs"], []
     for action in described.get("exclusive", []):
         rivals = [
-            n for k, n, one in _iterate_components() if action in one.get("exclusive", []) and (k, n) != (kind, name)
+            n
+            for k, n, entry in _iterate_components()
+            if action in entry.get("exclusive", []) and (k, n) != (kind, name)
         ]
         conflicts += [f"{', '.join(rivals)}: each would {action}"] if rivals else []
     givable = given_by().union(*SAMPLERS.values()) if kind not in registry.KINDS_WITHOUT_BATCH else needs
@@ -160,7 +162,7 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
     _, place, shape = KINDS[kind]
     required = [key for key, about in known.items() if "default" not in about]
     if kind == "merge":
-        models = [{"model": f"path/of/{one}"} for one in ("one", "another")[: 1 if "one_model" in needs else 2]]
+        models = [{"model": f"path/of/{folder}"} for folder in ("one", "another")[: 1 if "one_model" in needs else 2]]
         base = {"base_model": "path/of/the/base"} if "base_model" in needs else {}
         parameters = {"parameters": dict.fromkeys(required, 1e-4)} if required else {}  # nearswap's t
         return {place: name, **base, "models": models, **parameters}
@@ -185,7 +187,7 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
     named = [found for of, by in readers for found in named_rewards([of], by["use"], by)]
     read = dict.fromkeys(reward.partition("/")[0] for _, reward, others in named if reward not in others)
     if read and "rewards" not in shaped:
-        unnamed = [{"use": f"mine.py:{one}", "weight": 0} for one in read if one != "accuracy"]
+        unnamed = [{"use": f"mine.py:{reward}", "weight": 0} for reward in read if reward != "accuracy"]
         shaped["rewards"] = [{"use": "math.accuracy"}, *unnamed]
     return shaped
 

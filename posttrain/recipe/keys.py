@@ -78,7 +78,7 @@ def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseMo
 def section_with(key: str, model: type[BaseModel] | None) -> str | None:
     """Return the key of the only section directly below `model` that has `key`, or None."""
     below = {name: models(field.annotation) for name, field in own_keys(model).items()} if model else {}
-    found = [name for name, inner in below.items() if any(key in own_keys(one) for one in inner)]
+    found = [name for name, inner in below.items() if any(key in own_keys(section) for section in inner)]
     return found[0] if len(found) == 1 and not issubclass(model or BaseModel, Stage) else None
 
 
@@ -116,7 +116,9 @@ def walk(
     for name, field in own_keys(model or stage).items():
         if (key := f"{prefix}{name}") not in stage.unused:
             yield key, model or stage, field
-            kinds = {typing.get_origin(one) for one in (field.annotation, *typing.get_args(field.annotation))}
+            kinds = {
+                typing.get_origin(annotation) for annotation in (field.annotation, *typing.get_args(field.annotation))
+            }
             step = ".N." if list in kinds else ".NAME." if dict in kinds else "."
             for inner in models(field.annotation)[:1]:
                 yield from walk(stage, inner, key + step)
@@ -182,7 +184,7 @@ def _format_type(annotation: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(map(str, arguments))
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(dict.fromkeys(_format_type(one) for one in arguments))
+        return " | ".join(dict.fromkeys(_format_type(argument) for argument in arguments))
     if origin is list:
         return f"list of {_format_type(arguments[0])}"
     if origin is dict:

@@ -43,7 +43,7 @@ def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
     for key, below in node.mapping.items():
         name = current_key(key)
         if key == "stages" and isinstance(below.value, list):
-            stages = [rename_old_keys(one, notes, f"stages.{n}.") for n, one in enumerate(below.value)]
+            stages = [rename_old_keys(stage, notes, f"stages.{n}.") for n, stage in enumerate(below.value)]
             below = Node(stages, below.origin, below.key_origin)
         elif key in ("defaults", "controllers"):
             below = rename_old_keys(below, notes, f"{key}.")
@@ -136,9 +136,9 @@ def read_chain(path: Path) -> Document:
         tree = merge(tree, upper.tree, keys.components_in(upper.tree) or keys.components_in(tree))
     if len(chain) > 1 and "extends" not in document.tree.mapping:
         tree.mapping.pop("extends", None)
-    problems = [problem for one in chain for problem in one.problems]
-    notes = [note for one in chain for note in one.notes]
-    return Document(document.text, tree, problems, set().union(*(one.bad for one in chain)), notes)
+    problems = [problem for document in chain for problem in document.problems]
+    notes = [note for document in chain for note in document.notes]
+    return Document(document.text, tree, problems, set().union(*(document.bad for document in chain)), notes)
 
 
 def read_renamed(path: Path) -> Document:
@@ -213,7 +213,7 @@ def apply_override(tree: Node, text: str) -> Node:
             raise
         quoted = f"{path}='{json.dumps(value, ensure_ascii=False)}'"
         hint = f"a text is quoted for YAML, too: {quoted}"
-        raise RecipeError.of([replace(one, hint=hint) for one in error.problems]) from None
+        raise RecipeError.of([replace(problem, hint=hint) for problem in error.problems]) from None
     return set_value(tree, parts, parsed)
 
 

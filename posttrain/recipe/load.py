@@ -159,7 +159,7 @@ def locate_file(path: Path) -> Path:
     if path.is_dir():
         raise RecipeError(f"{path} is a folder, not a file")
     if not path.exists():
-        near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else [])
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else [])
         raise RecipeError(f"file not found: {path}", hint=near)
     check_not_special(path, "file", RecipeError)
     return path

@@ -93,8 +93,8 @@ def _make_part(
 ) -> Part:
     """Build a part. Whether the base counts as one of the models depends on the method, as in mergekit."""
     method, needs = recipe.merge_method, registry.load_index()["merge"][recipe.merge_method]["needs"]
-    others = [one for one in listed if one.name != base]
-    named = next((one for one in listed if one.name == base), None)
+    others = [model for model in listed if model.name != base]
+    named = next((model for model in listed if model.name == base), None)
     if base is None or method == "passthrough":
         return Part(at, listed, None, parameters, layers)
     origin = named or Ingredient(base, MergeParameters(), listed[0].first if listed else 0)
@@ -311,12 +311,14 @@ def _check_adapters(recipe: Any) -> Found:
 
 def _parameter_blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
     yield "parameters", recipe.parameters
-    inputs: list[tuple[str, MergeModel | SliceSource]] = [(f"models.{n}", one) for n, one in enumerate(recipe.models)]
+    inputs: list[tuple[str, MergeModel | SliceSource]] = [
+        (f"models.{n}", model) for n, model in enumerate(recipe.models)
+    ]
     for number, merge_slice in enumerate(recipe.slices):
         yield f"slices.{number}.parameters", merge_slice.parameters
-        inputs += [(f"slices.{number}.sources.{n}", one) for n, one in enumerate(merge_slice.sources)]
-    for place, one in inputs:
-        yield f"{place}.parameters", one.parameters
+        inputs += [(f"slices.{number}.sources.{n}", source) for n, source in enumerate(merge_slice.sources)]
+    for place, source in inputs:
+        yield f"{place}.parameters", source.parameters
 
 
 def _to_recipe_key(argument: str) -> str:

@@ -177,7 +177,7 @@ def named_rewards(
     """Yield (path, name, allowed names besides rewards) for each argument of a registered component that names a
     reward."""
     others = {"ScoreName": ("correct", "reward"), "RewardName": ()}
-    kind = next((one for one in kinds if use in registry.load_index().get(one, {})), None)
+    kind = next((candidate for candidate in kinds if use in registry.load_index().get(candidate, {})), None)
     fields = params_model(kind, use).model_fields if kind else {}
     for argument, field in fields.items():
         for place, mark, name in marked_values(field, params.get(argument), NameOf, (argument,)):

@@ -23,7 +23,7 @@ def suggest_override(typed: str, value: str, stages: Sequence[type[Stage]]) -> s
     for stage in stages:
         paths = list(keys.all_paths(stage))
         if key := _find_same_key(typed, paths):
-            inner = next((f"{key}.{one}" for one in ("path", "source") if f"{key}.{one}" in paths), key)
+            inner = next((f"{key}.{subkey}" for subkey in ("path", "source") if f"{key}.{subkey}" in paths), key)
             return f"write {inner}={value}"  # a section given as a value means its path or source
         if hint := replacement_hint(last, stage.model_fields["stage"].default):
             named = re.match(r"write `([\w.]+)`(?: \([^)]*\))?$", hint)

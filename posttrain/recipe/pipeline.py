@@ -197,7 +197,7 @@ def _is_other_section(key: str, section: Node, model: type[Stage]) -> bool:
     """
     written = section.mapping.keys()
     sections = {name: keys.section_at(stage, [key]) for name, stage in keys.BY_NAME.items()}
-    known = {name: keys.own_keys(one).keys() for name, one in sections.items() if one is not None}
+    known = {name: keys.own_keys(section).keys() for name, section in sections.items() if section is not None}
     own_section = keys.section_at(model, [key])
     if own_section is None or written & keys.own_keys(own_section).keys():
         return False

@@ -36,9 +36,9 @@ def stages(values: Mapping[str, Any], verb: type[Stage] | None = None) -> Iterat
     written."""
     model = keys.BY_NAME.get(str(values.get("stage")), verb)
     if model is PipelineRecipe or "stages" in values:
-        for position, one in enumerate(_as_list(values.get("stages"))):
-            if isinstance(one, Mapping) and (inner := keys.BY_NAME.get(str(one.get("stage")))):
-                yield ("stages", position), inner, one
+        for position, stage in enumerate(_as_list(values.get("stages"))):
+            if isinstance(stage, Mapping) and (inner := keys.BY_NAME.get(str(stage.get("stage")))):
+                yield ("stages", position), inner, stage
     elif model is not None:
         yield (), model, values
 
@@ -57,13 +57,13 @@ def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[Sec
             continue
         below: dict[Path_, Any]
         if isinstance(value, Mapping) and typing.get_origin(field.annotation) is dict:
-            below = {(key, str(name)): one for name, one in value.items()}
+            below = {(key, str(name)): inner for name, inner in value.items()}
         elif isinstance(value, list):
-            below = {(key, number): one for number, one in enumerate(value)}
+            below = {(key, number): inner for number, inner in enumerate(value)}
         else:
             below = {(key,): value}
-        for place, one in below.items():
-            yield from parts(inner[0], one, (*path, *place))
+        for place, part in below.items():
+            yield from parts(inner[0], part, (*path, *place))
 
 
 def names(part: SectionRef) -> Iterator[tuple[Path_, Names, str]]:
@@ -95,7 +95,7 @@ def arguments(
         return
     for key, value in params.items():
         found = marked_values(hints.get(key), value, Names, (*path, key))
-        yield from (one for one in found if not one[2].startswith(EARLIER))
+        yield from (reference for reference in found if not reference[2].startswith(EARLIER))
 
 
 def _as_list(value: Any) -> list[Any]:

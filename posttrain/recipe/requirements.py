@@ -85,9 +85,9 @@ class Scope:
         value = self.find(clause.key)[1]
         entries = value if isinstance(value, list | set) else [value]
         if clause.word:
-            met = any(clause.word in (one or ()) for one in (value if isinstance(value, list) else [value]))
+            met = any(clause.word in (entry or ()) for entry in (value if isinstance(value, list) else [value]))
         elif clause.sign in ("=", "!="):
-            met = bool(entries) and all(_as_text(one) in clause.right.split("|") for one in entries)
+            met = bool(entries) and all(_as_text(entry) in clause.right.split("|") for entry in entries)
             met ^= clause.sign == "!="
         elif clause.sign:
             is_number = re.fullmatch(r"-?[\d.]+", clause.right)
@@ -208,9 +208,9 @@ def scopes(
     for name, field in type(section).model_fields.items():
         value, place = getattr(section, name), (*path, field.alias or name)
         listed = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for inner, one in [(place, value), *(((*place, key), one) for key, one in listed)]:
-            if isinstance(one, BaseModel):
-                yield from scopes(one, chain, inner, field.metadata)
+        for inner, inner_value in [(place, value), *(((*place, key), entry) for key, entry in listed)]:
+            if isinstance(inner_value, BaseModel):
+                yield from scopes(inner_value, chain, inner, field.metadata)
 
 
 def _get(holder: Any, name: str, missing: Any = None) -> Any:
@@ -230,7 +230,7 @@ def _value(value: Any, parts: Sequence[str]) -> Any:
         return value
     if isinstance(value, list | tuple):
         if not parts[0].isdigit():
-            return [_value(one, parts) for one in value]
+            return [_value(entry, parts) for entry in value]
         return _value(value[int(parts[0])], parts[1:]) if int(parts[0]) < len(value) else None
     if isinstance(value, Mapping):
         return value.get(".".join(parts))

@@ -47,7 +47,7 @@ def compare_rewards(rewards: Sequence[Reward]) -> Found:
         if other == name:
             yield f"{key}.on", f"reward {name} has a condition on itself", "`clip` limits a score"
         elif other not in names:
-            others = [one for one in names if one != name]
+            others = [other for other in names if other != name]
             right = did_you_mean(other, others) or f"the other rewards: {', '.join(others) or 'none'}"
             yield f"{key}.on", f"reward {name} has a condition on `{other}`, which is not a reward", right
         elif name in chain[1:]:

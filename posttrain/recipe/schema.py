@@ -100,14 +100,14 @@ def _nested_components(model: type[Stage]) -> set[type[ComponentSection]]:
 
 def _component_schema(reference: str, model: type[Stage], key: str, description: str) -> Schema:
     """Return the schema of a field with one component, several, one or several, or one per name."""
-    one, annotation = {"$ref": reference}, model.model_fields[key].annotation
-    choices: list[Schema] = [one]
+    component, annotation = {"$ref": reference}, model.model_fields[key].annotation
+    choices: list[Schema] = [component]
     if typing.get_origin(annotation) is list:
-        choices = [{"type": "array", "items": one}]
+        choices = [{"type": "array", "items": component}]
     elif typing.get_origin(annotation) is dict:
-        choices = [{"type": "object", "additionalProperties": one}]
+        choices = [{"type": "object", "additionalProperties": component}]
     elif "list[" in str(annotation):
-        choices.append({"type": "array", "items": one})
+        choices.append({"type": "array", "items": component})
     if model.model_fields[key].default is None:
         choices.append({"type": "null"})
     return {"anyOf": choices, **({"description": description} if description else {})}

@@ -99,10 +99,10 @@ def _deepest_key(values: dict[str, Any], path: Sequence[str | int]) -> tuple[dic
 def _check_magnitudes(tree: Node, prefix: Sequence[str | int]) -> Iterator[Problem]:
     """Yield a problem for each number that is too large to compute with."""
     for path, value in leaves(plain(tree)):
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int | float) and math.isfinite(one) and abs(one) > MAX_MAGNITUDE:
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and math.isfinite(number) and abs(number) > MAX_MAGNITUDE:
                 node, _ = follow(tree, path)
-                what = f"{format_path([*prefix, *path])}: at most {MAX_MAGNITUDE:g}, not {format_value(one)}"
+                what = f"{format_path([*prefix, *path])}: at most {MAX_MAGNITUDE:g}, not {format_value(number)}"
                 yield Problem(node.origin.mark, what)
 
 

@@ -81,8 +81,8 @@ def evaluation_values(summary: Mapping[str, Any]) -> dict[str, Any]:
     """
     intervals = {name: found.get("mean") for name, found in (summary.get("intervals") or {}).items()}
     others = {name: value for name, value in intervals.items() if name not in ("accuracy", "pass@1", "tokens")}
-    one = {key: summary.get(key) for key in ("accuracy", "mean_tokens", "truncated")}
-    return {"accuracy": one.pop("accuracy"), **others, **one}
+    values = {key: summary.get(key) for key in ("accuracy", "mean_tokens", "truncated")}
+    return {"accuracy": values.pop("accuracy"), **others, **values}
 
 
 def averaged_steps(view: RunView) -> str:

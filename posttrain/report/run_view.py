@@ -94,7 +94,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
     for path in paths:
         if not (path / "resolved.json").is_file():
             what = "is not a run directory: it has no resolved.json" if path.is_dir() else "is not a directory"
-            above = next((one for one in path.parents if (one / "resolved.json").is_file()), None)
+            above = next((parent for parent in path.parents if (parent / "resolved.json").is_file()), None)
             beside = [] if path.exists() else [file.parent.name for file in path.parent.glob("*/resolved.json")]
             near = above or ((name := nearest(path.name, beside)) and path.with_name(name))
             hint = f"did you mean {near}?" if near else "`posttrain runs` lists the runs under runs/"

@@ -63,7 +63,7 @@ def is_sweep(run: Path) -> bool:
     values = read_json(run / "resolved.json")
     if values is None or "stages" in values or (run / "metrics.jsonl").exists():
         return False
-    return any(one != run for one in find_runs(run, inner=True))
+    return any(inner_run != run for inner_run in find_runs(run, inner=True))
 
 
 def describe(run: Path) -> RunRow:

@@ -243,14 +243,14 @@ class ColocatedClient(EngineClient):
 def end_processes(descriptors: Sequence[int]) -> None:
     """Kill processes and wait for their ends. descriptors: pidfds (`os.pidfd_open`), because a process id may have been
     reused."""
-    for one in descriptors:
+    for descriptor in descriptors:
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(one, signal.SIGKILL)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     left = set(descriptors)
     while left:
-        left -= {one for one in connection.wait(left) if isinstance(one, int)}
-    for one in descriptors:
-        os.close(one)
+        left -= {descriptor for descriptor in connection.wait(left) if isinstance(descriptor, int)}
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _do_nothing() -> None: ...

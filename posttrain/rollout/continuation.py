@@ -227,7 +227,7 @@ def generate_shaped(
                 pairs = zip(asked, limits, strict=True)
                 queries = (SampleQuery(ids, limit, shape.images(prompt, ids), adapter, greedy) for ids, limit in pairs)
                 found = await draw_all(tuple(queries))
-                drawn.append(sum(len(one.ids) for one in found))
+                drawn.append(sum(len(completion.ids) for completion in found))
                 return found
 
             async def grade_rows(rows: Sequence[Row]) -> list[Grade]:

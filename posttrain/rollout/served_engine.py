@@ -100,7 +100,7 @@ class ServedEngine(VllmEngine):
         self._note_change(client, f"is dropped: {reason(client.lost)}")
 
     def _note_change(self, client: ServerClient, what: str) -> None:
-        left = sum(one.lost is None for one in self.clients)
+        left = sum(client.lost is None for client in self.clients)
         terminal.note(f"{client.name}  {what} ({count_noun(left, 'server')} now)")
 
     # --- the sync ---
@@ -145,7 +145,9 @@ class ServedEngine(VllmEngine):
     def _follow(self, sessions: Sequence[Session]) -> None:
         """Have a client for each server that rank 0 has, and for no other."""
         known = {client.session_id: client for client in self.clients}
-        new = [self.servers.client(one.url).join(one) for one in sessions if one.session_id not in known]
+        new = [
+            self.servers.client(session.url).join(session) for session in sessions if session.session_id not in known
+        ]
         known |= {client.session_id: client for client in loop.run_all(new)}
         self.clients = [known.pop(session.session_id) for session in sessions]
         for client, session in zip(self.clients, sessions, strict=True):
@@ -184,7 +186,9 @@ class ServedEngine(VllmEngine):
         """Open the servers at these addresses that match this run and answer immediately, ready for weights."""
         now = time.monotonic()
         clients = [
-            self.servers.client(one) for one in addresses if one not in self.refused or now >= self.refused[one].until
+            self.servers.client(address)
+            for address in addresses
+            if address not in self.refused or now >= self.refused[address].until
         ]
         attempts = [loop.catch(self._open_and_pause(client), PosttrainError, TimeoutError) for client in clients]
         found = []

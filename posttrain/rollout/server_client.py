@@ -162,7 +162,7 @@ class ServerClient(EngineClient):
 
     def session(self) -> Session:
         """Return what another process of this run needs to `join`."""
-        return Session(**{one.name: getattr(self, one.name) for one in fields(Session)})
+        return Session(**{field.name: getattr(self, field.name) for field in fields(Session)})
 
     async def join(self, session: Session) -> ServerClient:
         """Use the session that another process of this run has opened. Returns this client."""

@@ -65,13 +65,13 @@ def run_children(
                 while waiting and len(running) < parallel and not (_stops_all(failed, keep_going) or stop.requested):
                     running.append(_start(waiting.pop(0), lines))
                 _show(lines, running, display)
-                for one in [r for r in running if r.process.poll() is not None]:
-                    running.remove(one)
-                    one.reader.join(timeout=5)  # a grandchild may keep the pipe open
-                    _show(lines, [one], display)
-                    display.remove(one.child)
-                    if one.process.returncode and not stop.requested:
-                        failed.append(one)
+                for ended in [r for r in running if r.process.poll() is not None]:
+                    running.remove(ended)
+                    ended.reader.join(timeout=5)  # a grandchild may keep the pipe open
+                    _show(lines, [ended], display)
+                    display.remove(ended.child)
+                    if ended.process.returncode and not stop.requested:
+                        failed.append(ended)
                     if after_each is not None:
                         after_each()
                 if (_stops_all(failed, keep_going) or stop.requested) and asked_at is None:
@@ -85,7 +85,7 @@ def run_children(
         raise _error(failed[0])
     if stop.requested:
         raise Interrupted("stopped; every child saved what it had", number=stop.number)
-    return {one.child.name: str(_error(one)) for one in failed}
+    return {r.child.name: str(_error(r)) for r in failed}
 
 
 def _stops_all(failed: Sequence[_Running], keep_going: bool) -> bool:
@@ -128,19 +128,19 @@ def _show(lines: queue.Queue[tuple[Child, str]], running: Sequence[_Running], di
         except queue.Empty:
             return
         wait = 0.0
-        for one in running:
-            if one.child is child:
-                one.tail.append(line)
+        for entry in running:
+            if entry.child is child:
+                entry.tail.append(line)
         if line:
             display.line(child, line)
 
 
 def _signal(running: Sequence[_Running], number: signal.Signals) -> None:
-    for one in running:
-        if one.process.poll() is None and number == signal.SIGKILL:
-            os.killpg(one.process.pid, number)  # including its workers
-        elif one.process.poll() is None:
-            one.process.send_signal(number)
+    for entry in running:
+        if entry.process.poll() is None and number == signal.SIGKILL:
+            os.killpg(entry.process.pid, number)  # including its workers
+        elif entry.process.poll() is None:
+            entry.process.send_signal(number)
 
 
 def _error(failed: _Running) -> UserError | RunError:

@@ -158,23 +158,23 @@ async def take_turns(
     left = asked.max_new_tokens - (len(ids) - len(tree.prompt))
     drawn = await asked.sample([ids] * count, min(turn_tokens, left))
     found = []
-    for one in drawn:
+    for completion in drawn:
         world = copy.deepcopy(tree.worlds[node])
-        text = asked.text(one.ids)
-        if one.finish == "length":  # a truncated turn is not acted on
-            found.append(tree.add(node, world, (one.segment,), Turn(text), over=True))
+        text = asked.text(completion.ids)
+        if completion.finish == "length":  # a truncated turn is not acted on
+            found.append(tree.add(node, world, (completion.segment,), Turn(text), over=True))
             continue
-        observation, done, *reward = world.step(asked.decode(one.written))
+        observation, done, *reward = world.step(asked.decode(completion.written))
         if not done and not isinstance(observation, str):
             raise ToolError(f"a tree is grown on texts, and a step showed {type(observation).__name__}")
-        segments: tuple[Segment, ...] = (one.segment,)
+        segments: tuple[Segment, ...] = (completion.segment,)
         shown: str | None = None
         over = done or len(tree.path(node)) + 1 == max_turns
         if not over:
-            reply = asked.reply(one.ids[-1], str(observation), reply_tokens)
-            over = len(ids) - len(tree.prompt) + len(one.ids) + len(reply) >= asked.max_new_tokens
+            reply = asked.reply(completion.ids[-1], str(observation), reply_tokens)
+            over = len(ids) - len(tree.prompt) + len(completion.ids) + len(reply) >= asked.max_new_tokens
             if not over:
-                segments, shown = (one.segment, Segment("tool", reply)), str(observation)
+                segments, shown = (completion.segment, Segment("tool", reply)), str(observation)
         turn = Turn(text, reply=shown, reward=float(reward[0] or 0.0) if reward else None)
         found.append(tree.add(node, world, segments, turn, over=over))
     return found

@@ -164,7 +164,10 @@ class TreeSearch:
         one node, whose value is its outcome."""
         kept = list(known)[-max(1, self.direct - 1) :]
         count = max(1, self.direct - len(kept))
-        fresh = [Row(asked.prompt, (one.segment,), one.finish) for one in await asked.sample([asked.prompt] * count)]
+        fresh = [
+            Row(asked.prompt, (completion.segment,), completion.finish)
+            for completion in await asked.sample([asked.prompt] * count)
+        ]
         given = [Row(asked.prompt, (Segment("given", tuple(ids)),), "stop") for ids in kept]
         ends = [1] * len(given)
         ends += [classify_end(grade, row.finish) for grade, row in zip(await asked.grade(fresh), fresh, strict=True)]
@@ -179,17 +182,17 @@ class TreeSearch:
         del step
         store: dict[str, list[list[int]]] = dict(memory or {})
         by_prompt: dict[str, list[Ended]] = {}
-        for one in ended:
-            if not one.given:
-                by_prompt.setdefault(one.uid, []).append(one)
+        for row in ended:
+            if not row.given:
+                by_prompt.setdefault(row.uid, []).append(row)
         for uid, rows in by_prompt.items() if self.reuse_below else ():
-            right = [one for one in rows if one.correct]
+            right = [row for row in rows if row.correct]
             if len(right) / len(rows) > self.reuse_below:
                 store.pop(uid, None)
-            elif whole := [one.ids for one in right if one.finish == "stop"]:
+            elif whole := [row.ids for row in right if row.finish == "stop"]:
                 known = dict.fromkeys([*map(tuple, store.pop(uid, [])), *whole])
                 store[uid] = [list(ids) for ids in known][-max(1, self.direct - 1) :]
-        reused = len({one.uid for one in ended if one.given})
+        reused = len({row.uid for row in ended if row.given})
         newest = dict(list(store.items())[-self.stored :])
         return Remembered(newest, {"store/prompts": len(newest), "store/reused": reused} if self.reuse_below else {})
 

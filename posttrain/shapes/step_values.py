@@ -67,8 +67,8 @@ async def simulate(asked: Asked, tree: Tree, nodes: Sequence[int], base: int) ->
     owners = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
     drawn = await sample_rest(asked, tree, owners)
     rows = [
-        Row(tree.prompt, (*tree.segments(owner), one.segment), one.finish)
-        for owner, one in zip(owners, drawn, strict=True)
+        Row(tree.prompt, (*tree.segments(owner), completion.segment), completion.finish)
+        for owner, completion in zip(owners, drawn, strict=True)
     ]
     grades = iter(await asked.grade(rows))
     return [sum(bool(next(grades).correct) for _ in range(count)) / count for count in counts], rows
@@ -170,10 +170,10 @@ async def step_values(
         else:
             left = asked.max_new_tokens - len(tree.ids(node)) + len(tree.prompt)
             drawn = await asked.sample([tree.ids(node)] * width, min(step_tokens, left))
-            drawn = [cut_step(one, ends, asked) for one in drawn]
-        children = [tree.add(node, one) for one in drawn]
+            drawn = [cut_step(completion, ends, asked) for completion in drawn]
+        children = [tree.add(node, step) for step in drawn]
         full = {n for n in children if len(tree.ids(n)) - len(tree.prompt) >= asked.max_new_tokens}
-        over = [n for n, one in zip(children, drawn, strict=True) if one.finish == "stop" or finish_now or n in full]
+        over = [n for n, step in zip(children, drawn, strict=True) if step.finish == "stop" or finish_now or n in full]
         grades = await asked.grade([tree.row(n) for n in over])
         values = {n: float(bool(grade.correct)) for n, grade in zip(over, grades, strict=True)}
         open_ = [n for n in children if n not in values]

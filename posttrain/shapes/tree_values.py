@@ -69,7 +69,7 @@ def frontier(
         doubt = lambda2 * nll[node] if use_uncertainty and nll is not None else 0.0
         worth = lambda1 * math.tanh(mean_value(value[above], visits[above]))
         score.append(worth + doubt + lambda3 * math.sqrt(depth[node] / max_depth))
-    open_nodes = [node for node, one in enumerate(score) if one is not None]
+    open_nodes = [node for node, node_score in enumerate(score) if node_score is not None]
     return Frontier(score, max(open_nodes, key=lambda node: (score[node] or 0.0, -node), default=None))
 
 

@@ -68,8 +68,8 @@ class Caller:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tools")
 
     def __enter__(self) -> Self:
-        for one in self.pools:
-            one.start()
+        for worker in self.pools:
+            worker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,11 +78,11 @@ class Caller:
     def close(self) -> None:
         """Stop the worker processes, aborting their calls. Can be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for one in self.pools:
-            one.abandon()
+        for worker in self.pools:
+            worker.abandon()
         self._threads.shutdown()
-        for one in self.pools:
-            one.close()
+        for worker in self.pools:
+            worker.close()
 
     def run(self, calls: Sequence[Call], images: Sequence[Image] = ()) -> list[ToolCall]:
         """Run calls in parallel and return their results in order. Blocks. images: see `answer`."""
@@ -96,8 +96,8 @@ class Caller:
             return await asyncio.wrap_future(self._submit(call, images, taken))
         except asyncio.CancelledError:
             with self._taking:
-                for one in taken:
-                    one.abandon()
+                for worker in taken:
+                    worker.abandon()
             raise
 
     def _submit(self, call: Call, images: Sequence[Image], taken: list[pool.Pool]) -> Future[ToolCall]:
@@ -110,17 +110,17 @@ class Caller:
         return answered
 
     def _run_call(self, call: Call, images: Sequence[Image], taken: list[pool.Pool]) -> ToolCall:
-        one, tool = self._free.popleft(), self.tools[call.name]
+        worker, tool = self._free.popleft(), self.tools[call.name]
         seen = {"images": list(images)} if tool.sees else {}
         with self._taking:
-            taken.append(one)
+            taken.append(worker)
         try:
-            (result,) = one.run([Work(0, self._numbers[call.name], json.dumps(dict(call.arguments)), seen)])
+            (result,) = worker.run([Work(0, self._numbers[call.name], json.dumps(dict(call.arguments)), seen)])
         finally:
             with self._taking:
                 taken.clear()
-                one.abandoned = False
-            self._free.append(one)
+                worker.abandoned = False
+            self._free.append(worker)
         text, kind = self._format_result(result, tool)
         text, shown = read_images(text)
         if shown and not tool.shows:

@@ -73,9 +73,9 @@ def _parse_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_parse_literal(one) for one in node.elts]
+        return [_parse_literal(element) for element in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        return {str(key.value): _parse_literal(one) for key, one in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+        return {str(key.value): _parse_literal(element) for key, element in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _parse_literal(node.operand)
         if isinstance(value, int | float):
@@ -132,8 +132,8 @@ def _parse_gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if text.startswith("[", at):
         found, at = [], at + 1
         while not text.startswith("]", at):
-            one, at = _parse_gemma_value(text, at, depth + 1)
-            found.append(one)
+            entry, at = _parse_gemma_value(text, at, depth + 1)
+            found.append(entry)
             at = _skip_comma(text, at, "]")
         return found, at + 1
     plain = _PLAIN.match(text, at)

@@ -130,7 +130,7 @@ def _is_text(annotation: Any) -> bool:
     kind = typing.get_origin(annotation) or annotation
     if isinstance(kind, type) and issubclass(kind, (str, int, float, type(None), Mapping)):
         return True
-    inner = [one for one in typing.get_args(annotation) if one is not ...]
+    inner = [argument for argument in typing.get_args(annotation) if argument is not ...]
     return bool(inner) and all(map(_is_text, inner))
 
 

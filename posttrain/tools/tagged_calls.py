@@ -169,6 +169,6 @@ def _allowed_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema allows; an empty set allows all."""
     kinds = schema.get("type")
     found = {kinds} if isinstance(kinds, str) else set(kinds or ())
-    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _allowed_types(one)
+    for alternative in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= _allowed_types(alternative)
     return found

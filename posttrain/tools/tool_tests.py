@@ -80,11 +80,11 @@ def try_examples(tool: LoadedTool, alone: bool) -> list[ToolTrial]:
     """Run the tool's EXAMPLES; an example's params override those of the tool."""
     found = []
     for arguments, expected, params in read_examples(tool, alone):
-        one = run_calls(replace(tool, params={**tool.params, **params}), [("example", arguments)])[0]
+        trial = run_calls(replace(tool, params={**tool.params, **params}), [("example", arguments)])[0]
         fails = isinstance(expected, type) and issubclass(expected, BaseException)
         wanted = expected.__name__ if fails else expected if isinstance(expected, str) else json.dumps(expected)
-        ok = one.call.kind != "ok" if fails else one.call.kind == "ok" and one.call.result == wanted
-        found.append(replace(one, ok=ok, expected=wanted))
+        ok = trial.call.kind != "ok" if fails else trial.call.kind == "ok" and trial.call.result == wanted
+        found.append(replace(trial, ok=ok, expected=wanted))
     return found
 
 

@@ -171,11 +171,11 @@ def sample_plan(
         share = partial(play_opponent, ctx, state, plan.prompts, ctx.ranks.run(share), ctx.opponent)
     found = ctx.ranks.gather_rollouts(waiting, ctx.keeps_tokens_apart, share)
     fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
-    calls = [one for share in found for one in share.calls]
+    calls = [call for share in found for call in share.calls]
     if len(calls) > 1:
         calls = [combine_calls(calls)]
-    for one in calls:
-        ctx.ranks.run(failures.add, one)
+    for call in calls:
+        ctx.ranks.run(failures.add, call)
     return fresh, calls
 
 

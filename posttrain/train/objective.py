@@ -154,8 +154,8 @@ class Objective:
     def at(self, numbers: Mapping[str, float]) -> Objective:
         """Return the objective with other values, by recipe key, as set by a step's controllers."""
         changed: dict[str, Any] = {name: tuple(p.at(numbers) for p in self._parts(name)) for name in _LIST_FIELDS}
-        one = {name: part.at(numbers) for name in _SINGLE_FIELDS if (part := getattr(self, name)) is not None}
-        return dataclasses.replace(self, **changed, **one)
+        replaced = {name: part.at(numbers) for name in _SINGLE_FIELDS if (part := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **changed, **replaced)
 
     def _parts(self, name: str) -> tuple[BoundComponent, ...]:
         value = getattr(self, name)

@@ -104,17 +104,17 @@ def solution_rows(
     groups = {rollout.group: rollout for rollout in sampled}
     rows = [
         Rollout(
-            prompt=one.prompt,
+            prompt=rollout.prompt,
             group=group,
-            segments=(Segment("given", ctx.solutions[one.prompt.uid]),),
+            segments=(Segment("given", ctx.solutions[rollout.prompt.uid]),),
             text=ctx.loaded.tokenizer.decode(
-                list(ctx.solutions[one.prompt.uid]), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(ctx.solutions[rollout.prompt.uid]), skip_special_tokens=True, clean_up_tokenization_spaces=False
             ),
             finish="stop",
-            version=one.version,
+            version=rollout.version,
         )
-        for group, one in groups.items()
-        if one.prompt.uid in ctx.solutions
+        for group, rollout in groups.items()
+        if rollout.prompt.uid in ctx.solutions
     ]
     if not rows:
         return rows, []

@@ -72,8 +72,8 @@ def check_packing(ctx: TrainContext, probe: Sequences, together: Tensor) -> None
     with ctx.loaded.autocast():
         tolerance = logp_tolerance(compute_dtype(ctx.loaded.device, ctx.loaded.model.dtype))
     in_line, padded = alone(packed=True), alone(packed=False)
-    for what, one in (("rows packed together and alone", together), ("packed and padded rows", padded)):
-        gap = float((one - in_line).abs().sum()) / tokens
+    for what, log_probs in (("rows packed together and alone", together), ("packed and padded rows", padded)):
+        gap = float((log_probs - in_line).abs().sum()) / tokens
         if not gap <= tolerance:
             differ = f"log-probs of {what} differ by {gap:.3g} nats"
             raise NonFiniteError(differ, allowed=f"at most {tolerance} on average")

@@ -74,7 +74,7 @@ def join_stored(
     assert advantages is not None
     if not more:
         return rollouts, sequences, scored, batch
-    if any(len(one.stored.advantages) > 1 for one in more if one.stored) and advantages.dim() == 1:
+    if any(len(rollout.stored.advantages) > 1 for rollout in more if rollout.stored) and advantages.dim() == 1:
         advantages = advantages[:, None].expand(batch.mask.shape)  # [N] in a step whose rows were all dropped
         batch = batch.replace(advantages=advantages)
     needs = ctx.objective.needs_before_the_loss
@@ -115,12 +115,12 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     if ctx.replay is None or not ctx.replay.trains_apart:
         return {}
     assert batch.advantages is not None
-    fresh = [(one, mean(own)) for one, own in zip(rollouts, _advantages(batch, rollouts), strict=True)
-             if one.stored is None]  # fmt: skip
-    more = ctx.replay.draw([one for one, _ in fresh], [average for _, average in fresh], state.step, apart=True)
+    fresh = [(rollout, mean(own)) for rollout, own in zip(rollouts, _advantages(batch, rollouts), strict=True)
+             if rollout.stored is None]  # fmt: skip
+    more = ctx.replay.draw([rollout for rollout, _ in fresh], [average for _, average in fresh], state.step, apart=True)
     if not more:
         return {"replay/apart_rows": 0, "replay/updates": 0}
-    by_token = any(len(one.stored.advantages) > 1 for one in more if one.stored)
+    by_token = any(len(rollout.stored.advantages) > 1 for rollout in more if rollout.stored)
     like = batch.advantages.new_zeros((1, 1) if by_token else 1)
     assigned = _stored_batches(ctx, state, more, ctx.objective.needs, like=like)[1]
     sequences, rows = sequences_of(more), list(range(len(more)))
@@ -128,7 +128,7 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     own = rows_of.select_batch(assigned)
     stats = UpdateStats(torch.zeros(own.mask.shape, device=own.mask.device))
     updates = update_once(ctx, own, rows_of.select_sequences(sequences), rows, state.step, stats, rows_of)
-    ages = [state.step - one.stored.step for one in more if one.stored is not None]
+    ages = [state.step - rollout.stored.step for rollout in more if rollout.stored is not None]
     return {
         "replay/apart_rows": len(more),
         "replay/apart_age": sum(ages) / len(ages),

@@ -63,12 +63,12 @@ class ReplayStore:
 
     def inject(self, fresh: Sequence[Rollout], step: int) -> list[Rollout]:
         """Return the rollouts of a step after stored ones replace some of them, within their groups."""
-        rows = [row_of(one, step) for one in fresh]
+        rows = [row_of(rollout, step) for rollout in fresh]
         swaps = dict(self.kind.replace(rows, self._rows(), self._request(step, "replace")))
         swaps = distributed.broadcast_from_rank0(swaps)
         self._check(swaps.keys(), len(fresh), "fresh", step)
         self._check(swaps.values(), len(self.rollouts), "stored", step)
-        return [self._replace(one, swaps.get(n)) for n, one in enumerate(fresh)]
+        return [self._replace(rollout, swaps.get(n)) for n, rollout in enumerate(fresh)]
 
     def _replace(self, fresh: Rollout, index: int | None) -> Rollout:
         if index is None:
@@ -89,11 +89,11 @@ class ReplayStore:
         rollouts: the step's own, with the mean advantage of each. apart: those of a separate update; `rollouts` are
         then the step's fresh ones.
         """
-        fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
+        fresh = [row_of(rollout, step, a) for rollout, a in zip(rollouts, advantages, strict=True)]
         choose, purpose = (self.kind.train_apart, "apart") if apart else (self.kind.add, "add")
         chosen = distributed.broadcast_from_rank0(list(choose(fresh, self._rows(), self._request(step, purpose))))
         self._check(chosen, len(self.rollouts), "stored", step)
-        first = 0 if apart else 1 + max(one.group % GROUP_STRIDE for one in rollouts)
+        first = 0 if apart else 1 + max(rollout.group % GROUP_STRIDE for rollout in rollouts)
         return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(chosen)]
 
     def store(
@@ -107,7 +107,7 @@ class ReplayStore:
         fresh = [
             dataclasses.replace(row, advantage=0.0, left_out=row.advantage) if out else row
             for row, out in zip(
-                (row_of(one, step, mean(own.advantages)) for one, own in zip(rollouts, stored, strict=True)),
+                (row_of(rollout, step, mean(own.advantages)) for rollout, own in zip(rollouts, stored, strict=True)),
                 left_out or (False,) * len(rollouts),
                 strict=True,
             )
@@ -128,8 +128,8 @@ class ReplayStore:
             )
 
     def _rows(self) -> list[Row]:
-        pairs = [(one, one.stored) for one in self.rollouts if one.stored is not None]
-        return [row_of(one, stored.step, mean(stored.advantages)) for one, stored in pairs]
+        pairs = [(rollout, rollout.stored) for rollout in self.rollouts if rollout.stored is not None]
+        return [row_of(rollout, stored.step, mean(stored.advantages)) for rollout, stored in pairs]
 
     def _request(self, step: int, purpose: str) -> Request:
         return Request(step, self.steps, derive(self.seed, "replay", purpose, step))

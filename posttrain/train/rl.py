@@ -301,7 +301,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
         values |= windows.window_metrics(collected.rollouts)
     tokens["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
     tokens["replaced"] = collected.metrics.get("rollout/replaced_tokens", 0)
-    own_scored, measured = (one.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for one in (own_scored, measured))
+    own_scored, measured = (part.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for part in (own_scored, measured))
     return StepResult(rollouts, {**values, **metrics}, rows_of, own_scored, measured, logp, tokens, seen)
 
 

@@ -35,7 +35,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     if any(given):  # solutions from the data do not describe the policy
         rows = torch.tensor(given)
         solutions, batch = batch.select(rows), batch.select(~rows)
-        rollouts = [r for r, one in zip(rollouts, given, strict=True) if not one]
+        rollouts = [r for r, is_given in zip(rollouts, given, strict=True) if not is_given]
         assert solutions.rewards is not None and solutions.correct is not None
         signals |= {
             "solutions/reward": known_mean(solutions.rewards),
@@ -194,7 +194,7 @@ def token_ledger(
     after `compute_advantages`. signal [N]: rows that have a gradient. updated: whether the step has made an update.
     """
     fresh = torch.ones_like(signal) if sampled.replayed is None else ~sampled.replayed
-    every, unmasked = (torch.where(fresh, one.mask.sum(-1), 0) for one in (sampled, batch))
+    every, unmasked = (torch.where(fresh, part.mask.sum(-1), 0) for part in (sampled, batch))
     kept = torch.ones_like(signal) if batch.keep is None else batch.keep
     cut = torch.zeros_like(signal) if batch.truncated is None else batch.truncated & (unmasked == 0)
     masked = torch.where(kept, every - unmasked, 0)

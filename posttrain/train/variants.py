@@ -88,7 +88,7 @@ class PromptVariants:
                 raise
             about = f"prompt_variants `{self.name}` of {source_locations.describe_row(prompt.uid)}"
             raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
-        if invalid := [one for one in found if not isinstance(one, Variant)]:
+        if invalid := [result for result in found if not isinstance(result, Variant)]:
             location = source_locations.describe_row(prompt.uid)
             raise RecipeError(
                 f"prompt_variants `{self.name}` returned {invalid[0]!r:.60} for {location}",
@@ -264,9 +264,12 @@ def _tried_growth(variants: PromptVariants, prompts: Sequence[Prompt]) -> int:
     """Return the most tokens that variants of a few prompts add to the prompt, for texts that a kind writes itself."""
     sample = prompts[:: max(1, len(prompts) // TRIALS)][:TRIALS]
     trials = [
-        (p, one) for p in sample for draw in range(TRIALS) for one in variants_if_unsolved(variants, p, draw=draw)
+        (p, variant)
+        for p in sample
+        for draw in range(TRIALS)
+        for variant in variants_if_unsolved(variants, p, draw=draw)
     ]
-    return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in trials), default=0)
+    return max((len(variants.apply(p, variant).ids) - len(p.ids) for p, variant in trials), default=0)
 
 
 def variants_if_unsolved(variants: PromptVariants, prompt: Prompt, draw: int = 0) -> list[Variant]:
@@ -280,7 +283,7 @@ def variants_if_unsolved(variants: PromptVariants, prompt: Prompt, draw: int = 0
         if not asked:
             break
         question = variants.question(prompt)
-        rounds += [Outcome(prompt.uid, one, (0.0,), (False,), ("",), question) for one in asked]
+        rounds += [Outcome(prompt.uid, variant, (0.0,), (False,), ("",), question) for variant in asked]
     return list({outcome.variant.name: outcome.variant for outcome in rounds}.values())
 
 

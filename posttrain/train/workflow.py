@@ -101,7 +101,7 @@ def learn_from(
         raise _wrong_learned(shape, found, "posttrain.workflows.protocol.Learned")
     uids = {row["prompt"] for row, _ in found.again}
     by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in uids} if uids else {}
-    first = 1 + max((one.group % GROUP_STRIDE for one in rollouts), default=0)
+    first = 1 + max((rollout.group % GROUP_STRIDE for rollout in rollouts), default=0)
     again = [_as_stored(row, by_uid, advantage, first + k) for k, (row, advantage) in enumerate(found.again)]
     return LearnedStep(scored_rows, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
 

@@ -44,7 +44,7 @@ class Outcome:
     @property
     def accuracy(self) -> float | None:
         """Share of correct rollouts among the judged ones; None if none was judged."""
-        known = [one for one in self.correct if one is not None]
+        known = [is_correct for is_correct in self.correct if is_correct is not None]
         return sum(known) / len(known) if known else None
 
 

@@ -50,4 +50,4 @@ def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) ->
 
     Base ten may be omitted there.
     """
-    return all(one in gold or (one[1] == "10" and not gold) for one in candidate)
+    return all(base in gold or (base[1] == "10" and not gold) for base in candidate)

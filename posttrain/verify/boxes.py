@@ -79,7 +79,7 @@ def mean_overlap(
     boxes = _only_boxes(gold)
     if not found or not boxes:
         return float(not found and not boxes)
-    table = [[value(one.numbers, box) if one.is_box else 0.0 for box in boxes] for one in found]
+    table = [[value(region.numbers, box) if region.is_box else 0.0 for box in boxes] for region in found]
     return math.fsum(table[i][j] for i, j in best_pairs(table)) / max(len(found), len(boxes))
 
 
@@ -95,8 +95,8 @@ def detection(
     boxes = _only_boxes(gold)
     if not found and not boxes:
         return dict.fromkeys(("f1", "precision", "recall", "iou"), 1.0)
-    overlaps = [[iou(one.numbers, box) if one.is_box else 0.0 for box in boxes] for one in found]
-    same = [[not labels or _name(one) == _name(region) for region in gold] for one in found]
+    overlaps = [[iou(region.numbers, box) if region.is_box else 0.0 for box in boxes] for region in found]
+    same = [[not labels or _name(region) == _name(target) for target in gold] for region in found]
     table = [
         [len(boxes) + overlap if overlap >= threshold and alike else 0.0 for overlap, alike in zip(*rows, strict=True)]
         for rows in zip(overlaps, same, strict=True)
@@ -128,7 +128,7 @@ def points_in_boxes(found: Sequence[Region], gold: Sequence[Region], *, radius: 
     """
     if not found or not gold:
         return float(not found and not gold)
-    table = [[float(hits(one.center, region.numbers, radius)) for region in gold] for one in found]
+    table = [[float(hits(region.center, target.numbers, radius)) for target in gold] for region in found]
     return len(best_pairs(table)) / max(len(found), len(gold))
 
 

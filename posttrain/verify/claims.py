@@ -48,7 +48,7 @@ def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
     if not (is_number(left) and is_number(right)):
         return False
     if {left.unit, right.unit} in ({"°", ""}, {"°", "radians"}):  # 90 degrees are 90, and pi/2
-        turned = [Mul(one.expr, pi / 180) if one.unit == "°" else one.expr for one in (left, right)]
+        turned = [Mul(side.expr, pi / 180) if side.unit == "°" else side.expr for side in (left, right)]
         return not same_formula(*turned) and not same_formula(left.expr, right.expr)
     if modulus is not None:
         return not congruent(left, right, modulus)
@@ -86,7 +86,7 @@ def is_name(side: Any) -> bool:
     """Return whether a side of an equation only names the unknown: x, f(2), |AB|, (x, y), AB : CD."""
     if isinstance(side, Group):
         return side.kind in PAIRED and all(
-            isinstance(one, Formula) and isinstance(one.expr, Symbol) for one in side.members
+            isinstance(member, Formula) and isinstance(member.expr, Symbol) for member in side.members
         )
     if not isinstance(side, Formula):
         return False
@@ -101,9 +101,9 @@ def is_name(side: Any) -> bool:
 def _is_segment_product(expr: Expr) -> bool:
     """Return whether the formula is a product or quotient of capitalized names, as for segments and areas."""
     parts = Mul.make_args(expr)
-    bases = [one.base if isinstance(one, Pow) and one.exp == -1 else one for one in parts]
-    bases = [part for one in bases for part in Mul.make_args(one)]
-    return all(isinstance(one, Symbol) and one.name[0].isupper() for one in bases)
+    bases = [factor.base if isinstance(factor, Pow) and factor.exp == -1 else factor for factor in parts]
+    bases = [part for base in bases for part in Mul.make_args(base)]
+    return all(isinstance(base, Symbol) and base.name[0].isupper() for base in bases)
 
 
 def named_value(chain: Chain) -> Any:
@@ -134,9 +134,9 @@ def stated_value(chain: Chain) -> Any:
         if len(sides) == 1 and is_name(sides[0]):
             sides = list(chain.sides[:2])
     first, last = sides[0], sides[-1]
-    later = [one.expr for side in sides[1:] for one in formulas(side)]
+    later = [formula.expr for side in sides[1:] for formula in formulas(side)]
     unknown = first.expr if isinstance(first, Formula) and isinstance(first.expr, Symbol | AppliedUndef) else None
-    if unknown is not None and any(one.has(unknown) for one in later):
+    if unknown is not None and any(expr.has(unknown) for expr in later):
         return None  # x = 3x
     if len(sides) == 2 and isinstance(last, Formula) and isinstance(last.expr, Symbol) and not letters_of(first):
         return first

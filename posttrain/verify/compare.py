@@ -57,14 +57,14 @@ def same(gold: Value, candidate: Value, decimals: int) -> bool:
 def find_condition_words(value: Any) -> set[str]:
     """Return the words that describe a variable and are no unit: `odd` in `n odd` and in `n > 2 odd`."""
     about = [
-        one
+        node
         for part in walk(value)
         if isinstance(part, Builder)
         or (isinstance(part, Chain) and not set(part.relations) <= {"=", "approx", "equiv"})
         or (isinstance(part, Formula) and part.expr.is_Symbol)
-        for one in formulas(part)
+        for node in formulas(part)
     ]
-    return set().union(*(words_beside(one.unit) for one in about if one.unit))
+    return set().union(*(words_beside(node.unit) for node in about if node.unit))
 
 
 def to_coordinates(value: Any) -> Any:
@@ -105,7 +105,7 @@ def map_formulas(value: Any, change: Callable[[Formula], Formula]) -> Any:
     if isinstance(value, Formula):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(map_formulas(one, change) for one in value)
+        return tuple(map_formulas(member, change) for member in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: map_formulas(getattr(value, f.name), change) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
@@ -150,7 +150,7 @@ class Comparison:
         A percentage of at least 1% also equals its number of hundredths.
         """
         ratio = ratio_of_units(gold.unit.removeprefix("%").strip(), candidate.unit.removeprefix("%").strip())
-        percents = [one.unit.startswith("%") for one in (gold, candidate)]
+        percents = [value.unit.startswith("%") for value in (gold, candidate)]
         if ratio is None or (percents[0] != percents[1] and gold.unit and candidate.unit):
             return False
         approximately = gold.approximate or candidate.approximate
@@ -161,7 +161,9 @@ class Comparison:
                 pairs.append(hundred)  # type: ignore[arg-type]
         for value in (candidate, gold):  # 60 degrees are pi/3, which needs no unit
             if value.unit == "°" and {gold.unit, candidate.unit} == {"°", ""}:
-                turned = [one.expr * sympy.pi / 180 if one is value else one.expr for one in (gold, candidate)]
+                turned = [
+                    formula.expr * sympy.pi / 180 if formula is value else formula.expr for formula in (gold, candidate)
+                ]
                 pairs += [(turned[0], turned[1])] * (gold if value is candidate else candidate).expr.has(sympy.pi)
         return any(self.numbers(*pair, approximately) for pair in pairs)
 
@@ -224,7 +226,7 @@ class Comparison:
             if named and (self.same(gold[0], left) or _is_graph(gold, left)) and self.same(gold[1], right):
                 return True
         candidate = _rename_argument(gold, candidate)
-        if not all(isinstance(one, Formula) for one in (*gold, *candidate)):
+        if not all(isinstance(side, Formula) for side in (*gold, *candidate)):
             return all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
         one, other = (_numerator(Add(pair[0].expr, Mul(-1, pair[1].expr))) for pair in (gold, candidate))
         return multiples(one, other)
@@ -265,11 +267,11 @@ class Comparison:
     def grids(self, gold: Any, candidate: Any) -> bool:
         """Compare cell by cell. A one-column matrix also equals a tuple."""
         if isinstance(gold, Grid) and isinstance(candidate, Grid):
-            shape = [tuple(map(len, one.rows)) for one in (gold, candidate)]
+            shape = [tuple(map(len, grid.rows)) for grid in (gold, candidate)]
             cells = zip(sum(gold.rows, ()), sum(candidate.rows, ()), strict=False)
             return shape[0] == shape[1] and all(self.same(*pair) for pair in cells)
-        if all(isinstance(one, Grid) or _is_grid(one) for one in (gold, candidate)):
-            return self.grids(*(one if isinstance(one, Grid) else _grid(one) for one in (gold, candidate)))
+        if all(isinstance(grid, Grid) or _is_grid(grid) for grid in (gold, candidate)):
+            return self.grids(*(grid if isinstance(grid, Grid) else _grid(grid) for grid in (gold, candidate)))
         grid, group = (gold, candidate) if isinstance(gold, Grid) else (candidate, gold)
         if not isinstance(group, Group) or group.kind not in PAIRED or any(len(row) != 1 for row in grid.rows):
             return False
@@ -283,7 +285,7 @@ class Comparison:
         if kinds <= {*PAIRED} or (len(kinds) == 1 and gold.kind in ("[]", "[)", "(]", "time")):
             return self.in_order(gold.members, candidate.members)
         if "list" in kinds and kinds & {*PAIRED}:
-            if any(one.kind == "list" and one.joined == "or" and has_names(one) for one in (gold, candidate)):
+            if any(group.kind == "list" and group.joined == "or" and has_names(group) for group in (gold, candidate)):
                 return False  # x = 1 or y = 2 is not a point
             one, other = (as_tuple(group) for group in (gold, candidate))
             return any(self.in_order(a, b) for a in one for b in other)
@@ -321,8 +323,8 @@ class Comparison:
         if counted and len(gold) != len(candidate):
             return False
         unmatched = list(candidate)
-        for one in gold:
-            found = [other for other in (unmatched if counted else candidate) if self.same(one, other)]
+        for expected in gold:
+            found = [other for other in (unmatched if counted else candidate) if self.same(expected, other)]
             if not found:
                 return False
             for other in found[:1] if counted else found:
@@ -348,9 +350,11 @@ def _joined_alike(gold: Group, candidate: Group) -> bool:
     if gold.joined == candidate.joined or "or" not in (gold.joined, candidate.joined):
         return True
     members = (*gold.members, *candidate.members)
-    if any(isinstance(one, Formula) and one.expr.is_Symbol for one in members):
+    if any(isinstance(member, Formula) and member.expr.is_Symbol for member in members):
         return False
-    return not any(isinstance(one, Chain) and not set(one.relations) <= {"=", "approx", "equiv"} for one in members)
+    return not any(
+        isinstance(member, Chain) and not set(member.relations) <= {"=", "approx", "equiv"} for member in members
+    )
 
 
 def _unit_of(value: Any) -> str:
@@ -359,15 +363,15 @@ def _unit_of(value: Any) -> str:
 
 def _differ_in_units(members: tuple[Any, ...]) -> bool:
     """Return whether the members have different units, so that their order matters if they have no names."""
-    units = [_unit_of(one) for one in members]
+    units = [_unit_of(member) for member in members]
     return all(units) and len(set(units)) > 1
 
 
 def _is_graph(gold: tuple[Any, ...], name: Any) -> bool:
     """Return whether one of the two names is y and the other f(x), with x the only variable of the gold's formula."""
     sides = (gold[0], name)
-    functions = [one.expr for one in sides if isinstance(one, Formula) and isinstance(one.expr, AppliedUndef)]
-    others = [one.expr for one in sides if isinstance(one, Formula) and one.expr == Symbol("y")]
+    functions = [side.expr for side in sides if isinstance(side, Formula) and isinstance(side.expr, AppliedUndef)]
+    others = [side.expr for side in sides if isinstance(side, Formula) and side.expr == Symbol("y")]
     if len(functions) != 1 or len(others) != 1 or not isinstance(gold[1], Formula):
         return False
     return functions[0].args == tuple(gold[1].expr.free_symbols)
@@ -384,7 +388,7 @@ def _rename_argument(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple
     if one.expr.func != other.expr.func or len(a) != len(b) or not all(isinstance(s, Symbol) for s in (*a, *b)):
         return candidate
     change = dict(zip(b, a, strict=True))
-    used = set().union(*(one.expr.free_symbols for side in candidate for one in formulas(side)))
+    used = set().union(*(formula.expr.free_symbols for side in candidate for formula in formulas(side)))
     if set(a) & (used - set(b)):
         return candidate
     return tuple(

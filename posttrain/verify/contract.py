@@ -110,7 +110,7 @@ def checked_turns(value: Any, count: int) -> ByTurn | None:
         raise BrokenContract(
             f"returned {short_repr(value)} for {count_noun(count, 'part')}, must return a list of {count}, or None"
         )
-    return ByTurn(tuple(_number(one, f"part {index}: ") or 0.0 for index, one in enumerate(value)))
+    return ByTurn(tuple(_number(part, f"part {index}: ") or 0.0 for index, part in enumerate(value)))
 
 
 def checked_batch(value: Any, count: int) -> list[Score]:
@@ -121,9 +121,9 @@ def checked_batch(value: Any, count: int) -> list[Score]:
         must += " (a missing `return`?)" if value is None else ""
         raise BrokenContract(f"returned {short_repr(value)} for {many}{must}")
     scores: list[Score] = []
-    for index, one in enumerate(value):
+    for index, item in enumerate(value):
         try:
-            scores.append(check_score(one))
+            scores.append(check_score(item))
         except BrokenContract as error:
             raise BrokenContract(f"{error} (entry {index} of the list)" if count > 1 else str(error)) from None
     return scores

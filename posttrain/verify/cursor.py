@@ -76,4 +76,4 @@ class Cursor:
 
     def is_list(self, end: int) -> bool:
         outer = (self.tokens[position] for position in self.outer(end))
-        return any(one.kind in ("sign", "command") and one.text in SEPARATORS for one in outer)
+        return any(token.kind in ("sign", "command") and token.text in SEPARATORS for token in outer)

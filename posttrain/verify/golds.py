@@ -61,7 +61,7 @@ def explain_unusable(answer: Any) -> str:
     if isinstance(answer, Mapping):
         return "" if answer else "empty"
     if isinstance(answer, list | tuple):
-        return "" if any(not explain_unusable(one) for one in answer) else "empty list"
+        return "" if any(not explain_unusable(gold) for gold in answer) else "empty list"
     text = str(answer).strip()
     if not text:
         return "empty"

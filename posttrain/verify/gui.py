@@ -213,7 +213,7 @@ def _places(named: Mapping[str, Any]) -> tuple[Numbers, ...]:
 def _keys(given: Any) -> tuple[str, ...]:
     """Normalize keys: `ctrl c`, `ctrl+c`, `["ctrl", "c"]` -> (ctrl, c)."""
     listed = given if isinstance(given, list | tuple) else [given]
-    names = [name for one in listed for name in re.split(r"[\s+]+", str(one).strip().lower()) if name]
+    names = [name for entry in listed for name in re.split(r"[\s+]+", str(entry).strip().lower()) if name]
     others = {"control": "ctrl", "return": "enter", "escape": "esc", "del": "delete", "command": "cmd"}
     return tuple(others.get(name, name) for name in names)
 
@@ -279,9 +279,9 @@ def action_reward(
     if gold_coordinates not in (None, coordinates):
         found = [_to_unit(action, coordinates, size) for action in found]
         gold = [_to_unit(action, gold_coordinates or coordinates, size) for action in gold]
-    pairs = [(one, other) for one, other in zip(found, gold, strict=False) if one.kind == other.kind]
+    pairs = [(action, other) for action, other in zip(found, gold, strict=False) if action.kind == other.kind]
     count = max(len(found), len(gold))
-    right = math.fsum(_arguments(one, other, tolerance) for one, other in pairs) / count
+    right = math.fsum(_arguments(action, other, tolerance) for action, other in pairs) / count
     kinds = len(pairs) / count
     return {
         "reward": type_weight * kinds + (1 - type_weight) * right,

@@ -63,7 +63,7 @@ def same_number(one: Expr, other: Expr) -> bool:
 
 def digits_needed(*formulas: Expr) -> int:
     """Return DIGITS plus the number of digits written in the formulas, at most MAX_DIGITS."""
-    written = sum(len(str(number.p)) + len(str(number.q)) for one in formulas for number in one.atoms(Rational))
+    written = sum(len(str(number.p)) + len(str(number.q)) for formula in formulas for number in formula.atoms(Rational))
     return min(DIGITS + written, MAX_DIGITS)
 
 
@@ -176,7 +176,7 @@ def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, An
 
 
 def _has_even_root(value: Expr) -> bool:
-    return any(one.exp.is_Rational and one.exp.q % 2 == 0 for one in value.atoms(Pow))
+    return any(power.exp.is_Rational and power.exp.q % 2 == 0 for power in value.atoms(Pow))
 
 
 def _corners(one: Expr, other: Expr) -> list[float]:
@@ -234,7 +234,7 @@ def _evaluate(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
     if isinstance(value, AppliedUndef):
         return _unknown_function_value(value.func.__name__, values)
     name = type(value).__name__
-    if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(one)) > 0 for one in values):
+    if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(number)) > 0 for number in values):
         raise ValueError("no order")
     if name in ("exp", "sinh", "cosh", "gamma", "factorial") and abs(values[0]) > 10**5:
         raise OverflowError
@@ -251,6 +251,6 @@ def _if_real(value: Any, real: bool) -> Any:
 
 def _unknown_function_value(name: str, values: list[Any]) -> Any:
     """Return a pseudorandom number for an unknown function, equal for equal arguments."""
-    text = name + ",".join(mpmath.nstr(mpmath.mpmathify(one), 20) for one in values)
+    text = name + ",".join(mpmath.nstr(mpmath.mpmathify(argument), 20) for argument in values)
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return mpmath.mpf(seed) / 2**63 + mpmath.mpf("0.1")

@@ -141,8 +141,8 @@ def blank_preference(first: str, second: str) -> float:
 def win_rates(prompts: Sequence[str], verdicts: Mapping[tuple[int, int], float | None]) -> list[float]:
     """Compute each answer's win rate over its comparisons. verdicts: pair -> score of the first answer."""
     indices = range(len(prompts))
-    table = [[_both_orders(verdicts, one, other) for other in indices] for one in indices]
-    return win_rate_rewards([table], [[[(one, other) in verdicts for other in indices] for one in indices]])[0]
+    table = [[_both_orders(verdicts, first, other) for other in indices] for first in indices]
+    return win_rate_rewards([table], [[[(first, other) in verdicts for other in indices] for first in indices]])[0]
 
 
 def _both_orders(verdicts: Mapping[tuple[int, int], float | None], one: int, other: int) -> float | None:

@@ -94,7 +94,7 @@ def _fraction(reader: Reader) -> Expr:
 
 
 def _letters(tokens: list[Token]) -> str:
-    return "".join(one.text for one in tokens if one.text not in ("{", "}"))
+    return "".join(token.text for token in tokens if token.text not in ("{", "}"))
 
 
 @register_commands("sqrt")
@@ -202,14 +202,14 @@ def _gcd_or_extremum(reader: Reader) -> Expr:
     value = reader.inside(end, "()")
     reader.position = end + 1
     given = [
-        one.expr if isinstance(one, Formula) else one
-        for one in (value.members if isinstance(value, Group) else [value])
+        member.expr if isinstance(member, Formula) else member
+        for member in (value.members if isinstance(value, Group) else [value])
     ]
-    if not all(isinstance(one, Expr) for one in given):
+    if not all(isinstance(expr, Expr) for expr in given):
         raise Unreadable("numbers are missing")
-    if all(one.is_Integer for one in given) and name in ("gcd", "lcm"):
+    if all(expr.is_Integer for expr in given) and name in ("gcd", "lcm"):
         found: Any = sympy.igcd(*given) if name == "gcd" else sympy.ilcm(*given)
-    elif all(one.is_number for one in given) and name in ("max", "min"):
+    elif all(expr.is_number for expr in given) and name in ("max", "min"):
         found = getattr(sympy, name.capitalize())(*given)
     elif name in ("max", "min"):
         found = getattr(sympy, name.capitalize())(*given, evaluate=False)
@@ -286,7 +286,7 @@ def _lower(reader: Reader) -> Any:
             reader.position += 1
             return value
     reader.position = end + 1
-    return "".join(one.text for one in reader.tokens[start:end])
+    return "".join(token.text for token in reader.tokens[start:end])
 
 
 def _to_expr(value: Any) -> Any:
@@ -358,8 +358,9 @@ def _marked_name(reader: Reader) -> Expr:
         while reader.peek().kind == "letter" and (mark.endswith("angle") or not tokens):
             tokens.append(reader.next())
     if not tokens or any(
-        one.kind != "letter" and one.text != "_" and not (one.kind == "number" and at) for at, one in enumerate(tokens)
+        token.kind != "letter" and token.text != "_" and not (token.kind == "number" and at)
+        for at, token in enumerate(tokens)
     ):
         raise Unreadable("a mark on no name")
     mark = {"overrightarrow": "vec", "widehat": "hat", "bar": "overline"}.get(mark, mark)
-    return Symbol(mark + " " + "".join(one.text for one in tokens))
+    return Symbol(mark + " " + "".join(token.text for token in tokens))

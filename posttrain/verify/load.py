@@ -219,7 +219,7 @@ def _nearest_shipped(script: str, name: str, files: Mapping[str, Path]) -> str |
     """
     if not script:
         return nearest(name, [*MODEL_REWARDS, *files])
-    for path in (files[one] for one in [nearest(script, files)] if one):
+    for path in (files[name] for name in [nearest(script, files)] if name):
         if found := nearest(name, _function_names(path)):
             return f"{path.stem}.{found}"
     functions = {function: f"{path.stem}.{function}" for path in files.values() for function in _function_names(path)}
@@ -262,7 +262,7 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
     )
     if rest_name := next((a.name for a in arguments if a.kind is inspect.Parameter.VAR_KEYWORD), ""):
         known = {*(a.name for a in arguments), *params, *BUILT_INS, *trl_form.BUILT_INS, "prompts", "completions"}
-        groups["columns"] += [one for one in keys_read(function, rest_name) if one not in known]
+        groups["columns"] += [column for column in keys_read(function, rest_name) if column not in known]
     rest, in_trl_form = bool(groups["rest"]), batched and not hasattr(function, "posttrain_batch_size")
     _check_params(function, target, params, groups)
     by_turn = hasattr(function, "posttrain_per_turn")

@@ -64,14 +64,14 @@ def forget() -> None:
 
 def readable(gold: str) -> bool:
     """Return whether a gold answer can be compared with anything: it has a math value, or it is words."""
-    return any(_parse_cached(one) is not None for one in (gold, *other_readings(gold, gold=True))) or _is_text(gold)
+    return any(_parse_cached(text) is not None for text in (gold, *other_readings(gold, gold=True))) or _is_text(gold)
 
 
 def _is_text(gold: str) -> bool:
     """Return whether the gold answer has letters or digits but no math value, so that only the same text equals it."""
     return (
         len(gold) <= MAX_CHARS
-        and any(one.isalpha() or (one.isnumeric() and not one.isascii()) for one in gold)
+        and any(letter.isalpha() or (letter.isnumeric() and not letter.isascii()) for letter in gold)
         and not too_large(gold)
     )
 

@@ -92,20 +92,20 @@ def walk(value: Any) -> Iterator[Any]:
         for field in dataclasses.fields(value):
             yield from walk(getattr(value, field.name))
     elif isinstance(value, tuple):
-        for one in value:
-            yield from walk(one)
+        for member in value:
+            yield from walk(member)
 
 
 def formulas(value: Any) -> list[Formula]:
     """Return all formulas within a value, in order."""
-    return [one for one in walk(value) if isinstance(one, Formula)]
+    return [node for node in walk(value) if isinstance(node, Formula)]
 
 
 def forms_of(value: Any) -> frozenset[str]:
     """Return all unevaluated forms within a value."""
-    return frozenset().union(*(one.forms for one in formulas(value)))
+    return frozenset().union(*(node.forms for node in formulas(value)))
 
 
 def letters_of(value: Any) -> set[str]:
     """Return the names of all symbols within a value."""
-    return {symbol.name for one in formulas(value) for symbol in one.expr.free_symbols}
+    return {symbol.name for formula in formulas(value) for symbol in formula.expr.free_symbols}

@@ -54,11 +54,11 @@ def _read_application(reader: Reader, name: str) -> Any:
     try:
         value = reader.inside(end, "()")
         given = value.members if isinstance(value, Group) else (value,)
-        arguments = [one.expr if isinstance(one, Formula) else one for one in given]
-        if reader.position != end or not all(isinstance(one, Expr) for one in arguments):
+        arguments = [argument.expr if isinstance(argument, Formula) else argument for argument in given]
+        if reader.position != end or not all(isinstance(argument, Expr) for argument in arguments):
             raise Unreadable("no arguments")
     except Unreadable:
-        arguments = [Symbol("".join(one.text for one in reader.tokens[start:end]))]
+        arguments = [Symbol("".join(token.text for token in reader.tokens[start:end]))]
     reader.position = end + 1
     return Function(name)(*arguments)
 
@@ -70,6 +70,6 @@ def read_subscript(reader: Reader) -> str:
     if not reader.take("{"):
         return "_" + reader.next().text
     end = reader.closing_position()
-    text = "".join(one.text for one in reader.tokens[reader.position : end])
+    text = "".join(token.text for token in reader.tokens[reader.position : end])
     reader.position = end + 1
     return "_" + text

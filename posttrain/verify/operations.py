@@ -32,7 +32,7 @@ def times(left: Any, right: Any) -> Any:
     """Return left * right for two numbers, or a number and a matrix. Raises Unreadable for anything else."""
     for number, grid in ((left, right), (right, left)):
         if isinstance(grid, Grid) and isinstance(number, Expr):
-            rows = (tuple(dataclasses.replace(one, expr=Mul(number, one.expr)) for one in row) for row in grid.rows)
+            rows = (tuple(dataclasses.replace(cell, expr=Mul(number, cell.expr)) for cell in row) for row in grid.rows)
             return Grid(tuple(rows))
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         raise Unreadable("a product of no numbers")

@@ -94,4 +94,4 @@ def _joined_letters(text: str) -> list[str]:
 def _option_letters(text: str) -> list[str]:
     """Return the letters of a text that consists only of options and separators such as `,` and `or`; else []."""
     found = [option_letter(part) for part in _BETWEEN.split(strip_markup(text)) if part]
-    return list(dict.fromkeys(one for one in found if one)) if all(found) else []
+    return list(dict.fromkeys(letter for letter in found if letter)) if all(found) else []

@@ -172,13 +172,13 @@ class Reader(Cursor):
         parts = [first]
         while self.take(":"):
             parts.append(self.sum())
-        if not all(isinstance(one, Expr) for one in parts):
+        if not all(isinstance(part, Expr) for part in parts):
             raise Unreadable("a ratio of no numbers")
         if len(parts) > 2:
             return Group("()", tuple(map(Formula, parts)))
-        digits = [one.text for one in self.tokens[start : self.position] if one.kind == "number"]
+        digits = [token.text for token in self.tokens[start : self.position] if token.kind == "number"]
         if (
-            all(one.is_Integer for one in parts)
+            all(part.is_Integer for part in parts)
             and len(digits) == 2
             and len(digits[1]) == 2
             and (digits[1][0] == "0" or sympy.igcd(*map(int, parts)) != 1)
@@ -292,8 +292,8 @@ class Reader(Cursor):
     def is_proper(self, fraction: Any) -> bool:
         """Return whether the fraction just read is written with two integers, the numerator smaller."""
         start = next(p for p in range(self.position - 1, -1, -1) if self.tokens[p].text == "frac")
-        inside = [one for one in self.tokens[start + 1 : self.position] if one.text not in ("{", "}")]
-        return all(one.kind == "number" and "." not in one.text for one in inside) and 0 < fraction < 1
+        inside = [token for token in self.tokens[start + 1 : self.position] if token.text not in ("{", "}")]
+        return all(token.kind == "number" and "." not in token.text for token in inside) and 0 < fraction < 1
 
     def mixed_number(self, whole: Any, above: str, below: str) -> Any:
         if not (above.isdecimal() and below.isdecimal() and 0 < int(above) < int(below)):

@@ -74,27 +74,27 @@ def reals(value: Any) -> tuple[Pieces, str | None] | None:
 
 def _solve_group(group: Group) -> tuple[Pieces, str | None] | None:
     if group.kind in ("()", "[]", "[)", "(]"):
-        if len(group.members) != 2 or not all(isinstance(one, Formula) for one in group.members):
+        if len(group.members) != 2 or not all(isinstance(member, Formula) for member in group.members):
             return None
-        low, high = (make_bound(one, mark in "[]") for one, mark in zip(group.members, group.kind, strict=True))
+        low, high = (make_bound(member, mark in "[]") for member, mark in zip(group.members, group.kind, strict=True))
         return (((low, high),), None) if low is not None and high is not None and low.at < high.at else None
     if group.kind == "set":
-        ends = [make_bound(one, True) if isinstance(one, Formula) else None for one in group.members]
-        points = [(one, one) for one in ends if one is not None]
+        ends = [make_bound(member, True) if isinstance(member, Formula) else None for member in group.members]
+        points = [(point, point) for point in ends if point is not None]
         return (union(tuple(points)), None) if len(points) == len(ends) else None
-    found = [reals(one) for one in group.members]
-    if not found or any(one is None for one in found) or len(found) > MAX_PIECES:
+    found = [reals(member) for member in group.members]
+    if not found or any(result is None for result in found) or len(found) > MAX_PIECES:
         return None
-    sets = [one[0] for one in found if one is not None]
-    names = {one[1] for one in found if one is not None}
+    sets = [result[0] for result in found if result is not None]
+    names = {result[1] for result in found if result is not None}
     if len(names) != 1 or (group.kind == "list" and names == {None} and not _are_intervals(group)):
         return None
     if group.kind == "list" and names == {None}:
-        return union(tuple(piece for one in sets for piece in one)), None
+        return union(tuple(piece for pieces in sets for piece in pieces)), None
     together = sets[0]
-    for one in sets[1:]:
-        together = meet(together, one)
-    either = union(tuple(piece for one in sets for piece in one))
+    for pieces in sets[1:]:
+        together = meet(together, pieces)
+    either = union(tuple(piece for pieces in sets for piece in pieces))
     if group.kind == "union" or (
         group.kind == "list" and (group.joined == "or" or (group.joined == "," and not together))
     ):
@@ -104,7 +104,11 @@ def _solve_group(group: Group) -> tuple[Pieces, str | None] | None:
 
 def _are_intervals(group: Group) -> bool:
     """Return whether a list is of intervals, not points, as in `(-\\infty, 0), (1, \\infty)`: an end is infinite."""
-    members = [one.members for one in group.members if isinstance(one, Group) and one.kind in ("()", "[]", "[)", "(]")]
+    members = [
+        interval.members
+        for interval in group.members
+        if isinstance(interval, Group) and interval.kind in ("()", "[]", "[)", "(]")
+    ]
     ends = [end.expr for pair in members for end in pair if isinstance(end, Formula)]
     return len(members) == len(group.members) and (S.Infinity in ends or S.NegativeInfinity in ends)
 
@@ -194,8 +198,10 @@ def _solve_distance(distances: Pieces, inside: Expr, approximately: bool) -> tup
     for low, high in meet(distances, ((zero, HIGHEST),)):
         for sign in (1, -1):
             near, far = (
-                make_bound(Formula(centre + sign * one.value.expr, approximately or one.value.approximate), one.closed)
-                for one in (low, high)
+                make_bound(
+                    Formula(centre + sign * bound.value.expr, approximately or bound.value.approximate), bound.closed
+                )
+                for bound in (low, high)
             )
             if near is None or far is None:
                 return None

@@ -53,7 +53,7 @@ def conclusion(thought: str) -> str | None:
     box = last_boxed(_NO_CONCLUSION.sub(" ", thought))
     if box is not None and box.strip():
         return box.strip()
-    found = [text for one in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (text := one.strip())]
+    found = [text for match in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (text := match.strip())]
     return found[-1] if found else None
 
 

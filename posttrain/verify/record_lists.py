@@ -17,7 +17,7 @@ def only_member(value: Any, *, gold: bool = False) -> Any:
     if not isinstance(value, Group) or value.kind not in BARE or not value.members:
         return value
     member = value.members[0]
-    if any(one != member for one in value.members) or (
+    if any(other != member for other in value.members) or (
         value.kind == "set" and isinstance(member, Group) and member.kind != "()"
     ):
         return value
@@ -29,7 +29,7 @@ def split_tuple_equation(value: Any) -> Any:
     if (
         not isinstance(value, Chain)
         or value.relations != ("=",)
-        or not all(isinstance(one, Group) for one in value.sides)
+        or not all(isinstance(side, Group) for side in value.sides)
     ):
         return value
     names, values = value.sides
@@ -41,8 +41,10 @@ def split_tuple_equation(value: Any) -> Any:
 def _flat(group: Group) -> tuple[Any, ...]:
     return tuple(
         part
-        for one in group.members
-        for part in (_flat(one) if isinstance(one, Group) and one.kind == "list" and group.kind in BARE else (one,))
+        for member in group.members
+        for part in (
+            _flat(member) if isinstance(member, Group) and member.kind == "list" and group.kind in BARE else (member,)
+        )
     )
 
 
@@ -56,13 +58,13 @@ def _name_of(member: Any) -> str | None:
 
 def names_of(members: tuple[Any, ...]) -> list[str] | None:
     """Return the names of a list whose values all have names, if there are several different names; else None."""
-    names = [_name_of(one) for one in members]
+    names = [_name_of(member) for member in members]
     return [name for name in names if name] if None not in names and len(set(names)) > 1 else None
 
 
 def has_names(group: Group) -> bool:
     """Return whether any value in the group has a name."""
-    return any(_name_of(one) for one in _flat(group))
+    return any(_name_of(member) for member in _flat(group))
 
 
 def bare_value(member: Any) -> Any:
@@ -72,7 +74,7 @@ def bare_value(member: Any) -> Any:
 
 def _are_roots(members: tuple[Any, ...]) -> bool:
     """Return whether the members are numbered solutions x_1 = ..., x_2 = ..., which may come in any order."""
-    names = [_name_of(one) for one in members]
+    names = [_name_of(member) for member in members]
     return len(names) > 1 and any(names == [f"{letter}_{k + 1}" for k in range(len(names))] for letter in "xtz")
 
 
@@ -100,7 +102,7 @@ def as_tuple(group: Group) -> list[tuple[Any, ...]]:
     if names is None:
         return [members]
     pairs = list(zip(names, map(bare_value, members), strict=True))
-    letters = {one.sides[0].expr.name if isinstance(one.sides[0], Formula) else "" for one in members}
+    letters = {equation.sides[0].expr.name if isinstance(equation.sides[0], Formula) else "" for equation in members}
     if letters <= {"x", "y", "z", "w"}:
         pairs.sort(key=lambda pair: pair[0])
     return [tuple(value for _, value in pairs)]

@@ -89,7 +89,7 @@ def answer_text(answer: Any) -> str | None:
     if explain_unusable(answer):
         return None
     if isinstance(answer, list | tuple):
-        return next(text for one in answer if (text := answer_text(one)) is not None)
+        return next(text for option in answer if (text := answer_text(option)) is not None)
     return json.dumps(answer) if isinstance(answer, Mapping) else str(answer)
 
 

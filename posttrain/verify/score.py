@@ -256,7 +256,7 @@ class Scorer:
         read = {i: self._view_samples(i, samples) if i in of_roles else every for i in which}
         for i in (i for i in which if i in self._target):
             reward, seen = self.rewards[i], list(read[i].values())
-            given = [arguments(reward, one, step, correct[row]) for row, one in read[i].items()]
+            given = [arguments(reward, result, step, correct[row]) for row, result in read[i].items()]
             form = trl_form.completion if reward.trl_form else lambda _, text: text
             written = [form(s.row, s.completion) for s in seen]
             calls += make_calls(reward, self._target[i], len(locations), written, given)
@@ -407,7 +407,7 @@ def combine(
         if weights[name] == 0:
             continue
         depends_on = [name, conditions[name][0]] if name in conditions else [name]
-        failed_rows = [failed[one] for one in depends_on if one in failed]
+        failed_rows = [failed[name] for name in depends_on if name in failed]
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
             policy = on_none[name]

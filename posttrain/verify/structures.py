@@ -33,7 +33,7 @@ def _named_set(reader: Reader) -> NamedSet:
         if reader.take(mark):
             if reader.take("{"):
                 end = reader.closing_position()
-                name += mark + "".join(one.text for one in reader.tokens[reader.position : end])
+                name += mark + "".join(token.text for token in reader.tokens[reader.position : end])
                 reader.position = end + 1
             else:
                 name += mark + reader.next().text
@@ -94,7 +94,7 @@ def _matrix(reader: Reader) -> Grid:
             raise Unreadable("no cell of a matrix")
         rows.append(tuple(row))
         row = []
-    if row or not rows or len({len(one) for one in rows}) != 1:
+    if row or not rows or len({len(row_cells) for row_cells in rows}) != 1:
         raise Unreadable("rows of a matrix that do not match")
     return Grid(tuple(rows))
 
@@ -105,7 +105,7 @@ def transpose(value: Any) -> Grid:
         return Grid(tuple(zip(*value.rows, strict=True)))
     if value.kind != "()":
         raise Unreadable("nothing to transpose")
-    return Grid(tuple((one,) for one in value.members))
+    return Grid(tuple((cell,) for cell in value.members))
 
 
 @register_commands("begin:vmatrix", "begin:Vmatrix", "det")
@@ -114,7 +114,7 @@ def _determinant(reader: Reader) -> Expr:
     if not isinstance(grid, Grid) or len(grid.rows) != len(grid.rows[0]) or len(grid.rows) > 4:
         raise Unreadable("no determinant")
     reader.forms.add("determinant")
-    value: Expr = sympy.Matrix([[one.expr for one in row] for row in grid.rows]).det(method="berkowitz")
+    value: Expr = sympy.Matrix([[cell.expr for cell in row] for row in grid.rows]).det(method="berkowitz")
     return value
 
 

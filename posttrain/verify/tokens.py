@@ -160,4 +160,4 @@ def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
         and any(c in "aeiouy" for c in run.lower())
     ):
         return [Token("word", run, spaced)]
-    return [Token("letter", run[0], spaced), *(Token("letter", one) for one in run[1:])]
+    return [Token("letter", run[0], spaced), *(Token("letter", letter) for letter in run[1:])]

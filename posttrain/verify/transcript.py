@@ -60,16 +60,18 @@ def read_transcript(given: Any, completion: str, where: str) -> list[Message]:
         return [Message("model", completion)]
     if not isinstance(given, list | tuple) or isinstance(given, Message):
         raise _transcript_error(given, where)
-    return [_message(one, where) for one in given]
+    return [_message(entry, where) for entry in given]
 
 
-def _message(one: Any, where: str) -> Message:
-    fields = (
-        one if isinstance(one, Mapping) else dict(zip(Message._fields, one, strict=False)) if _is_message(one) else {}
-    )
+def _message(entry: Any, where: str) -> Message:
+    fields: Mapping[str, Any] = {}
+    if isinstance(entry, Mapping):
+        fields = entry
+    elif _is_message(entry):
+        fields = dict(zip(Message._fields, entry, strict=False))
     texts = all(isinstance(value, str) for value in fields.values())
     if not texts or not {"role", "text"} <= set(fields) <= set(Message._fields):
-        raise _transcript_error(one, where)
+        raise _transcript_error(entry, where)
     if fields["role"] not in ROLES:
         hint = did_you_mean(fields["role"], ROLES)
         what = f"a transcript has no role {fields['role']!r}"
@@ -78,8 +80,8 @@ def _message(one: Any, where: str) -> Message:
     return message._replace(kind="ok") if message.role == "tool" and not message.kind else message
 
 
-def _is_message(one: Any) -> bool:
-    return isinstance(one, list | tuple) and 2 <= len(one) <= len(Message._fields)
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, list | tuple) and 2 <= len(entry) <= len(Message._fields)
 
 
 def _transcript_error(given: Any, where: str) -> RewardError:

@@ -51,5 +51,5 @@ def completion(row: Mapping[str, Any], text: str) -> str | list[dict[str, str]]:
 def names_gold(code: CodeType | None) -> bool:
     """Return whether the code of a function names a column of gold answers, as in `kwargs["answer"]`."""
     constants = code.co_consts if code is not None else ()
-    named = any(one in GOLD_COLUMNS for one in constants if isinstance(one, str))
-    return named or any(names_gold(one) for one in constants if isinstance(one, CodeType))
+    named = any(constant in GOLD_COLUMNS for constant in constants if isinstance(constant, str))
+    return named or any(names_gold(constant) for constant in constants if isinstance(constant, CodeType))

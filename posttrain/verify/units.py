@@ -89,7 +89,10 @@ def ratio_of_units(gold: str, candidate: str) -> Any:
     if gold == candidate or not gold or not candidate:
         return 1
     found = [
-        ratio for one in _meanings(gold) for other in _meanings(candidate) if (ratio := _ratio(one, other)) is not None
+        ratio
+        for meaning in _meanings(gold)
+        for other in _meanings(candidate)
+        if (ratio := _ratio(meaning, other)) is not None
     ]
     return 1 if 1 in found else found[0] if found else None
 

@@ -77,14 +77,14 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
         return Workflow((RoleCall("", completion),))
     listed = list(given) if isinstance(given, list | tuple) else []
     known = {*FIELDS, "mine"}
-    if not listed or not all(isinstance(one, Mapping) and {"role", "text"} <= set(one) <= known for one in listed):
+    if not listed or not all(isinstance(call, Mapping) and {"role", "text"} <= set(call) <= known for call in listed):
         raise RewardError(
             f"not a list of workflow calls: {format_value(given)}",
             where=where,
             allowed=f"a list of {{{', '.join(sorted(known))}}}; role and text are required",
         )
-    calls = tuple(RoleCall(**{key: value for key, value in one.items() if key != "mine"}) for one in listed)
-    marked = [n for n, one in enumerate(listed) if one.get("mine")]
+    calls = tuple(RoleCall(**{key: value for key, value in call.items() if key != "mine"}) for call in listed)
+    marked = [n for n, call in enumerate(listed) if call.get("mine")]
     found = marked or [n for n, call in enumerate(calls) if call.text == completion]
     if not found:
         raise RewardError("no call of the workflow has the text of the completion", where=where)
@@ -93,4 +93,4 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
 
 def build_workflow(calls: Sequence[Mapping[str, Any]], number: int, completion: str) -> Workflow:
     """Build the workflow of a row; a plain completion is one call with role ""."""
-    return Workflow(tuple(RoleCall(**one) for one in calls), number) if calls else Workflow((RoleCall("", completion),))
+    return Workflow(tuple(RoleCall(**c) for c in calls), number) if calls else Workflow((RoleCall("", completion),))

@@ -99,7 +99,9 @@ async def critique_refine(
     first = await call("actor")
     asked = fill(critic, question=call.question, answer=first.answer)
     found = await call.several("critic", asked, count=critiques, parent=first, compared="parent")
-    prompts = [fill(refiner, question=call.question, answer=first.answer, critique=one.answer) for one in found]
+    prompts = [
+        fill(refiner, question=call.question, answer=first.answer, critique=critique.answer) for critique in found
+    ]
     await call.each("refiner", prompts, parents=found)
 
 

@@ -96,8 +96,8 @@ class ActorExtractor:
         if shown:
             asked = [fill(self.guide, question=call.question, experience=memory["text"]) for memory in shown]
             tried = await call.each("guided", asked)
-            for one, memory in zip(tried, shown, strict=True):
-                one.note["memory"] = memory["id"]
+            for attempt, memory in zip(tried, shown, strict=True):
+                attempt.note["memory"] = memory["id"]
             attempts = [*attempts, *tried]
         right = [bool(grade.correct) for grade in await call.grade(attempts)]
         first = shown[0] if shown else None
@@ -118,12 +118,13 @@ class ActorExtractor:
     def retrieve(self, question: str, memory: Mapping[str, Any], draw: random.Random) -> list[Memory]:
         """Return the memory to show to each guided attempt; [] if the store is empty."""
         known: list[Memory] = memory.get("memories", [])
-        near = rank_passages(question, [f"{one['question']} {one['text']}" for one in known])[: self.candidates]
+        near = rank_passages(question, [f"{m['question']} {m['text']}" for m in known])[: self.candidates]
         found = [known[n] for n in near] or known[-self.candidates :]
         recent = [
-            one["shown_at"] is not None and memory["step"] - one["shown_at"] <= self.recent_steps for one in found
+            stored["shown_at"] is not None and memory["step"] - stored["shown_at"] <= self.recent_steps
+            for stored in found
         ]
-        order = rerank([one["retrieved"] for one in found], recent, diversity_lambda=self.diversity_lambda).order
+        order = rerank([stored["retrieved"] for stored in found], recent, diversity_lambda=self.diversity_lambda).order
         if not order:
             return []
         later = min(1, len(order) - 1)
@@ -139,7 +140,7 @@ class ActorExtractor:
 
     def learn(self, memory: Any, outcomes: Sequence[Outcome], step: int) -> Learned:
         """See `Learner.learn`."""
-        memories = [dict(one) for one in (memory or {}).get("memories", [])]
+        memories = [dict(stored) for stored in (memory or {}).get("memories", [])]
         number = (memory or {}).get("next", 0)
         earned, shown = self.count_use(memories, outcomes, step)
         again = self.train_again(memories, earned, step)
@@ -164,28 +165,28 @@ class ActorExtractor:
     ) -> tuple[dict[str, float], int]:
         """Count the uses of memories in a step; returns (reward of each memory that was shown, number of guided
         attempts)."""
-        attempts = [[one for one in outcome.by("actor", "guided") if one.reward is not None] for outcome in outcomes]
-        rewards = [[one.reward or 0.0 for one in group] for group in attempts]
-        flags = [[float(one.role == "guided") for one in group] for group in attempts]
-        names = [[one.note.get("memory") for one in group] for group in attempts]
+        attempts = [[call for call in outcome.by("actor", "guided") if call.reward is not None] for outcome in outcomes]
+        rewards = [[call.reward or 0.0 for call in group] for group in attempts]
+        flags = [[float(call.role == "guided") for call in group] for group in attempts]
+        names = [[call.note.get("memory") for call in group] for group in attempts]
         uses = Counter(name for group in names for name in group if name is not None)
-        for one in memories:
-            if one["id"] in uses:
-                one["retrieved"], one["shown_at"] = one["retrieved"] + uses[one["id"]], step
+        for stored in memories:
+            if stored["id"] in uses:
+                stored["retrieved"], stored["shown_at"] = stored["retrieved"] + uses[stored["id"]], step
         return memory_rewards(rewards, flags, names), uses.total()
 
     def train_again(
         self, memories: Sequence[Memory], earned: Mapping[str, float], step: int
     ) -> list[tuple[Mapping[str, Any], float]]:
         """Return the extractor calls to train on in this step, with their advantages, and count them as trained."""
-        due = [one for one in memories if one["row"] is not None and earned.get(one["id"])]
-        last = [step - self.cooldown if one["trained_at"] is None else one["trained_at"] for one in due]
-        counts = [one["trained"] for one in due]
+        due = [stored for stored in memories if stored["row"] is not None and earned.get(stored["id"])]
+        last = [step - self.cooldown if stored["trained_at"] is None else stored["trained_at"] for stored in due]
+        counts = [stored["trained"] for stored in due]
         weights = extractor_weights(counts, last, step, cooldown=self.cooldown, power=self.power)
-        chosen = [(one, weight) for one, weight in zip(due, weights, strict=True) if weight][: self.batch]
-        for one, _ in chosen:
-            one["trained"], one["trained_at"] = one["trained"] + 1, step
-        return [(one["row"], weight * earned[one["id"]]) for one, weight in chosen]
+        chosen = [(stored, weight) for stored, weight in zip(due, weights, strict=True) if weight][: self.batch]
+        for stored, _ in chosen:
+            stored["trained"], stored["trained_at"] = stored["trained"] + 1, step
+        return [(stored["row"], weight * earned[stored["id"]]) for stored, weight in chosen]
 
 
 def _store_memory(memories: list[Memory], made: Made, number: int) -> int:
@@ -193,7 +194,7 @@ def _store_memory(memories: list[Memory], made: Made, number: int) -> int:
     replaced = made.note.get("replaces")
     new: Memory = {"id": f"m{number}", "text": made.note["text"], "question": made.note["question"], "row": made.row}
     new |= {"retrieved": 0, "shown_at": None, "trained": 0, "trained_at": None}
-    memories[:] = [*(one for one in memories if one["id"] != replaced), new]
+    memories[:] = [*(stored for stored in memories if stored["id"] != replaced), new]
     return number + 1
 
 
@@ -201,13 +202,13 @@ def merge_memories(memories: Sequence[Memory], above: float) -> list[Memory]:
     """Merge each memory into a newer one if their words overlap (shared words / all words of both) by `above` or more;
     the newer one takes over the older one's count of uses."""
     kept: list[Memory] = []
-    for one in reversed(memories):
-        words = split_words(one["text"])
+    for memory_state in reversed(memories):
+        words = split_words(memory_state["text"])
         same = next((other for other in kept if _overlap(words, split_words(other["text"])) >= above), None)
         if same is None:
-            kept.append(dict(one))
+            kept.append(dict(memory_state))
         else:
-            same["retrieved"] += one["retrieved"]
+            same["retrieved"] += memory_state["retrieved"]
     return kept[::-1]
 
 

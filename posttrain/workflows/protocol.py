@@ -213,8 +213,17 @@ class Caller:
             raise UserError(f"a workflow calls the role {role!r:.60}", allowed="a word of letters, digits and _")
         found = await self._sample(role, prompts, max_tokens)
         calls = [
-            Call(role, len(self.made) + n, parent, compared, ids, (one.segment,), [self.text(one.ids)], one.finish)
-            for n, (ids, one) in enumerate(zip(prompts, found, strict=True))
+            Call(
+                role,
+                len(self.made) + n,
+                parent,
+                compared,
+                ids,
+                (completion.segment,),
+                [self.text(completion.ids)],
+                completion.finish,
+            )
+            for n, (ids, completion) in enumerate(zip(prompts, found, strict=True))
         ]
         self.made += calls
         return calls

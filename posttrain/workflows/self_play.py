@@ -122,8 +122,8 @@ class ProposerSolver:
         """Sample the solvers' answers to a question, each with its searches."""
         asked = fill(self.solver, question=question)
         answered = await call.several("solver", asked, count=self.solvers, parent=parent, compared="parent")
-        for one in answered:
-            await search_documents(call, one, texts, self.max_searches, self.passages, until="answer")
+        for answer in answered:
+            await search_documents(call, answer, texts, self.max_searches, self.passages, until="answer")
         return answered
 
     def learn(self, memory: Any, outcomes: Sequence[Outcome], step: int) -> Learned:
@@ -131,14 +131,14 @@ class ProposerSolver:
         pool = list((memory or {}).get("pool", []))
         for outcome in outcomes:
             proposed, solved = outcome.calls[0], outcome.by("solver")
-            rate = sum((one.reward or 0.0) > 0 for one in solved) / max(len(solved), 1)
+            rate = sum((call.reward or 0.0) > 0 for call in solved) / max(len(solved), 1)
             if solved and not proposed.note.get("refused") and rate <= self.pool_success:
                 documents = [str(text) for text in outcome.columns.get(self.documents) or ()]
                 answer = outcome.columns.get("answer", "")
                 pool.append({"question": proposed.note["question"], "answer": answer, "documents": documents})
         emptied = step % self.pool_steps == self.pool_steps - 1
         pool = [] if emptied else pool[max(0, len(pool) - self.pool) :]
-        pooled = sum(any(one.note.get("pooled") for one in outcome.calls) for outcome in outcomes)
+        pooled = sum(any(call.note.get("pooled") for call in outcome.calls) for outcome in outcomes)
         return Learned({"pool": pool}, metrics={"pool/questions": len(pool), "pool/asked": pooled})
 
 
@@ -204,7 +204,7 @@ async def self_judge(
     played = await call.several("player", count=samples)
     if row.get(answer) is not None:
         return
-    asked = fill(judge, question=call.question, answers=number_texts([one.answer for one in played]))
+    asked = fill(judge, question=call.question, answers=number_texts([call.answer for call in played]))
     judged = await call("judge", asked, parent=played[-1])
     judged.note["scores"] = read_scores(judged, samples)
 

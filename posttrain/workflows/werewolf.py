@@ -97,7 +97,7 @@ class Game:
 
     async def choose(self, call: Caller, player: int, task: str, among: Sequence[int]) -> int:
         """Ask a player to pick another one; an answer without a valid pick is replaced at random (note `random`)."""
-        others = [one for one in among if one != player]
+        others = [name for name in among if name != player]
         asked = self.ask(player, f"{task} {fill(CHOOSE, among=list_players(others))}")
         made = await call(self.roles[player], asked)
         named = [int(number) for number in _CHOICE.findall(made.answer)]
@@ -110,7 +110,7 @@ class Game:
     async def play_night(self, call: Caller, number: int) -> None:
         """Play a night: the werewolves kill a player, and the seer looks at one, simultaneously."""
         pack, seers = self.by_role("werewolf"), self.by_role("seer")
-        victim = await self.choose(call, pack[0], KILL, [one for one in self.living if one not in pack])
+        victim = await self.choose(call, pack[0], KILL, [name for name in self.living if name not in pack])
         for seer in seers:
             shown = await self.choose(call, seer, SEE, self.living)
             is_bad = self.roles[shown] == "werewolf"
@@ -143,9 +143,10 @@ class Game:
         made = await call.several(role, asked, count=candidates, max_tokens=speech_tokens)
         chosen = self.rng.choice(made)
         state = f"{role}, day {day}" + (f", has seen {self.found}" if role == "seer" else "")
-        for one in made:
-            one.note.update(player=player, side=self.side(player), state=state, turn=made[0].number, said=one is chosen)
-            one.note.update(asked=asked, heard=[earlier.number for earlier in heard])
+        for speech in made:
+            said = speech is chosen
+            speech.note.update(player=player, side=self.side(player), state=state, turn=made[0].number, said=said)
+            speech.note.update(asked=asked, heard=[earlier.number for earlier in heard])
         return chosen
 
 
@@ -187,8 +188,8 @@ async def werewolf(
         await table.play_night(call, number)
         if table.winner is None:
             await table.hold_day(call, number, candidates, speech_tokens)
-    for one in call.made:
-        one.note["won"] = one.note["side"] == table.winner
+    for made_call in call.made:
+        made_call.note["won"] = made_call.note["side"] == table.winner
 
 
 def list_players(players: Sequence[int]) -> str:

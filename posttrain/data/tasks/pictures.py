@@ -139,7 +139,7 @@ def fine_lines(
         raise DataError(f"task:fine_lines: asked {asked!r}", allowed=f"one of {', '.join(colours)}")
     count = draw.randint(1, level + 1)
     first = [] if asked is None else [asked]
-    shown = [*first, *draw.sample([one for one in colours if one != asked], count - len(first))]
+    shown = [*first, *draw.sample([colour for colour in colours if colour != asked], count - len(first))]
     cards = [
         (colour, draw.choice(LINES), corner) for colour, corner in zip(shown, draw.sample(corners, count), strict=True)
     ]
@@ -157,7 +157,7 @@ def fine_lines(
 def _list_kinds(colours: Sequence[str], shapes: Sequence[str]) -> list[Kind]:
     """Return every colour with every shape. Raises DataError for unknown ones."""
     for name, given, known in (("colours", colours, tuple(COLOURS)), ("shapes", shapes, SHAPES)):
-        if not given or any(one not in known for one in given):
+        if not given or any(kind not in known for kind in given):
             raise DataError(f"task:count_shapes: {name} {list(given)}", allowed=f"of {', '.join(known)}")
     return [(colour, shape) for colour in colours for shape in shapes]
 

@@ -118,7 +118,7 @@ def hide_names(
         used.add(index)
         hidden.add(name)
         parts = [part.replace(name, f"X{number}") for part in (*parts, corpus.sentences[index])]
-        shown = [one for one in dict.fromkeys((*shown, *corpus.names[index])) if one != name]
+        shown = [shown_name for shown_name in dict.fromkeys((*shown, *corpus.names[index])) if shown_name != name]
     gap, *clues = parts
     return (f"{gap} Here {'; '.join(f'{clue!r}' for clue in clues)}." if clues else gap), used
 

@@ -52,14 +52,14 @@ def convert(
     if foreign.table.name == "mergekit":
         return _merge(draft)
     transforms.name_algorithm(draft)
-    foreign.given = {foreign.table.older.get(key, key): one for key, one in foreign.given.items()}
+    foreign.given = {foreign.table.older.get(key, key): setting for key, setting in foreign.given.items()}
     _add_defaults(draft)
     given = list(foreign.given.values())
     for late in (False, True):
-        for one in given:
-            found_entry = foreign.table.entry(one.key)
+        for setting in given:
+            found_entry = foreign.table.entry(setting.key)
             if late == (found_entry is not None and found_entry[1].how in LAST_TRANSFORMS):
-                _convert_key(draft, one, found_entry)
+                _convert_key(draft, setting, found_entry)
     _finish(draft)
     return draft
 
@@ -162,7 +162,7 @@ def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
         return
     if entry.values is not None:
         if _text(value) not in entry.values:
-            offered = ", ".join(dict.fromkeys(_text(one) for one in entry.values.values()))
+            offered = ", ".join(dict.fromkeys(_text(option) for option in entry.values.values()))
             draft.leave(given, f"`{target}` is {offered}")
             if entry.ask:
                 draft.put(target, _text(value), draft.origin(given.key))
@@ -195,7 +195,7 @@ def _finish(draft: Draft) -> None:
         del run["epochs"]
     _prune(draft)
     older = draft.foreign.table.older
-    draft.left = [one for one in draft.left if older.get(one.key, one.key) not in draft.read]
+    draft.left = [setting for setting in draft.left if older.get(setting.key, setting.key) not in draft.read]
     _divide_columns(draft)
     if "rewards" in draft.values and not draft.values["rewards"]:
         del draft.values["rewards"]
@@ -264,7 +264,9 @@ def _merge(draft: Draft) -> Draft:
     for key, value in draft.foreign.nested.items():
         if value is None:
             continue
-        line = next((one.line for one in draft.foreign.given.values() if one.key.partition(".")[0] == key), 0)
+        line = next(
+            (setting.line for setting in draft.foreign.given.values() if setting.key.partition(".")[0] == key), 0
+        )
         draft.values[key] = _leaves(value, f"{key}, line {line}")
     return draft
 

@@ -30,8 +30,8 @@ def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], origin: str)
         for key, value in sources[0].items():
             path = f"data.{key}"
             if isinstance(value, Mapping):
-                for inner, one in value.items():
-                    draft.put(f"{path}.{inner}", one, origin)
+                for inner, settings in value.items():
+                    draft.put(f"{path}.{inner}", settings, origin)
             else:
                 draft.put(path, value, origin)
         return
@@ -64,12 +64,12 @@ def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
     if not given.key.endswith(".datasets"):
         draft.leave(given, "rows are shuffled by `run.seed`; a part of them for evaluation is made before")
         return
-    if any("weight" in one for one in given.value if isinstance(one, Mapping)):
+    if any("weight" in source for source in given.value if isinstance(source, Mapping)):
         draft.leave(Given(f"{given.key}.weight", "", given.line), "the share of a data set's rows: write `size`")
     _add_sources(
         draft,
         given,
-        [{k: v for k, v in one.items() if k != "weight"} for one in given.value],
+        [{k: v for k, v in source.items() if k != "weight"} for source in given.value],
         name="id",
         config="config",
     )
@@ -223,7 +223,7 @@ def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
     names = given.value if isinstance(given.value, list) else str(given.value).split(",")
     folder, known = _registry(draft)
     sources: list[dict[str, Any]] = []
-    for name in (str(one).strip() for one in names):
+    for name in (str(listed).strip() for listed in names):
         entry = known.get(name)
         if entry is None:
             draft.note(f"`{name}` is a name of dataset_info.json, which is not here: write the file that it stands for")
@@ -278,10 +278,10 @@ def _registered_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]
 def _verl_files(draft: Draft, given: Given, _: str) -> None:
     value = given.value
     if isinstance(value, str) and value.startswith("["):
-        value = [one.strip(" '\"") for one in value.strip("[]").split(",")]
+        value = [file.strip(" '\"") for file in value.strip("[]").split(",")]
     put_sources(
         draft,
-        [{"source": str(one)} for one in (value if isinstance(value, list) else [value])],
+        [{"source": str(file)} for file in (value if isinstance(value, list) else [value])],
         draft.origin(given.key),
     )
 

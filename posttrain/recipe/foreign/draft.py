@@ -64,7 +64,7 @@ class Draft:
         found = [self.foreign.given[name] for key in keys if (name := older.get(key, key)) in self.foreign.given]
         if len(found) == 1:
             return _describe_origin(found[0], self.foreign.table.tool)
-        return ", ".join(f"{one.key} {one.value}" for one in found if one.value is not None)
+        return ", ".join(f"{setting.key} {setting.value}" for setting in found if setting.value is not None)
 
     def put(self, path: str, value: Any, origin: str) -> None:
         """Set a value at a dotted key unless it is already set."""

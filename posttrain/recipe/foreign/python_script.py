@@ -117,9 +117,9 @@ class Training:
     def read_config(self, trainer: ast.Call) -> None:
         """Read the configuration: the call passed as `args`, or the only configuration call, and attributes assigned
         later."""
-        named = next((one.value for one in trainer.keywords if one.arg == "args"), None)
+        named = next((keyword.value for keyword in trainer.keywords if keyword.arg == "args"), None)
         found = self.script.resolve(named) if named is not None else None
-        kinds = [name for name, one in words.values("trainers").items() if one == self.command]
+        kinds = [name for name, command in words.values("trainers").items() if command == self.command]
         others = [call for kind in (f"{kinds[0]}Config", "TrainingArguments") for call in self.script.calls(kind)]
         call = found if isinstance(found, ast.Call) else next(iter(others), None)
         if call is None or self.script.name_of(call) in PARSERS:
@@ -135,7 +135,7 @@ class Training:
 
     def read_trainer(self, call: ast.Call) -> None:
         """Read the arguments of the trainer besides its configuration."""
-        arguments = {one.arg: one.value for one in call.keywords if one.arg}
+        arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if call.args:
             arguments.setdefault("model", call.args[0])
         for key, value in arguments.items():
@@ -189,7 +189,7 @@ class Training:
         """Read the keywords of a BitsAndBytesConfig."""
         found = self.script.resolve(value)
         if isinstance(found, ast.Call) and self.script.name_of(found) == "BitsAndBytesConfig":
-            shown = [one for one in found.keywords if one.arg != "bnb_4bit_compute_dtype"]  # model.dtype
+            shown = [keyword for keyword in found.keywords if keyword.arg != "bnb_4bit_compute_dtype"]  # model.dtype
             self.put_keywords(ast.Call(found.func, [], shown), {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"})
         else:
             self.leave("quantization_config", value, "write `model.quantize: nf4` with `model.lora`")
@@ -232,7 +232,7 @@ class Training:
                 "train_dataset", value, "rows are made by code: save them as JSON lines, and write `data.source`"
             )
             return
-        named = {one.arg: one.value for one in load.keywords if one.arg}
+        named = {keyword.arg: keyword.value for keyword in load.keywords if keyword.arg}
         path = load.args[0] if load.args else named.get("path")
         files = named.get("data_files")
         if isinstance(files, ast.Dict) and len(files.values) == 1:
@@ -279,8 +279,8 @@ class Training:
         load = next((call for call in chain if self.script.name_of(call) == "load_dataset"), None)
         if load is None or any(self.script.name_of(call) in _DIVIDES for call in chain):
             return None
-        split = next((one.value for one in load.keywords if one.arg == "split"), None)
-        named = [ast.unparse(one) for one in load.keywords if one.arg != "split"]
+        split = next((keyword.value for keyword in load.keywords if keyword.arg == "split"), None)
+        named = [ast.unparse(keyword) for keyword in load.keywords if keyword.arg != "split"]
         found = self.script.resolve(rows)
         subscript = found.slice if isinstance(found, ast.Subscript) else None
         return [*map(ast.unparse, load.args), *named], split or self.script.subscript_of(load) or subscript
@@ -329,7 +329,7 @@ class Training:
         name = (self.script.name_of(made) if isinstance(made, ast.Call) else "") or "reward"
         taken = {*names, *self.script.functions, *self.script.imports}
         numbered = (f"{name}_{number}" for number in itertools.count(2))
-        name = next(one for one in itertools.chain([name], numbered) if one not in taken)
+        name = next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
         why = f"`{' '.join(self.script.text_of(entry).split())}` is made by code: write it as a function of that name"
         self.functions[name] = ScriptReward(self.path.name, why=why)
         return name

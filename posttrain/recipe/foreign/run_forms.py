@@ -35,7 +35,7 @@ def _tracker_project(draft: Draft, given: Given, _: str) -> None:
 
 
 def _tracker_on(draft: Draft, given: Given, _: str) -> None:
-    name = next((one for one in TRACKERS if one in given.key), "")
+    name = next((tracker for tracker in TRACKERS if tracker in given.key), "")
     if given.value and name:
         _track(draft, name, draft.get("wandb_project", "logger.wandb.project"), draft.origin(given.key))
 
@@ -69,7 +69,7 @@ def _held_out(draft: Draft) -> dict[str, Any] | None:
     if isinstance(named, str) and named:
         source, _hash, size = named.partition("#")
         return {"source": source, **({"size": int(size)} if size.isdigit() else {})}
-    if any(one.key == "eval_dataset" for one, _ in draft.foreign.unread):
+    if any(setting.key == "eval_dataset" for setting, _ in draft.foreign.unread):
         return None  # made by code, which may not be the other split
     if draft.foreign.table.name in ("trl", "open_r1") and isinstance(name := draft.get("dataset_name"), str):
         if name.endswith(ROW_FILES):

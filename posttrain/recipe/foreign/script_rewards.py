@@ -52,7 +52,7 @@ def _collect(script: Script, name: str, folder: Path, parts: dict[int, str], see
     seen.add(name)
     if function.decorator_list:
         raise _NotStandalone(f"`{name}` has a decorator")
-    defaults = [*function.args.defaults, *(one for one in function.args.kw_defaults if one is not None)]
+    defaults = [*function.args.defaults, *(default for default in function.args.kw_defaults if default is not None)]
     for default in defaults:
         _refuse_computed(script, default, f"a default of `{name}`")
     for read, line in _free_names(function):
@@ -69,7 +69,7 @@ def _collect(script: Script, name: str, folder: Path, parts: dict[int, str], see
 
 def _constant(script: Script, read: str, line: int, name: str, folder: Path, parts: dict[int, str]) -> None:
     """Add a module-level constant: a literal, or a regular expression."""
-    found = [one for one in script.tree.body if _assigns(one, read)]
+    found = [statement for statement in script.tree.body if _assigns(statement, read)]
     if len(found) != 1 or len(script.names.get(read, [])) != 1:
         raise _NotStandalone(f"`{name}` reads `{read}` (line {line}), which the script computes")
     value = found[0].value  # type: ignore[attr-defined]  # _assigns: it has one
@@ -92,7 +92,7 @@ def _assigns(node: ast.stmt, name: str) -> bool:
 
 def _refuse_computed(script: Script, value: ast.expr, what: str) -> None:
     """Raise _NotStandalone unless a value is a literal: names of other constants would be missing."""
-    if any(isinstance(one, ast.Name) for one in ast.walk(value)):
+    if any(isinstance(inner, ast.Name) for inner in ast.walk(value)):
         raise _NotStandalone(f"{what} is computed")
     try:
         script.value(value)
@@ -137,8 +137,8 @@ def _free_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[tuple[
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
                 bound.add(node.name or "")
             elif isinstance(node, ast.Import | ast.ImportFrom):
-                bound |= {one.asname or one.name.split(".")[0] for one in node.names}
-    annotations = {id(one) for node in ast.walk(function) for part in _annotations(node) for one in ast.walk(part)}
+                bound |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    annotations = {id(inner) for node in ast.walk(function) for part in _annotations(node) for inner in ast.walk(part)}
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in annotations:
             read.setdefault(node.id, node.lineno)

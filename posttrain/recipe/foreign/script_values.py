@@ -24,7 +24,11 @@ class Script:
 
     def __init__(self, tree: ast.Module, text: str) -> None:
         self.tree, self.text = tree, text
-        self.functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+        self.functions = {
+            function.name: function
+            for function in tree.body
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
         self.names: dict[str, list[ast.expr | None]] = {}
         self.imports: dict[str, str] = {}
         self.options: dict[str, ast.expr] = {}
@@ -46,10 +50,10 @@ class Script:
         elif isinstance(node, ast.arg):
             self.names.setdefault(node.arg, []).append(None)
         elif isinstance(node, ast.Import):
-            self.imports |= {(one.asname or one.name.split(".")[0]): one.name for one in node.names}
+            self.imports |= {(alias.asname or alias.name.split(".")[0]): alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            self.imports |= {(one.asname or one.name): f"{module}.{one.name}" for one in node.names}
+            self.imports |= {(alias.asname or alias.name): f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ClassDef):
             self._note_fields(node)
         elif isinstance(node, ast.Call) and self.name_of(node) == "add_argument":
@@ -75,13 +79,19 @@ class Script:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
                 default: ast.expr | None = field.value
                 if isinstance(field.value, ast.Call):
-                    default = next((one.value for one in field.value.keywords if one.arg == "default"), None)
+                    default = next(
+                        (keyword.value for keyword in field.value.keywords if keyword.arg == "default"), None
+                    )
                 if default is not None:
                     self.options[field.target.id] = default
 
     def _note_option(self, call: ast.Call) -> None:
-        flags = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-        named = {one.arg: one.value for one in call.keywords}
+        flags = [
+            argument.value
+            for argument in call.args
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        ]
+        named = {keyword.arg: keyword.value for keyword in call.keywords}
         action = named.get("action")
         default = named.get("default")
         if default is None and isinstance(action, ast.Constant) and action.value == "store_true":
@@ -105,7 +115,7 @@ class Script:
                 return -number if isinstance(node.op, ast.USub) else number
         if isinstance(node, ast.BinOp) and (compute := _ARITHMETIC.get(type(node.op))):
             sides = self.value(node.left), self.value(node.right)
-            if all(isinstance(one, int | float) and one for one in sides):
+            if all(isinstance(side, int | float) and side for side in sides):
                 return compute(*sides)
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
@@ -155,13 +165,13 @@ class Script:
 
     def subscript_of(self, call: ast.Call) -> ast.expr | None:
         """Return the literal in `call[...]`, or None."""
-        found = (one for one in ast.walk(self.tree) if isinstance(one, ast.Subscript) and one.value is call)
-        return next((one.slice for one in found if isinstance(one.slice, ast.Constant)), None)
+        found = (node for node in ast.walk(self.tree) if isinstance(node, ast.Subscript) and node.value is call)
+        return next((subscript.slice for subscript in found if isinstance(subscript.slice, ast.Constant)), None)
 
     def calls(self, name: str) -> list[ast.Call]:
         """Return the calls of a function or class of this name, in source order."""
-        found = [one for one in ast.walk(self.tree) if isinstance(one, ast.Call) and self.name_of(one) == name]
-        return sorted(found, key=lambda one: (one.lineno, one.col_offset))
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.name_of(node) == name]
+        return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def attributes_set_on(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         """Yield (attribute, value) of each `NAME.attribute = value` whose NAME is assigned this call."""

@@ -70,7 +70,7 @@ def commands(text: str) -> list[list[Word]]:
             for word, match in assigned:
                 _assign(word, match, scope, keep=depth > 0)
             continue
-        if expanded := [one for word in words for one in _expand_word(word, scope)]:
+        if expanded := [expanded_word for word in words for expanded_word in _expand_word(word, scope)]:
             found.append(expanded)
     return found
 
@@ -81,10 +81,10 @@ def _assign(word: _Raw, match: re.Match[str], scope: dict[str, list[Word]], *, k
     if keep and name in scope and not adds:
         return
     if word.array is not None:
-        values = [one for entry in word.array for one in _expand_word(entry, scope)]
+        values = [expanded_word for entry in word.array for expanded_word in _expand_word(entry, scope)]
     else:
         value = _without_name(word, len(match[1]) + len(match[2]))
-        text = "".join(one.text for one in _expand_word(value, scope, whole=True))
+        text = "".join(expanded_word.text for expanded_word in _expand_word(value, scope, whole=True))
         values = [Word(text, word.line)]
     scope[name] = [*scope.get(name, []), *values] if adds else values
 
@@ -153,7 +153,7 @@ def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
 
 def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]]) -> str:
     if values := scope.get(name):
-        return " ".join(one.text for one in values)
+        return " ".join(word.text for word in values)
     if default is not None:
         return default
     return f"\0{name}}}"  # unset in the script: the recipe reads it from the environment
@@ -166,7 +166,7 @@ _SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, 
 def _evaluate_arithmetic(text: str, scope: Mapping[str, Sequence[Word]], written: str = "") -> str:
     """Return the value of `$((...))`; its text if it is not made of +, -, *, /, % and ** over whole numbers."""
     filled = re.sub(
-        rf"(?<![\w.]){_NAME}", lambda m: " ".join(one.text for one in scope.get(m[0], [Word(m[0], 0)])), text
+        rf"(?<![\w.]){_NAME}", lambda m: " ".join(word.text for word in scope.get(m[0], [Word(m[0], 0)])), text
     )
     try:
         return str(_compute(ast.parse(filled.strip(), mode="eval").body))

@@ -87,7 +87,7 @@ def _python(path: Path, text: str, stage: str | None) -> Foreign:
         words.table("trl"),
         {key: Given(key, value, line) for key, (value, line) in script.given.items()},
         (script.command,),
-        unread=[(Given(one.key, one.text, one.line), one.why) for one in script.unread],
+        unread=[(Given(unread.key, unread.text, unread.line), unread.why) for unread in script.unread],
         functions=script.functions,
         notes=script.notes,
     )
@@ -97,7 +97,7 @@ def _yaml(path: Path, text: str, tool: str | None) -> Foreign:
     tree = _tree(path, text)
     if tool is None:
         _refuse_own(tree, path)
-    given = {one.key: one for one in _flat(tree, "")}
+    given = {setting.key: setting for setting in _flat(tree, "")}
     table = words.table(tool) if tool else _detect_table(path, given)
     return Foreign(path, table, given, nested=_plain(tree))
 
@@ -187,7 +187,7 @@ def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | No
             places = [
                 folder / word.text for folder in (path.resolve().parent, Path.cwd()) if word.text.endswith(PYTHON)
             ]
-            place = next((one for one in places if one.is_file()), None)
+            place = next((path for path in places if path.is_file()), None)
             script = place.read_text(encoding="utf-8", errors="replace") if place else ""
             if place is None or not re.search(r"^\s*(?:from|import) trl\b", script, re.MULTILINE):
                 continue
@@ -199,7 +199,7 @@ def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | No
                 path=path,
                 given={**found.given, **typed},
                 gpus=_processes(command),
-                unread=[one for one in found.unread if one[0].key not in typed],
+                unread=[unread for unread in found.unread if unread[0].key not in typed],
                 notes=[*found.notes, *([note] if found.given.keys() - typed.keys() else [])],
             )
     return None
@@ -226,11 +226,11 @@ def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign
         before.append(word.text)
         if word.text.endswith(YAML):
             given |= _named_file(path, word)
-    for one in _parse_options(arguments):
-        if one.key == "config" and str(one.value).endswith(YAML):
-            given |= _named_file(path, shell.Word(str(one.value), one.line))
-        elif one.key not in ("num_processes", "config_file"):
-            given[one.key] = one
+    for option in _parse_options(arguments):
+        if option.key == "config" and str(option.value).endswith(YAML):
+            given |= _named_file(path, shell.Word(str(option.value), option.line))
+        elif option.key not in ("num_processes", "config_file"):
+            given[option.key] = option
     return Foreign(path, table, given, tuple(before), gpus)
 
 
@@ -254,7 +254,7 @@ def _named_file(script: Path, word: shell.Word) -> dict[str, Given]:
             hint="import that file itself",
         )
     tree = _tree(found, found.read_text(encoding="utf-8"))
-    return {one.key: one for one in _flat(tree, "")}
+    return {setting.key: setting for setting in _flat(tree, "")}
 
 
 def _parse_options(arguments: Sequence[shell.Word]) -> Iterable[Given]:
@@ -322,7 +322,7 @@ def parse_tool_name(name: str) -> str:
     plain = name.lower().replace("-", "_")
     plain = {"llama_factory": "llamafactory", "swift": "ms_swift", "openr1": "open_r1"}.get(plain, plain)
     if plain not in words.TOOLS:
-        shown_names = [one.replace("_", "-") for one in words.TOOLS]
+        shown_names = [tool.replace("_", "-") for tool in words.TOOLS]
         raise RecipeError(
             f"--from {name}: files of this tool are not read",
             allowed=f"known: {', '.join(shown_names)}",

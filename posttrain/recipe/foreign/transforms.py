@@ -21,7 +21,7 @@ _RANKS = ("ds.lora.rank", "lora_rank", "actor_rollout_ref.model.lora_rank", "mod
 
 def trains_adapter(foreign: Foreign) -> bool:
     """Return whether the file trains a LoRA adapter instead of all weights."""
-    given = {key: one.value for key, one in foreign.given.items()}
+    given = {key: setting.value for key, setting in foreign.given.items()}
     if any(key in given for key in _SWITCHES):
         return any(given.get(key) in _ADAPTERS for key in _SWITCHES)
     if foreign.table.name in ("trl", "open_r1"):
@@ -92,7 +92,7 @@ def _positive(draft: Draft, given: Given, target: str) -> None:
 
 def _list(draft: Draft, given: Given, target: str) -> None:
     value = given.value if isinstance(given.value, list) else [given.value]
-    draft.put(target, [str(one) for one in value], draft.origin(given.key))
+    draft.put(target, [str(item) for item in value], draft.origin(given.key))
 
 
 def _count_or_all(draft: Draft, given: Given, target: str) -> None:
@@ -155,7 +155,7 @@ def _steps_of_rl(draft: Draft, given: Given, target: str) -> None:
 
 def _targets(draft: Draft, given: Given, target: str) -> None:
     value = given.value
-    names = [str(one) for one in value] if isinstance(value, list) else str(value).split(",")
+    names = [str(target_name) for target_name in value] if isinstance(value, list) else str(value).split(",")
     if any(name in ("all", "all-linear", "all_linear") for name in names):
         draft.put(target, "all-linear", draft.origin(given.key))
     elif all(re.fullmatch(r"[\w.]+", name) for name in names):

@@ -118,7 +118,9 @@ def common_names() -> tuple[str, ...]:
 def table(name: str) -> Table:
     """Return the table of a tool, including entries shared with other tools; the tool's own entries take precedence."""
     values = dict(_read(name))
-    keys = {key: entry for one in reversed(values.pop("includes", [])) for key, entry in _entries(one).items()}
+    keys = {
+        key: entry for included in reversed(values.pop("includes", [])) for key, entry in _entries(included).items()
+    }
     keys |= _entries(name)
     lists = {key: tuple(values.pop(key, ())) for key in ("marks", "commands", "files")}
     return Table(**{**values, **lists, "name": name, "tool": values.get("tool", name), "keys": keys})
