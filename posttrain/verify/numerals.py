@@ -12,6 +12,7 @@ _VALUES |= {word: 10 * (index + 2) for index, word in enumerate(_TENS.split())}
 _LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 SCALES = {**_LARGE, "quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
+SCALES |= {"bn": 10**9, "tn": 10**12, "mio": 10**6, "mrd": 10**9}
 SCALES |= {f"{name}s": size for name, size in SCALES.items()}
 SCALES |= {f"{many}{name}": count * size for many, count in (("", 1), ("十", 10), ("百", 100), ("千", 1000))
            for name, size in (("万", 10**4), ("萬", 10**4), ("亿", 10**8), ("億", 10**8))}  # fmt: skip
@@ -33,6 +34,8 @@ truncated
 tausend millionen milliarde milliarden milliers milliard milliards mil milhão milhões bilhão bilhões millón mila milioni
 miliardi тысяча тысячи тысяч миллион миллиона миллионов миллиард миллиарда миллиардов ألف آلاف مليون مليار हज़ार लाख करोड़
 만 억 천 백만 천만 ribu juta nghìn triệu milyon milyar
+thou hunderte tausende dutzend paar centaine centaines dizaine dizaines douzaine douzaines paire cientos docena docenas
+пара пол bps double triple umpteen gazillion
 """
 _MORE = frozenset(_MORE_WORDS.split())
 _PART = re.compile(
