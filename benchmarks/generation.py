@@ -30,6 +30,7 @@ import rl_work
 import sides
 
 SIDES = ("vllm", "vllm-core", "posttrain")
+LENGTHS_A = (1 / 4, 3 / 4)  # of its completions in `rl_step.py`, about
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     record: dict[str, Any] = {"work": args.work, **sides.environment(lib), "sides": {}}
     with tempfile.TemporaryDirectory(prefix="generation-") as scratch:
         spec = specification(args, Path(scratch))
-        record["setting"] = {key: spec[key] for key in ("work", "requests", "tokens", "share", "repeats")}
+        record["setting"] = {key: spec[key] for key in ("work", "requests", "tokens", "share", "dtype", "repeats")}
         for side in args.sides:
             for count in args.engines if side == "posttrain" else [1]:
                 name = f"{side}, {count} engines" if side == "posttrain" else side
@@ -55,10 +56,11 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=["B", "L"], default="B", help="sizes, see rl_work.py (default: B)")
+    parser.add_argument("--work", choices=["A", "B", "L"], default="B", help="sizes, see rl_work.py (default: B)")
     parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
     parser.add_argument("--engines", nargs="*", type=int, default=[1], help="posttrain's vllm.engines (default: 1)")
     parser.add_argument("--share", type=float, default=0.3, help="GPU memory of all engines of a side (default: 0.3)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3, help="counted passes over the requests (default: 3)")
     parser.add_argument("--seconds", type=float, help="time limit of one side")
     parser.add_argument("--models", type=Path, help="keep the model here, for the next run on this machine")
@@ -74,13 +76,12 @@ def specification(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     work = rl_work.WORKS[args.work]
     if args.smoke:
         work = dataclasses.replace(work, prompts=4, new=24)
-    assert work.lengths is not None
     home = scratch if args.smoke else args.models or scratch
     if args.smoke:
         model = folders.random_qwen2(home / "small", folders.tiny(home / "tiny"), **SMALL)
     else:
         model = rl_work.model_folder(work, home, smoke=False)
-    (lengths,) = rl_work.seeded_lengths(1, work.prompts * rl_work.GROUP, work.new, *work.lengths)
+    (lengths,) = rl_work.seeded_lengths(1, work.prompts * rl_work.GROUP, work.new, *(work.lengths or LENGTHS_A))
     questions = [row["prompt"] for row in rl_work.questions(work.prompts)]
     return {
         "work": args.work,
@@ -91,6 +92,7 @@ def specification(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "tokens": sum(lengths),
         "window": 400 if args.smoke else work.new + 256,
         "share": args.share,
+        "dtype": args.dtype,
         "repeats": args.repeats,
         "smoke": args.smoke,
     }
@@ -109,15 +111,15 @@ def run_vllm(side: str, spec: dict[str, Any], result: dict[str, Any]) -> None:
 
     llm = LLM(
         spec["model"],
-        dtype="bfloat16",
+        dtype=spec["dtype"],
         gpu_memory_utilization=spec[side]["share"],
         max_model_len=spec["window"],
         enforce_eager=spec["smoke"],
         seed=0,
     )
     prompts = [{"prompt_token_ids": ids} for ids in prompt_ids(spec) for _ in range(rl_work.GROUP)]
-    for variant, seeded in (("plain", False), ("seeded", True)):
-        params = [rl_work.request(length, logprobs=False) for length in spec["lengths"]]
+    for variant, seeded, logprobs in (("plain", False, False), ("seeded", True, False), ("log-probs", True, True)):
+        params = [rl_work.request(length, logprobs=logprobs) for length in spec["lengths"]]
         for number, one in enumerate(params):
             one.seed = number if seeded else None
 
@@ -140,24 +142,25 @@ def run_posttrain(side: str, spec: dict[str, Any], result: dict[str, Any]) -> No
 
     settings = {"gpu_memory": spec[side]["share"], "engines": spec[side]["engines"], "enforce_eager": spec["smoke"]}
     section = EngineSection.model_validate({"engine": "vllm", "vllm": settings})
-    loaded = load(Model(path=spec["model"], dtype="bfloat16"), Path.cwd())
+    loaded = load(Model(path=spec["model"], dtype=spec["dtype"]), Path.cwd())
     scratch = Path(spec["run"])
     scratch.mkdir(parents=True)
     engine: Any = make_engine(section, loaded, scratch=scratch, max_len=spec["window"])
     engine = engine.engine() if isinstance(engine, StartingEngine) else engine
     sampling = Sampling(max_new_tokens=max(spec["lengths"]))
     prompts = [tuple(ids) for ids in prompt_ids(spec) for _ in range(rl_work.GROUP)]
-    requests = [
-        Request(number, ids, 1, seed=number, max_new_tokens=length, logprobs=False, ends=False)
-        for number, (ids, length) in enumerate(zip(prompts, spec["lengths"], strict=True))
-    ]
-
-    def generate() -> int:
-        answers = loop.run_all([engine.complete(request, sampling) for request in requests])
-        return sum(len(completion.ids) for (completion,) in answers)
-
     try:
-        time_passes(generate, lambda: engine.sync(loaded.model, 0), "seeded", spec, result)
+        for variant, logprobs in (("seeded", False), ("log-probs", True)):
+            requests = [
+                Request(number, ids, 1, seed=number, max_new_tokens=length, logprobs=logprobs, ends=False)
+                for number, (ids, length) in enumerate(zip(prompts, spec["lengths"], strict=True))
+            ]
+
+            def generate(requests: list[Request] = requests) -> int:
+                answers = loop.run_all([engine.complete(request, sampling) for request in requests])
+                return sum(len(completion.ids) for (completion,) in answers)
+
+            time_passes(generate, lambda: engine.sync(loaded.model, 0), variant, spec, result)
     finally:
         engine.close()
 
