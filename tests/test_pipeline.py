@@ -236,6 +236,13 @@ def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
         PROBLEM_INTERVALS_NOTE,
     ]
     assert describe_findings([row("down", -0.3, -0.1, [-0.2])])[1:] == [], "one seed: nothing to say of others"
+    assert describe_findings([row("tie", -0.1, 0.1, [0.0])]) == [
+        "tie equals sft: the 95% interval [-0.100, +0.100] includes 0."
+    ]
+    assert describe_findings([row("twin", 0.0, 0.0, [0.0, 0.0]), row("one", 0.5, 0.5, [0.5, 0.5])]) == [
+        "twin and sft are equally often right on every problem.",
+        "one is 0.500 above sft; without an interval, because the difference is the same on every problem.",
+    ], "no interval was computed, so no sentence speaks of them"
 
 
 def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path, forked_python, monkeypatch):

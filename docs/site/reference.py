@@ -127,6 +127,7 @@ def method(entry: dict[str, Any]) -> Iterator[str]:
     yield from ([f"{escape(entry['title'])}.", ""] if entry["kind"] == "preset" else [])
     yield from (as_markdown(entry["text"]), "")
     facts = [f"Paper: {paper(entry)}" if entry["paper"] else "", *(f"Not beside: {c}" for c in entry["conflicts"])]
+    facts += [f"Symbol {code(symbol)}: {escape(meaning)}" for symbol, meaning in entry["symbols"].items()]
     facts += [f"Needs: {', '.join(map(code, entry['needs']))}" if entry["needs"] else ""]
     facts += [f"For callers of the function only: {entry['unusable']}" if entry["unusable"] else ""]
     facts += [f"Note: {escape(' '.join(entry['not_stated'].split()))}" if entry["not_stated"] else ""]

@@ -30,11 +30,11 @@ def beta_norm(
 ) -> Tensor:
     """Normalize rewards by a Beta density of the group's pass rate -> [N] (BNPO).
 
-    (R - p) / f(p; alpha, beta), with R in [0, 1] and p the mean of the group. alpha = beta = 1 is plain centering, 3/2
-    is division by the std up to a constant; the spread of the pass rates decides where between the two the batch lies.
-    Rewards are scaled by (R - reward_min) / (reward_max - reward_min). A reward outside of that range has no Beta
-    density and is refused, so a penalty below 0 needs a lower reward_min. This is BNPO, not TRL's `bnpo`. See
-    `beta_normalised`.
+    (R - p) / f(p; alpha, beta), f the density, R in [0, 1] and p the mean of the group. alpha = beta = 1 is plain
+    centering, 3/2 is division by the std up to a constant; the spread of the pass rates decides where between the two
+    the batch lies. Rewards are scaled by (R - reward_min) / (reward_max - reward_min). A reward outside of that range
+    has no Beta density and is refused, so a penalty below 0 needs a lower reward_min. This is BNPO, not TRL's `bnpo`.
+    See `beta_normalised`.
     """
     return beta_normalised(batch, reward_min=reward_min, reward_max=reward_max, weight_max=weight_max).advantages
 

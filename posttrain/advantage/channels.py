@@ -35,13 +35,14 @@ def gdpo(
 ) -> Tensor:
     """Normalize each reward component by group, add them with weights, and normalize over the batch -> [N] (GDPO).
 
-    The weighted sum of w_k (r_k - mean) / (std + eps) is normalized a second time over the batch. Weights act on the
-    normalized components. They default to the recipe's reward weights; `weights` overrides those that it names, and 0
-    drops a component. conditions: component -> gate; outside its gate a component is 0 (for example, length counts only
-    where the answer is right: {length: {on: accuracy, min: 1.0}}). A missing component (NaN) adds 0; a row without any
-    component is excluded from the batch statistics and gets 0. batch_norm: `sequence` is (s - mean) / (std + eps) over
-    the rows; `token` over all trained tokens -> [N,T], as in the authors' verl code; `none` skips it. Standard
-    deviations have ddof 1. With a single component this is GRPO with a second normalization.
+    The weighted sum of w_k (r_k - mean) / (std + eps) over components k is normalized a second time over the batch.
+    Weights act on the normalized components. They default to the recipe's reward weights; `weights` overrides those
+    that it names, and 0 drops a component. conditions: component -> gate; outside its gate a component is 0 (for
+    example, length counts only where the answer is right: {length: {on: accuracy, min: 1.0}}). A missing component
+    (NaN) adds 0; a row without any component is excluded from the batch statistics and gets 0. batch_norm: `sequence`
+    is (s - mean) / (std + eps) over the rows, s: the weighted sum; `token` over all trained tokens -> [N,T], as in the
+    authors' verl code; `none` skips it. Standard deviations have ddof 1. With a single component this is GRPO with a
+    second normalization.
     """
     return gdpo_terms(batch, weights=weights, conditions=conditions, eps=eps, batch_norm=batch_norm)["advantages"]
 
@@ -81,9 +82,9 @@ def channels(
 ) -> ChannelAdvantages:
     """Normalize the reward of each channel among its rows of the group, times its weight -> [N].
 
-    (r - mean) / (std + eps). A channel's reward is the sum of its components times their factors. Rows outside `among`
-    are excluded from the statistics and get 0, as does the only row of its group. The advantage is the sum over the
-    channels. With `separate` (HDPO) the advantage is that of the first channel, and the regulariser `channel_clip`
+    (r - mean) / (std + eps), r: the reward of the channel, the sum of its components times their factors. Rows outside
+    `among` are excluded from the statistics and get 0, as does the only row of its group. The advantage is the sum over
+    the channels. With `separate` (HDPO) the advantage is that of the first channel, and the regulariser `channel_clip`
     trains on the other channels, numbered from 1, one each; this differs from the sum at clipped tokens where signs
     differ, and in the denominators. Raises UserError if no channel is given.
     """

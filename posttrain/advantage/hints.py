@@ -84,8 +84,8 @@ def protect_hint_tokens(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> 
 def hint_consistency(batch: RolloutBatch) -> Tensor:
     """Weight hint tokens by how close their entropy is to the continuation's; other tokens by 1 -> [N,T] (ADHint).
 
-    min(H, H') / max(H, H'), H' the continuation's mean entropy. The weight is 1 if both entropies are below 1e-8, and 0
-    in rows with a negative advantage, whose hint must not be pushed down.
+    min(H, H') / max(H, H'), H the token's entropy, H' the continuation's mean entropy. The weight is 1 if both
+    entropies are below 1e-8, and 0 in rows with a negative advantage, whose hint must not be pushed down.
     """
     advantages = require_field(batch.advantages, "advantages")
     rows = advantages if advantages.dim() == 1 else sampled_token_advantages(batch, advantages)

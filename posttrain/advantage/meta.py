@@ -32,9 +32,9 @@ from posttrain.registry import register
 def per_turn(batch: RolloutBatch, *, min_group: int = 5, norm_std: bool = False, eps: float = 1e-6) -> Tensor:
     """Compare each turn with the same turn of the prompt's other rollouts (CM2) -> [N,T], one value per turn.
 
-    `token_rewards` holds the turn scores (summed by turn). A = s - mean (/ (std + eps) with norm_std, unbiased) over
-    the scored rollouts that reached the turn; fewer than min_group such rollouts give 0. Source: "CM2: Reinforcement
-    Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use".
+    `token_rewards` holds the turn scores (summed by turn). A = s - mean (/ (std + eps) with norm_std, unbiased), s: the
+    turn's score, over the scored rollouts that reached the turn; fewer than min_group such rollouts give 0. Source:
+    "CM2: Reinforcement Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use".
     """
     turn = torch.where(batch.mask, require_field(batch.turn_ids, "turn_ids"), -1)
     width = int(turn.max()) + 1 if turn.numel() else 0

@@ -222,7 +222,8 @@ def difficulty_budget(
     PixelThink, following its code. difficulty: a data column (or component) of 1 to 10, or `pass_rate` for 10 * (1 -
     the group's share of right answers), which is not from the paper. The budget is hard_budget + uncertainty_scale * u
     from `hard` on and easy_budget below `medium`; in between there is no length term. u: mean over the row's tokens of
-    1 - p(likeliest) + p(second). The budgets are the paper's, for words of short thoughts: set your own, in tokens.
+    1 - probability of the likeliest token + that of the second. The budgets are the paper's, for words of short
+    thoughts: set your own, in tokens.
     """
     terms = budget_terms(
         batch,

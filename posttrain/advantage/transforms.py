@@ -27,10 +27,10 @@ def confidence(
 
     A + alpha * (confidence in the prompt - confidence in the answer).
 
-    Confidence of a token sequence: exp of the mean of its ceil(low_frac * n) lowest log-probs, 1 if the sequence is
-    empty. Right answers that the policy was sure of get less, which keeps its entropy up. Groups whose rewards sum to 0
-    and rows without a score are unchanged; skip_all_correct also leaves groups without a wrong row unchanged (one
-    source does). For rewards of at least 0. The paper does not state alpha (0.1 to 0.5 is worth trying).
+    Confidence of a token sequence: exp of the mean of the ceil(low_frac * n) lowest of its n log-probs, 1 if the
+    sequence is empty. Right answers that the policy was sure of get less, which keeps its entropy up. Groups whose
+    rewards sum to 0 and rows without a score are unchanged; skip_all_correct also leaves groups without a wrong row
+    unchanged (one source does). For rewards of at least 0. The paper does not state alpha (0.1 to 0.5 is worth trying).
     """
     advantages = require_field(batch.advantages, "advantages")
     rewards = require_rewards(batch)

@@ -20,7 +20,7 @@ def tree_steps(
 ) -> Tensor:
     """Credit tokens with the value of their tree node minus the mean final score of the tree -> [N,T] (DeepSearch).
 
-    tanh(V / temp) * q_max of a token's node minus the mean final score of the tree's paths.
+    tanh(V / temp) * q_max, V the value of a token's node, minus the mean final score of the tree's paths.
 
     The final score is the value of a path's last node (1 for a right end and -1 for a wrong one), or the row's reward.
     The last node gets the final score instead of its tanh. A single path subtracts 0. A row without a trained token, or

@@ -126,9 +126,9 @@ def decoupled_turns(
 
     The last turn has the group advantage of the reward, earlier turns that plus coef times the one of `tool`.
 
-    Both are (r - mean) / (std + eps) within the group. weight: with aggregation `token_mean` the loss becomes weight
-    times the mean over tokens of earlier turns, plus the mean over tokens of last turns, so that many short calls do
-    not outweigh few long answers; null: one mean over all.
+    Both are (r - mean) / (std + eps) within the group, r: the reward, or `tool`. weight: with aggregation `token_mean`
+    the loss becomes weight times the mean over tokens of earlier turns, plus the mean over tokens of last turns, so
+    that many short calls do not outweigh few long answers; null: one mean over all.
     """
     outcome = normalize_by_group(require_rewards(batch), batch.group_ids, eps=eps)
     called = normalize_by_group(get_component(batch, tool).double(), batch.group_ids, eps=eps)

@@ -13,6 +13,20 @@ from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
 from posttrain.errors import count_noun
 
+COLUMNS = {
+    "rows kept": "rows that stay after the method's filters, of all rows",
+    "rows pushed": "rows with a gradient on at least one token",
+    "mean |A|": "mean absolute advantage of the kept rows",
+    "on right rows": "share of the absolute gradient that is on right rows",
+    "longest quarter": "share of the absolute gradient that is on the longest quarter of the rows",
+    "clipped": "share of the trained tokens whose ratio is clipped (- if the loss has no clip)",
+    "like the run": "cosine between this gradient and that of the run's own method (1: same direction; -: one is zero)",
+}
+ROW_COLUMNS = {
+    "METHOD: A": "advantage of the row, mean over its tokens (- if the row is not kept)",
+    "METHOD: push": "sum over its tokens of -d loss / d log-prob: above 0 the row becomes more likely",
+}
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -35,6 +49,8 @@ def compare_methods(
 
     Nothing is generated and no model is loaded: rewards, lengths and log-probs are those that the run saved
     (run.keep_rollouts). With one update per step the policy equals the sampling policy, and nothing can be clipped.
+    The gradient is that of the loss by the log-prob of each token. `as it was` is the run's own method; the columns are
+    explained below the table.
     """
     from posttrain.run.resolved_recipe import read_resolved
 
@@ -55,6 +71,8 @@ def compare_methods(
     if rows:
         terminal.say()
         _print_table(single[:rows])
+    explained = {**COLUMNS, **(ROW_COLUMNS if rows else {})}
+    say("\n".join(f"{name:<{max(map(len, explained))}}  {meaning}" for name, meaning in explained.items()))
     tokens = count_noun(int(saved.batch.mask.sum()), "token")
     say(f"rollouts of step {saved.batch.step + 1}: {count_noun(len(saved.batch), 'row')}, {tokens}")
 

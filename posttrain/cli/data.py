@@ -256,8 +256,11 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
                 marked += f"[x{run['weight']:.3g}]"
             text.append(marked, style="green" if trained else "dim")
         console.print(text, soft_wrap=True)
+        tokens = count_noun(len(part["tokens"]), "token")
         count = sum(t["fate"] == "trained" for t in part["tokens"])
-        console.print(Text(f"({count_noun(len(part['tokens']), 'token')}, {count} trained on)\n", style="dim"))
+        whole = [*sample["parts"]] == ["prompt"]  # of a stage that samples completions
+        shown = f"prompt of {tokens}; the model writes the rest" if whole else f"{tokens}, {count} trained on"
+        console.print(Text(f"({shown})\n", style="dim"))
     for image in sample.get("images", ()):
         size = f"{image['width']} x {image['height']} pixels, {count_noun(image['tokens'], 'token')}"
         console.print(Text(f"{image['source']}: {size}", style="dim"), soft_wrap=True)

@@ -60,7 +60,7 @@ def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> 
     """Print how many checks found something after a text report; raise Exit with code 1 if any did."""
     bad = sum(not found["ok"] for found in checks)
     if not as_json:
-        say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")
+        say(f"{count_noun(bad, 'finding')}, marked LOOK" if bad else "no findings")
     if bad:
         raise typer.Exit(1)
 

@@ -77,7 +77,12 @@ def _usage_error(error: Any) -> UserError:
     if context is None:
         return UserError(error.format_message())
     usage = " ".join(context.get_usage().split()).removeprefix("Usage: ")
-    return UserError(error.format_message(), allowed=f"usage: {usage}", hint=f"{context.command_path} --help")
+    missing = getattr(error, "param", None) if type(error).__name__ == "MissingParameter" else None
+    form = f" {missing.opts[0]} {missing.metavar}:" if missing is not None and missing.opts[0].startswith("-") else ""
+    meaning = f"{form} {missing.help}" if missing is not None and getattr(missing, "help", None) else ""
+    return UserError(
+        f"{error.format_message()}{meaning}", allowed=f"usage: {usage}", hint=f"{context.command_path} --help"
+    )
 
 
 def _as_system_error(error: Exception) -> PosttrainError | None:

@@ -11,7 +11,7 @@ from posttrain import terminal
 from posttrain.cli.help import App
 from posttrain.cli.show import flow_value, print_json, yaml_value
 from posttrain.cli.stage import Json
-from posttrain.errors import UserError, nearest
+from posttrain.errors import UserError, count_noun, nearest
 
 app = App()
 WIDTH = 100  # characters of a method's line
@@ -127,6 +127,10 @@ def _describe_entry(entry: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from ([entry["title"], ""] if is_preset else [])
     yield entry["text"]
+    if entry["symbols"]:
+        yield "\nsymbols:"
+        width = max(map(len, entry["symbols"]))
+        yield from (f"  {symbol:<{width}}  {meaning}" for symbol, meaning in entry["symbols"].items())
     if entry["needs"]:
         yield f"\nneeds: {', '.join(entry['needs'])}"
     for conflict in entry["conflicts"]:
@@ -146,6 +150,9 @@ def _describe_entry(entry: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {line}" for line in _yaml(entry["choices"]))
     if entry.get("presets"):
         yield f"\nused by: {', '.join(entry['presets'])}"
+    if idle := entry.get("presets_with_coef_0"):
+        off = "with coefficient 0, off until a recipe sets kl.coef"
+        yield f"also set, {off}, by {count_noun(len(idle), 'preset')}: see --json"
     yield "\nin a recipe:"
     yield from (f"  {line}" for line in recipe_lines(entry))
 

@@ -189,6 +189,8 @@ def _print_cluster(found: dict[str, Any]) -> None:
 
 def _print_plan(found: dict[str, Any]) -> None:
     """Print text for people: batch sizes, memory by phase, possible changes."""
+    from posttrain.train.plan import SHOWN_GIB
+
     trained = found["trained"] / found["parameters"]
     each = f", each of {found['ranks']}" if found["ranks"] > 1 else ""
     terminal.say(
@@ -216,6 +218,8 @@ def _print_plan(found: dict[str, Any]) -> None:
         terminal.say(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}{cards} on a card like this one")
     if found["edits"]:
         terminal.say("each of these changes, alone, lowers the peak to")
+    else:
+        terminal.say(f"no change of one setting lowers the peak by {SHOWN_GIB} GiB or more")
     for edit in found["edits"]:
         terminal.say(f"  {edit['change']:40} {edit['peak_gib']} GiB")
     for name, number in found.get("measured", {}).items():

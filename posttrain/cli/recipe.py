@@ -19,6 +19,7 @@ from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import Problem, UserError, did_you_mean, problem_as_dict
 
 if TYPE_CHECKING:
+    from posttrain.recipe.keys import Key
     from posttrain.recipe.tree import Node
 
 app = App()
@@ -109,24 +110,21 @@ def _print_absence_notes(notes: Sequence[Problem]) -> None:
 
 @app.command()
 def keys(
-    stage: Annotated[
-        str, typer.Argument(metavar="STAGE", help="A stage, as in a recipe's `stage`: sft, rl, merge, ...")
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="STAGE[.SECTION]",
+            help="A stage (sft, rl, merge, ...), a stage with a section or key (rl.rollout), or a section (rollout).",
+        ),
     ],
     as_json: Json = False,
 ) -> None:
-    """List every key of a stage, one per line: key, type, default, meaning. Made for `grep`.
+    """List every key of a stage or of one section, one per line: key, type, default, meaning. Made for `grep`.
 
-    N stands for a position in a list, NAME for a name that you choose. The parameters of a loss or another method are
-    listed by `posttrain methods show NAME`.
+    N stands for a position in a list (rewards.0.weight=2 on the command line), NAME for a name that you choose. The
+    parameters of a loss or another method are listed by `posttrain methods show NAME`.
     """
-    from posttrain.recipe.keys import BY_NAME, list_keys
-
-    model = BY_NAME.get(stage.replace("-", "_"))
-    if model is None:
-        raise UserError(
-            f"no stage `{stage}`", allowed=f"stages: {', '.join(BY_NAME)}", hint=did_you_mean(stage, BY_NAME)
-        )
-    listed = list(list_keys(model))
+    listed = _find_keys(name)
     if as_json:
         print_json([key._asdict() for key in listed])
         return
@@ -135,6 +133,36 @@ def keys(
         terminal.say(
             "  ".join(f"{text:<{width}}" for text, width in zip(key[:3], wide, strict=False)) + f"  {key.about}"
         )
+
+
+def _find_keys(name: str) -> list[Key]:
+    """Return the keys of `STAGE`, `STAGE.SECTION` or `SECTION`; a section alone is that of the first stage with it, and
+    a note names the other stages. Raises UserError if there is none."""
+    from posttrain.recipe.keys import BY_NAME, list_keys, plain_path
+
+    def below(stage: str, section: str) -> list[Key]:
+        every = list_keys(BY_NAME[stage])
+        return [key for key in every if f"{plain_path(key.key)}.".startswith(f"{section}." if section else "")]
+
+    stage, _, section = name.replace("-", "_").partition(".")
+    if stage in BY_NAME:
+        if found := below(stage, section):
+            return found
+        sections = dict.fromkeys(key.key.partition(".")[0] for key in below(stage, ""))
+        hint = did_you_mean(section, sections, f"{stage}.{{}}")
+        raise UserError(f"stage {stage} has no key `{section}`", allowed=f"it has: {', '.join(sections)}", hint=hint)
+    by_stage = {one: keys for one in BY_NAME if (keys := below(one, name))}
+    if not by_stage:
+        sections = dict.fromkeys(key.key.partition(".")[0] for one in BY_NAME for key in below(one, ""))
+        raise UserError(
+            f"no stage and no section `{name}`",
+            allowed=f"stages: {', '.join(BY_NAME)}; STAGE.SECTION or a section alone is allowed too",
+            hint=did_you_mean(name, [*BY_NAME, *sections]),
+        )
+    first, *others = by_stage
+    also = f"; also in {', '.join(others)}: posttrain recipe keys {others[0]}.{name}" if others else ""
+    say(f"`{name}` in stage {first}{also}")
+    return by_stage[first]
 
 
 @app.command()

@@ -125,7 +125,8 @@ def runs(
         typer.Option(
             "--filter",
             metavar="TEXT",
-            help="Only runs with TEXT in path, stage or note, or with a recipe value KEY=VALUE; repeatable.",
+            help="Only runs with TEXT in path, stage, state, method or note, or with a recipe value KEY=VALUE "
+            "(optim.lr=1e-5); repeatable.",
         ),
     ] = None,
     inner: Annotated[bool, typer.Option("--stages", help="Also list the stages of pipelines.")] = False,
@@ -163,7 +164,7 @@ def runs(
 
 def _list_runs(folders: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
     """Return the rows of all runs below the folders that match state and filters, oldest first."""
-    from posttrain.report.runs import describe, find_runs, is_sweep, matches, unknown_filters
+    from posttrain.report.runs import check_filters, describe, find_runs, is_sweep, matches
 
     for place in folders:
         if not place.is_dir() and place != Path("runs"):
@@ -172,8 +173,8 @@ def _list_runs(folders: Sequence[Path], state: str | None, words: Sequence[str],
             raise UserError(f"there is no folder {place}", hint=suggest_file(str(place), [place]))
     found = (run for place in folders for run in find_runs(place, inner=inner or is_sweep(place)))
     rows = [describe(run) for run in found]
-    for message in unknown_filters(rows, words) if rows else ():
-        say(message)
+    if rows:
+        check_filters(rows, words)
     rows = [row for row in rows if (state is None or row.state == state) and matches(row, words)]
     return sorted(rows, key=lambda row: row.when)
 
@@ -323,7 +324,8 @@ def track(
         raise UserError(f"there is no tracker `{unknown[0]}`", allowed=f"one of {', '.join(TRACKERS)}", hint=hint)
     trackers = [{"use": name} for name in to] if to else view.resolved.get("track") or []
     if not trackers:
-        raise UserError(f"{run} names no tracker", hint="posttrain track RUN --to wandb")
+        names = ", ".join(TRACKERS)
+        raise UserError(f"the recipe of {run} has no `track`", allowed=f"trackers: {names}", hint="add --to NAME")
 
     def note(line: str) -> None:
         say(line)
@@ -381,7 +383,8 @@ def _format_difference(found: dict[str, Any]) -> str:
     """Return a difference with its interval, and whether the interval excludes 0."""
     if not found["informative"]:
         return f"{found['diff']:+.4f}, without an interval ({found['note']})"
-    side = "includes 0: no difference is shown" if found["low"] <= 0 <= found["high"] else "excludes 0"
+    side = "includes 0" if found["low"] <= 0 <= found["high"] else "excludes 0"
+    side += ": no difference is shown" if found["diff"] and side == "includes 0" else ""
     return (
         f"{found['diff']:+.4f}, {100 * found['level']:g}% interval [{found['low']:+.4f}, {found['high']:+.4f}] {side}"
     )

@@ -133,8 +133,8 @@ def _format_kappa(value: float | None) -> str:
 def _find_script(target: str) -> tuple[Path, str | None] | None:
     """Return (file, function or None for all) of a target that names a script; None for a recipe."""
     stem, _, name = target.partition(".py:")
-    if name or target.endswith(".py"):
-        path = stem + ".py" if name else target
+    if name or target.endswith((".py", ".py:")):
+        path = f"{stem}.py" if name else target.removesuffix(":")
         return find(path, None, "reward script", RewardError), name or None
     if target.endswith((".yaml", ".yml")):  # a recipe, even if a shipped script has the same name
         return None
@@ -142,6 +142,9 @@ def _find_script(target: str) -> tuple[Path, str | None] | None:
     script, _, function = target.partition(".")
     if script in shipped:
         return shipped[script], function or None
+    if Path(f"{script}.py").is_file():
+        hint = f"write {script}.py{f':{function}' if function else ''}"
+        raise RewardError(f"no shipped reward script `{script}`", hint=hint)
     near = nearest(script, shipped)
     is_recipe = Path(target).exists() or nearest(target, known_files("recipes", [".yaml"]))
     if near and not is_recipe:

@@ -72,7 +72,8 @@ def sweep(
         with keep_report(directory):
             summary = run_points(found, merges, evaluation, directory)
         print_run_summary(summary, directory.path, as_json)
-        say(CAVEAT)
+        if not _all_equal(summary["table"]):
+            say(CAVEAT)
 
 
 def _comparable_values(measure: Loaded) -> dict[str, Any]:
@@ -119,6 +120,11 @@ def run_points(
     }
     write_json(directory.path / "summary.json", summary)
     return summary
+
+
+def _all_equal(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether all points have the same accuracy, so that none was chosen for it."""
+    return len({row["pooled"]["mean"] for row in rows}) == 1
 
 
 def _describe_choice(chosen: str, accuracies: Mapping[str, float | None]) -> str:

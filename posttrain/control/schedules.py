@@ -51,9 +51,9 @@ class RemixConvex:
     """ReMix's convex mixture of two KL terms: the reference's share is 1 for 50 steps, then drops by 0.1 every 10 steps
     to 0.5.
 
-    share(t) = max(1 - 0.1 * ceil(max(t - 50, 0) / 10), 0.5). The value is the coefficient times the share, or times 1 -
-    share with `complement`. Use one controller for the coefficient of the KL to the reference and one with `complement`
-    for that of `kl_old`, both with the same initial coefficient.
+    The share in step t is max(1 - 0.1 * ceil(max(t - 50, 0) / 10), 0.5). The value is the coefficient times the share,
+    or times 1 - share with `complement`. Use one controller for the coefficient of the KL to the reference and one with
+    `complement` for that of `kl_old`, both with the same initial coefficient.
     """
 
     complement: bool = False

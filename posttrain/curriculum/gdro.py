@@ -45,7 +45,7 @@ class Gdro(Sampler):
     allocation `gdro`: each bin has scores for the arms n_min..n_max (null = 3 * group_size); the most likely choice
     that spends the budget is taken, and the score of a bin's arm changes by the mean loss of its rows (`mode`: sign of
     the code or of the paper), with a shadow price on rollouts (dual_lr). `variance`: rollouts minimise sum p (1-p) / n
-    over the prompts' own pass rates, 0.5 for unseen prompts. `uniform`: group_size each.
+    over prompts, p = a prompt's own pass rate (0.5 for unseen prompts), n = its rollouts. `uniform`: group_size each.
 
     `factors: [prompt_gdro]` weights rows by the moving average (ema_beta) of the loss of each bin.
     """

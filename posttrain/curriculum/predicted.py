@@ -29,8 +29,8 @@ class Pcl(Sampler):
     value is nearest to `target`.
 
     Candidates are the next prompts of the uniform order. After each step the value head takes value_steps Adam steps
-    (value_lr) on the mean of (V(x) - group mean)^2; metric: the quantity whose group mean is taken. During the first
-    warmup_steps steps prompts are taken in the uniform order, because the head is untrained.
+    (value_lr) on the mean of (prediction - group mean)^2; metric: the quantity whose group mean is taken. During the
+    first warmup_steps steps prompts are taken in the uniform order, because the head is untrained.
     """
 
     candidate_factor: int = 4

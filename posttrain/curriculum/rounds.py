@@ -30,7 +30,8 @@ class Xrpo(Sampler):
     where a rollout narrows the confidence interval of the mean reward most.
 
     Priority: h(n) - h(n+1) + explore * sqrt(ln(1 + rollouts of the step) / n) with h(n) = t_{1-alpha/2, n-1} * s /
-    sqrt(n), s the standard deviation (ddof 1) of the prompt's rewards. n_min: null = half of `rollout.group_size`.
+    sqrt(n), n the prompt's rollouts so far, t the quantile of Student's distribution, s the standard deviation (ddof
+    1) of the prompt's rewards. n_min: null = half of `rollout.group_size`.
     n_max: null = 4 n_min. rounds: including the first; each later round grants an equal part of the remaining budget.
     per_round: rollouts per grant.
     """

@@ -250,8 +250,8 @@ def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> di
     """Check that the last trained token of every sequence ends generation."""
     good = sum(i in eos for i in last)
     names = ", ".join(repr(tokenizer.decode([i])) for i in eos)
-    text = f"{good} of {count_noun(len(last), 'trained text')} ending in a token that ends generation ({names})"
-    return _check("end of turn is learnt", good == len(last), text)
+    text = f"{good} of {count_noun(len(last), 'trained text')} end in a token that stops generation ({names})"
+    return _check("end of turn", good == len(last), text)
 
 
 def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
@@ -264,7 +264,7 @@ def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
     prompt = chat.render(tokenizer, [{"role": "user", "content": "x"}], generation_prompt=True)
     if chat.has_prefilled_think(prompt):
         text = "the generation prompt already opens <think>: completions begin inside it, formats must allow for that"
-        found.append(_check("opened tag", True, text))
+        found.append(_check("thinking", True, text))
     return found
 
 
@@ -280,16 +280,16 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
     }
     kept = f"{len(prepared.rows) - len(left_out)} of {count_noun(len(prepared.rows), 'row')}"
     counts = (f"{cause.removeprefix('LOOK: ')} ({count_noun(len(uids), 'row')})" for cause, uids in lost.items())
-    parts = [f"{kept} with all of its texts in the rendering", *counts]
+    parts = [f"{kept} have all of their text in the rendered row", *counts]
     if prepared.frames:
         most = sorted(prepared.frames.items(), key=lambda frame: -frame[1])
-        shown = ", ".join(f"{frame!r} ({count})" for frame, count in most[:FRAMES])
+        shown = ", ".join(f"{frame!r} ({count_noun(count, 'turn')})" for frame, count in most[:FRAMES])
         more = f" and in {count_noun(len(most) - FRAMES, 'other way')}" if len(most) > FRAMES else ""
-        parts.append(f"trained turns are written, with … for the row's texts, as {shown}{more}")
-    found = [_check("text is kept", not any(cause.startswith("LOOK") for cause in lost), "; ".join(parts))]
+        parts.append(f"the template renders a trained turn (… stands for its text) as {shown}{more}")
+    found = [_check("text", not any(cause.startswith("LOOK") for cause in lost), "; ".join(parts))]
     if added:
         text = f"an empty thought in {count_noun(len(added), 'row')}: the model learns to answer without thinking"
-        found.append(_check("nothing is added", False, text))
+        found.append(_check("added text", False, text))
     return found
 
 
@@ -308,9 +308,9 @@ def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[s
     # Some tokenizers declare an ordinary token as unk; unknown characters cannot be detected then.
     count = 0 if unknown is None or unknown == tokenizer.eos_token_id else sum(unknown in s for s in sequences)
     return _check(
-        "known characters",
+        "unknown characters",
         count == 0,
-        f"{count} of {count_noun(len(sequences), 'row')} with characters that have no token",
+        f"{count} of {count_noun(len(sequences), 'row')} have characters without a token",
     )
 
 
@@ -329,5 +329,5 @@ def check_dropped(
 def _check_doubles(sequences: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Check that at most 2% of the sequences equal an earlier one."""
     doubles = len(sequences) - len({tuple(s) for s in sequences})
-    text = f"{doubles} of {count_noun(len(sequences), 'item')} the same as an earlier one"
-    return _check("no doubles", doubles * 50 <= len(sequences), text)
+    text = f"{doubles} of {count_noun(len(sequences), 'item')} repeat an earlier one"
+    return _check("duplicates", doubles * 50 <= len(sequences), text)

@@ -200,9 +200,7 @@ def _iterate_verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, st
         yield _label_verdict(found)
     if pairs := report["pairs"]:
         share = pairs["chosen_longer"]
-        text = (
-            f"the chosen side is the longer one in {share:.0%} of the pairs: length alone predicts the sides that well"
-        )
+        text = f"the chosen side is longer in {share:.0%} of the pairs: a model may learn length instead of quality"
         yield "length of the sides", 0.2 <= share <= 0.8, text
 
 
@@ -222,11 +220,11 @@ def _duplicate_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[s
 
 def _overlap_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
     """Yield the verdict on the overlap with one evaluation data set."""
-    parts = {"the same": found["same"], "nearly the same": found["near"], "32 words in a row": found["ngrams"]}
+    parts = {"equal": found["same"], "near-duplicate": found["near"], "with 32 shared words in a row": found["ngrams"]}
     uids = [pair[0] if isinstance(pair, list) else pair for part in parts.values() for pair in part]
-    counts = ", ".join(f"{what}: {len(part)}" for what, part in parts.items())
+    counts = ", ".join(f"{len(part)} {what}" for what, part in parts.items())
     template = f"; {found['but_for_numbers']} with the same words and other numbers" if found["but_for_numbers"] else ""
-    text = f"of {count_noun(rows, 'row')}, {count_noun(found['rows'], 'row')} of {found['source']} have {counts}"
+    text = f"{count_noun(rows, 'row')} against {count_noun(found['rows'], 'row')} of {found['source']}: {counts}"
     yield "evaluation data", not uids, f"{text}{_format_rows(uids)}{template}"
 
 
@@ -248,7 +246,7 @@ def _gold_verdicts(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
         yield "golds", False, doubt
 
 
-_REFUSED_CAUSES = {"prose": "a sentence, no answer", "refused": "not right by the reward itself"}
+_REFUSED_CAUSES = {"prose": "a sentence, no answer", "refused": "rejected by the reward itself"}
 
 
 def _label_verdict(found: Mapping[str, Any]) -> tuple[str, bool, str]:

@@ -7,9 +7,9 @@ available" throughout: a sample that could not be scored, a problem without samp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -193,6 +193,11 @@ class Interval:
     problems: int = 0
     informative: bool = True
     note: str = ""
+
+
+def has_interval(bounds: Mapping[str, Any]) -> bool:
+    """Return whether {low, high} is an interval: one problem, or equal values, give none or one of zero width."""
+    return bounds["low"] is not None and bool(bounds["low"] < bounds["high"])
 
 
 def bootstrap_ci(

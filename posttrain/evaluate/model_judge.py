@@ -97,9 +97,9 @@ def score(
     met; versus, whether the completion is better than the column `answer`, asked in both orders. template: for a
     rating, a text file with {prompt}, {completion}, {answer}, {low} and {high}, asking for a reply that `pattern`
     matches. samples: number of ratings averaged, at a temperature. thought: also show the thought. longest: characters
-    of the answer shown. max_tokens: of a reply; a question that leaves no room for a reply gets none. batch_size:
-    questions decoded together. Logged part: unparsed. Replies are cached during the run; at a temperature a reply is
-    sampled from `seed` and its position in the call.
+    of the answer shown. max_tokens: of a reply; a reply that is cut there counts as unparsed, and a question that
+    leaves no room for a reply gets none. batch_size: questions decoded together. Logged part: unparsed. Replies are
+    cached during the run; at a temperature a reply is sampled from `seed` and its position in the call.
     """
     model = _load_judge(path, base_dir, device, dtype)
     shown = completions if thought else [after_think(text) for text in completions]
@@ -161,7 +161,8 @@ def _combine_replies(
 
 
 def _ask_judge(model: LoadedJudge, questions: Sequence[tuple[str, int]], sampling: Sampling, seed: int) -> list[str]:
-    """Return the judge's reply to each (question, sample); '' for a question without room. Replies are cached."""
+    """Return the judge's reply to each (question, sample), cached; '' for a question without room, or a reply that was
+    cut at max_tokens."""
     engine, settings = model.engine, (sampling.temperature, sampling.max_new_tokens, seed)
     room = engine.window - sampling.max_new_tokens
     found = {asked: model.replies.get((*asked, *settings)) for asked in questions}
@@ -175,8 +176,8 @@ def _ask_judge(model: LoadedJudge, questions: Sequence[tuple[str, int]], samplin
     if new:
         rollouts = engine.generate([prompt for _, prompt in new], 1, sampling, seed=seed, logprobs=False)
         for (asked, _), rollout in zip(new, rollouts, strict=True):
-            found[asked] = after_think(rollout.text)
-            model.replies[(*asked, *settings)] = after_think(rollout.text)
+            found[asked] = "" if rollout.finish == "length" else after_think(rollout.text)
+            model.replies[(*asked, *settings)] = found[asked] or ""
     while len(model.replies) > MAX_CACHED_REPLIES:
         del model.replies[next(iter(model.replies))]
     return [found[asked] or "" for asked in questions]

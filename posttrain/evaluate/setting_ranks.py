@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from posttrain.evaluate.estimators import has_interval
 from posttrain.run.atomic_io import read_json
 from posttrain.run.metrics import read_metrics
 
@@ -163,7 +164,7 @@ def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) ->
     ranked = [row for row in rows if row["rank"] is not None]
     if len(ranked) > 1 and len({row["ranked"]["mean"] for row in ranked}) == 1:
         return [*sentences, f"All settings have the same value, {ranked[0]['ranked']['mean']:.4g}: they have no order."]
-    if len(ranked) > 1 and ranked[0]["ranked"]["low"] is not None:
+    if len(ranked) > 1 and has_interval(ranked[0]["ranked"]):
         first = ranked[0]["ranked"]
         near = [row["setting"] for row in ranked[1:] if _overlaps(first, row["ranked"])]
         if near:
@@ -189,10 +190,13 @@ def _describe_intervals(rows: Sequence[Mapping[str, Any]]) -> str:
         "problems": f"over problems, {seeds}",
         "steps": "over the steps of one run: another seed may move it further",
     }
-    over = [meant[factor] for factor in dict.fromkeys(row["ranked"]["over"] for row in rows) if factor]
-    return (
-        f"95% intervals are {', or '.join(over)}" if over else "no intervals, of one run a setting: add run.seed=0,1,2"
-    )
+    factors = dict.fromkeys(row["ranked"]["over"] for row in rows if has_interval(row["ranked"]))
+    over = [meant[factor] for factor in factors]
+    if over:
+        return f"95% intervals are {', or '.join(over)}"
+    if any(row["ranked"]["over"] for row in rows):
+        return "without intervals, because the values of each setting are all equal"
+    return "without intervals, because each setting has one run: add run.seed=0,1,2"
 
 
 def _overlaps(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

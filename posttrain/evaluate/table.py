@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.evaluate.compare import read_problem_values
-from posttrain.evaluate.estimators import Interval, bootstrap_ci, paired_difference
+from posttrain.evaluate.estimators import Interval, bootstrap_ci, has_interval, paired_difference
 
 Values = Mapping[tuple[str, int], float]
 Seeds = Mapping[str, Values]  # seed -> value of each problem
@@ -76,31 +76,33 @@ def _bounds(interval: Interval) -> dict[str, float | None]:
 def describe_findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each compared row: its distance from the first row, and whether the interval excludes 0.
 
-    With several seeds, a last sentence says what the intervals do not cover.
+    With intervals over several seeds, a last sentence says what they do not cover.
     """
     compared = [row for row in rows if row["difference"] and row["difference"]["mean"] is not None]
-    several = any(len(row["difference"]["seeds"]) > 1 for row in compared)
+    several = any(len(row["difference"]["seeds"]) > 1 and has_interval(row["difference"]) for row in compared)
     return [*map(_describe_difference, compared), *([PROBLEM_INTERVALS_NOTE] if several else [])]
 
 
 def _describe_difference(row: Mapping[str, Any]) -> str:
     """Describe the difference of a row to the first row."""
     found = row["difference"]
-    level = f"{100 * row['level']:g}% interval"
-    sign = _interval_sign(found)
-    direction = "above" if found["mean"] > 0 else "below"
     if found["mean"] == found["low"] == found["high"] == 0:
-        return f"{row['model']} and {found['to']} are equally often right on every problem: no difference is shown."
+        return f"{row['model']} and {found['to']} are equally often right on every problem."
+    direction = "above" if found["mean"] > 0 else "below"
     distance = f"{abs(found['mean']):.3f} {direction}" if abs(found["mean"]) >= 0.0005 else "within 0.0005 of"
-    start = f"{row['model']} is {distance} {found['to']}"
+    start = f"{row['model']} is {distance} {found['to']}" if found["mean"] else f"{row['model']} equals {found['to']}"
+    if not has_interval(found):
+        return f"{start}; without an interval, because the difference is the same on every problem."
+    sign = _interval_sign(found)
+    interval = f"{start}: the {100 * row['level']:g}% interval [{found['low']:+.3f}, {found['high']:+.3f}]"
     if sign == 0:
-        return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] includes 0, no difference is shown."
+        return f"{interval} includes 0" + (", no difference is shown." if found["mean"] else ".")
     seeds = ""
     if len(found["seeds"]) > 1:
         agree = sum(_interval_sign(seed) == sign for seed in found["seeds"].values())
         each = ", ".join("-" if seed["mean"] is None else f"{seed['mean']:+.3f}" for seed in found["seeds"].values())
         seeds = f", for {agree} of {len(found['seeds'])} seeds on its own ({each})"
-    return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] excludes 0{seeds}."
+    return f"{interval} excludes 0{seeds}."
 
 
 def _interval_sign(bounds: Mapping[str, Any]) -> int:

@@ -90,8 +90,8 @@ def gdc(
 ) -> GroupLoss:
     """Fit the policy to ref * exp(reward / beta) without mode collapse: -mean sg[(pi / old) (v - baseline)] sum log pi.
 
-    v by divergence, t = pi / target: forward_kl 1 / t; reverse_kl -(log t + 1); js -(log 2 - softplus(-log t)); tv
-    -sign(log t) / 2. log Z is estimated from the group, so groups should be large and completions short. max_weight
+    v: by divergence, with t = pi / target: forward_kl 1 / t; reverse_kl -(log t + 1); js -(log 2 - softplus(-log t));
+    tv -sign(log t) / 2. log Z is estimated from the group, so groups should be large and completions short. max_weight
     limits the importance weight. Unscored rows are ignored. Stats: `gdc/log_z`, `gdc/kl` (mean log t: KL to the
     target). Raises ValueError for a batch without rewards.
     """

@@ -39,9 +39,9 @@ def drpo(
     the group's correct rows: of two correct answers the shorter gets the larger push, and the gradient never lowers a
     correct one. A large lam removes the length preference (DisCO). Groups without both classes have J = 0 and stay in
     the mean. Loss: -J + stop(max(0, kl_beta * (K - kl_delta))) * K, K the mean over all tokens of old_logp - logp
-    (`k1`) or r - 1 - ln r (`k3`). max_length: of a completion; None takes the longest of the step. Empty rows and rows
-    of unknown correctness are in no class. Reads correctness instead of rewards, so other reward components have no
-    effect. logp [N,T]; values and stats [K]: `drpo/gap`, `drpo/kl`.
+    (`k1`) or r - 1 - ln r (`k3`), r = exp(logp - old_logp). max_length: of a completion; None takes the longest of the
+    step. Empty rows and rows of unknown correctness are in no class. Reads correctness instead of rewards, so other
+    reward components have no effect. logp [N,T]; values and stats [K]: `drpo/gap`, `drpo/kl`.
     """
     key, groups = group_key(batch.group_ids)
     correct, wrong = classes(batch)

@@ -25,7 +25,7 @@ K3_RANGE = (-2.610868638149878, 10.999983298020254)  # values of d at which exp(
 
 @register("kl", "k1", needs=("ref_logp",))
 def k1(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute d: unbiased, noisy, may be negative.
+    """Return d itself, which is unbiased and noisy, and may be negative.
 
     For the reward only: in a loss its gradient is 1, whatever ref_logp is.
     """
@@ -34,7 +34,7 @@ def k1(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 @register("kl", "k2", needs=("ref_logp",))
 def k2(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Compute d^2 / 2: a biased value whose gradient d is, on the policy's own samples, that of the reverse KL."""
+    """Compute d^2 / 2: a biased value, whose gradient on the policy's own samples, d, is that of the reverse KL."""
     return _token_kl(log_ratio_to_reference(batch, logp).square() / 2)
 
 

@@ -17,9 +17,10 @@ def kto(
     """Compute w (1 - s(beta (h - z0))) for good rows, w (1 - s(beta (z0 - h))) for bad rows.
 
     h = log-ratio to the reference. Shapes: h and losses [P]. z0 = the mean log-ratio of mismatched completions, at
-    least 0 and detached: an estimate of the KL to the reference. Weights: keep (desirable_weight * good rows) /
-    (undesirable_weight * bad rows) between 1 and 4/3. Stats: kl (z0), chosen_rewards (beta h, of good and bad rows),
-    accuracy (h on the correct side of z0). Raises ValueError for a batch without labels.
+    least 0 and detached: an estimate of the KL to the reference. w = desirable_weight or undesirable_weight: keep
+    (desirable_weight * good rows) / (undesirable_weight * bad rows) between 1 and 4/3. Stats: kl (z0), chosen_rewards
+    (beta h, of good and bad rows), accuracy (h on the correct side of z0). Raises ValueError for a batch without
+    labels.
     """
     if batch.label is None:
         raise ValueError("kto needs the label of every row")

@@ -56,7 +56,10 @@ def dno(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
 
 @register("pair_loss", "dno_soft", paper="2404.03715", needs=("prev_logp", "win_rates"))
 def dno_soft(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
-    """Compute `dno` with the target t = s(win_w - win_l) of the win rates: -t log s(z) - (1 - t) log s(-z)."""
+    """Compute `dno` with the target t = s(win_w - win_l) of the win rates: -t log s(z) - (1 - t) log s(-z).
+
+    z is the margin of `dno`; win_w, win_l: win rates of the chosen and the rejected side.
+    """
     chosen, rejected = previous_ratios(batch)
     gap = _column(batch.chosen_win, "chosen_win") - _column(batch.rejected_win, "rejected_win")
     z, target = eta * (chosen - rejected), torch.sigmoid(gap)
@@ -253,7 +256,7 @@ def p3o_pair(
     ),
 )
 def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> PairLoss:
-    """Compute -log s(beta (a_w - sign a_s)) for a good answer w and a sample s of an earlier checkpoint.
+    """Compute -log s(beta (a_w - sign a_v)) for a good answer w and a sample v of an earlier checkpoint.
 
     a = log-ratio to that checkpoint, the reference. sign = 1 if the policy gives w at least the reference's log-prob,
     so that the checkpoint's sample is probably worse; else -1, and both sides are pushed up. Without use_anchor the

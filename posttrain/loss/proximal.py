@@ -73,9 +73,9 @@ def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> Tok
 def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", "is"] = "k3") -> TokenLoss:
     """Compute the KL to the policy at the start of the step per token, with d = logp - old_logp.
 
-    `k3`: exp(-d) + d - 1 (TRPA, ReMix); `k2`: d^2 / 2; `is`: r ln r - r + 1, KL(pi || old) on old samples (MDPO). It is
-    0 without gradient in the first update of a step. |d| is limited to 20, beyond which the gradient is that at the
-    limit. Stat: `kl_old`.
+    `k3`: exp(-d) + d - 1 (TRPA, ReMix); `k2`: d^2 / 2; `is`: r ln r - r + 1, r = exp(d), KL(pi || old) on old samples
+    (MDPO). It is 0 without gradient in the first update of a step. |d| is limited to 20, beyond which the gradient is
+    that at the limit. Stat: `kl_old`.
     """
     d = limit_value(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k3":

@@ -49,11 +49,11 @@ def task_arithmetic(
     lam: float = 1.0,
     normalize: bool = False,
 ) -> Tensor:
-    """Return base + lam * sum_i w_i (theta_i - base); negative weights subtract a skill.
+    """Return base + lambda * sum_i w_i (theta_i - base); negative weights subtract a skill.
 
-    This is mergekit's `task_arithmetic`. `normalize` divides the sum by sum_i w_i (off by default, as in mergekit). lam
-    0 or all weights 0 give the base bit for bit. Raises MergeError without a base, or if weights to be normalised
-    cancel.
+    This is mergekit's `task_arithmetic`. `normalize` divides the sum by sum_i w_i (off by default, as in mergekit).
+    lambda 0 or all weights 0 give the base bit for bit. Raises MergeError without a base, or if weights to be
+    normalised cancel.
     """
     if base is None:
         raise MergeError("task_arithmetic needs a base model", hint="add `base_model: ...`")

@@ -278,7 +278,7 @@ def _count_changes_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
 def _print_summary(summary: dict[str, Any]) -> None:
     """Print the result of a merge: output, changed tensors, and a warning about differences lost to rounding."""
     gap = summary["probe"]["logit_gap"]
-    gap_text = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
+    gap_text = "" if gap is None else f", largest logit difference on a test text {gap:.3g}"
     inputs = count_noun(len(summary["models"]), "model")
     if "layers" in summary:
         terminal.note(f"{count_noun(summary['layers'], 'layer')} of {inputs} stacked in {summary['model']}{gap_text}")
@@ -290,8 +290,10 @@ def _print_summary(summary: dict[str, Any]) -> None:
     if parts := summary.get("changed_by_part"):
         terminal.note("; ".join(f"{part}: {moved} of {count}" for part, (moved, count) in parts.items()) + " differ")
     if summary["rounded_away"]:
-        why = "too small for the output dtype, or dropped by the rule"
-        terminal.note(f"warning: differing inputs changed nothing ({why}) in {summary['rounded_away']}")
+        names = summary["rounded_away"]
+        why = "the difference is too small for the output dtype, or the merge method dropped it"
+        count = count_noun(len(names), "tensor")
+        terminal.note(f"warning: {count} unchanged although the inputs differ ({why}): {', '.join(names)}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -31,6 +31,9 @@ KINDS: dict[str, tuple[str, str, str]] = {kind: tuple(row) for kind, row in _TAB
 OTHER_NAMES: dict[str, str] = _TABLE["other_names"]
 KEYS: dict[str, list[str]] = _TABLE["keys"]
 FORMULAS: dict[str, list[str]] = _TABLE["formulas"]
+SYMBOLS: list[dict[str, Any]] = _TABLE["symbols"]
+# `A` is also the article: it is a symbol if it touches an operator, an index or a variable.
+_ADVANTAGE = r"(?:[-|*(=] ?A\b|\bA(?= [-<>=*/|+^(]| logp\b| r\b|\||_|\)))"
 
 
 def describe_unregistered(name: str) -> list[str]:
@@ -70,7 +73,7 @@ def find_entries(name: str, among: list[Entry]) -> list[Entry]:
 def _make_entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:
     """Build an entry as the commands show it; unknown properties are empty. title: the first sentence of the
     docstring."""
-    empty: Entry = {"paper": "", "needs": [], "conflicts": [], "unusable": "", "not_stated": ""}
+    empty: Entry = {"paper": "", "symbols": {}, "needs": [], "conflicts": [], "unusable": "", "not_stated": ""}
     title = re.split(r"(?<=(?<!Dr)\.) ", " ".join(doc.partition("\n\n")[0].split()))[0]
     return {"kind": kind, "name": name, "stage": stage, "file": file, "title": title, "text": doc, **empty, **known}
 
@@ -101,23 +104,53 @@ def _component_sections(preset: str) -> list[tuple[registry.Kind, Mapping[str, A
     ]
 
 
-def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of every component that a preset names, except a KL term whose coefficient stays 0."""
+def components_of_preset(preset: presets.Preset, *, idle: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (kind, name) of every component that a preset names, except a KL term whose coefficient stays 0; with
+    `idle` only that term."""
     driven = "kl.coef" in preset.choices.get("controllers", {})
     for kind, section in _component_sections(preset.name):
-        name = section.get("use")
-        if name in registry.load_index().get(kind, {}) and (kind != "kl" or driven or section.get("coef", 0) != 0):
+        name, is_idle = section.get("use"), kind == "kl" and not driven and section.get("coef", 0) == 0
+        if name in registry.load_index().get(kind, {}) and idle == is_idle:
             yield kind, str(name)
 
 
 @functools.cache
-def _presets_by_component() -> dict[tuple[str, str], list[str]]:
-    """Return (kind, name) of each component -> the presets that choose it."""
+def _presets_by_component(*, idle: bool = False) -> dict[tuple[str, str], list[str]]:
+    """Return (kind, name) of each component -> the presets that choose it. idle: as in `components_of_preset`."""
     users: dict[tuple[str, str], list[str]] = {}
     for name in presets.names():
-        for component in dict.fromkeys(components_of_preset(presets.preset(name))):
+        for component in dict.fromkeys(components_of_preset(presets.preset(name), idle=idle)):
             users.setdefault(component, []).append(name)
     return users
+
+
+def shared_symbols(kind: str, text: str, known: Mapping[str, Any]) -> dict[str, str]:
+    """Return symbol -> meaning of the shared symbols that a method's text uses and does not define.
+
+    known: the method's keys. Symbols within a meaning are explained too.
+    """
+    meanings = {name: what for group in SYMBOLS if kind in group["kinds"] for name, what in group["meaning"].items()}
+    found: dict[str, str] = {}
+    unread = [text]
+    while unread:
+        part = re.sub(r"`[^`]*`", "", unread.pop())
+        for name, what in meanings.items():
+            if name not in found and name not in known and uses_symbol(part, name) and not defines_symbol(text, name):
+                found[name] = what
+                unread.append(what)
+    return {name: what for name, what in meanings.items() if name in found}
+
+
+def uses_symbol(text: str, name: str) -> bool:
+    """Return whether a text uses a name as a symbol of a formula."""
+    return bool(re.search(_ADVANTAGE if name == "A" else rf"(?<![\w.'-]){re.escape(name)}(?![\w'])", text))
+
+
+def defines_symbol(text: str, name: str) -> bool:
+    """Return whether a text says what a symbol is: `r = ...`, `r: ...`, `r the ...`, `r and s = ...`, `h(n) = ...`."""
+    name = rf"(?<![\w.]){re.escape(name)}"
+    forms = (rf"{name}(_\w+)?(,? and \w+|, \w+)* ?[=:]", rf"{name}\([\w, ]*\) =", rf"{name}(_\w+)? (the|is|are)\b")
+    return any(re.search(form, text) for form in forms)
 
 
 def _describe_keys(arguments: Mapping[str, tuple[Any, ...]]) -> Entry:
@@ -147,12 +180,14 @@ def _component_entry(kind: str, name: str, described: Entry) -> Entry:
         *(kind, name, "generate" if "world" in needs else stages.get(kind, "rl")),
         *(f"{described['module'].replace('.', '/')}.py", described["doc"]),
         paper=described["paper"],
+        symbols=shared_symbols(kind, described["doc"], known),
         keys=known,
         needs=[need for need in needs if need not in INTERNAL],
         conflicts=[*conflicts, *(sentence for need, sentence in CONFLICTS.items() if need in needs)],
         unusable=f"stage rl has no {' and no '.join(lacks)}" if lacks else "",
         not_stated=described["note"],
         presets=_presets_by_component().get((kind, name), []),
+        presets_with_coef_0=_presets_by_component(idle=True).get((kind, name), []),
         recipe=_example_recipe(kind, name, known, needs),
     )
 

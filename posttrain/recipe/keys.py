@@ -116,17 +116,31 @@ def walk(
     for name, field in own_keys(model or stage).items():
         if (key := f"{prefix}{name}") not in stage.unused:
             yield key, model or stage, field
-            kinds = {
-                typing.get_origin(annotation) for annotation in (field.annotation, *typing.get_args(field.annotation))
-            }
+            kinds = _containers(field.annotation)
             step = ".N." if list in kinds else ".NAME." if dict in kinds else "."
             for inner in models(field.annotation)[:1]:
                 yield from walk(stage, inner, key + step)
 
 
+def _containers(annotation: Any) -> set[Any]:
+    """Return the outermost containers of an annotation, without unions and marks: {list} of `Annotated[list[X], ...] |
+    None`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _containers(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return set[Any]().union(*map(_containers, arguments))
+    return {origin} - {None}
+
+
 def all_paths(stage: type[Stage]) -> Iterator[str]:
     """Yield every dotted key of a stage without list indices and names."""
-    return (re.sub(r"\.(N|NAME)(?=\.)", "", key) for key, *_ in walk(stage))
+    return (plain_path(key) for key, *_ in walk(stage))
+
+
+def plain_path(key: str) -> str:
+    """Return a key of `walk` without list indices and names: `rewards.N.use` -> `rewards.use`."""
+    return re.sub(r"\.(N|NAME)(?=\.)", "", key)
 
 
 @functools.cache

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import re
+import typing
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from posttrain import registry
 from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.path_resolution import check_not_special, known_files, split_function
 from posttrain.recipe import keys, override_aliases
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.tree import Node, Origin, child, format_path
+from posttrain.recipe.tree import Node, Origin, child, follow, format_path
 from posttrain.recipe.yaml import Document, display_path, parse_value, read
 from posttrain.renamed_keys import current_key
 
@@ -66,8 +68,9 @@ def merge(lower: Node, upper: Node, components: Components | None = None, sectio
         if component is not None:
             above = expand_use(above)
             below = _drop_former_params(expand_use(below), above, component) if below else None
+        of_each = dict.fromkeys(above.mapping, component) if component and key == "controllers" else None
         cleared = key in _USER_NAMED and above.value == {}
-        entries[key] = merge(below, above, section=key) if below and not cleared else above
+        entries[key] = merge(below, above, of_each, section=key) if below and not cleared else above
     if upper.origin.kind == "command line":  # an override of one key keeps the section's origin
         return Node(entries, lower.origin, lower.key_origin)
     return Node(entries, upper.origin, upper.key_origin or lower.key_origin)
@@ -200,12 +203,9 @@ def apply_override(tree: Node, text: str) -> Node:
             where=origin.mark,
             hint=f"write `extends: {value}` into the file, or copy that recipe",
         )
+    parts = _join_controller_key(tree, parts, value)
     if value == "":
-        raise RecipeError(
-            f"{path}: no value after `=`",
-            where=origin.mark,
-            hint=f"write {path}=null for none, {path}='\"\"' for empty text",
-        )
+        raise RecipeError(f"{path}: no value after `=`", where=origin.mark, hint=_empty_value_hint(tree, parts, path))
     try:
         parsed = _parse_typed(tree, parts, value, origin)
     except RecipeError as error:
@@ -215,6 +215,37 @@ def apply_override(tree: Node, text: str) -> Node:
         hint = f"a text is quoted for YAML, too: {quoted}"
         raise RecipeError.of([replace(problem, hint=hint) for problem in error.problems]) from None
     return set_value(tree, parts, parsed)
+
+
+def _join_controller_key(tree: Node, parts: list[str], value: str) -> list[str]:
+    """Return the parts of an override with the name of a controller, a dotted key, as one part.
+
+    `controllers.kl.coef.use=safe` sets `use` of `kl.coef`, and `controllers.kl.coef=safe` is the whole entry.
+    """
+    at = parts.index("controllers") if "controllers" in parts else len(parts)
+    above, name, last = parts[: at + 1], parts[at + 1 : -1], parts[-1]
+    if not name:
+        return parts
+    node, depth = follow(tree, above)
+    given = node.mapping if depth == len(above) else {}
+    known = registry.load_index()["controller"]
+    argument = last == "use" or ".".join(name) in given or any(last in entry["params"] for entry in known.values())
+    whole = last != "use" and (value in known or value.startswith("{") or split_function(value) is not None)
+    return [*above, ".".join(name), last] if argument and not whole else [*above, ".".join([*name, last])]
+
+
+def _empty_value_hint(tree: Node, parts: Sequence[str], path: str) -> str:
+    """Return what to write instead of an override without a value: the forms of "nothing" that its key accepts."""
+    stage = tree.mapping.get("stage")
+    model = keys.BY_NAME.get(str(stage.value)) if stage else None
+    section = keys.section_at(model, [int(p) if p.isdigit() else p for p in parts[:-1]]) if model else None
+    field = keys.own_keys(section).get(parts[-1]) if section else None
+    if section and parts[-1] == "use" and issubclass(section, ComponentSection):
+        return f"name a component: `posttrain methods list --kind {section.kinds[0]}`"
+    kinds = {str, type(None)} if field is None else {field.annotation, *typing.get_args(field.annotation)}
+    forms = [f"{path}=null for none"] if type(None) in kinds else []
+    forms += [f"{path}='\"\"' for empty text"] if str in kinds else []
+    return f"write {', '.join(forms)}" if forms else "give a value, or leave this override out"
 
 
 def _parse_typed(tree: Node, parts: Sequence[str], value: str, origin: Origin) -> Node:

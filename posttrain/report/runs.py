@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from posttrain.errors import UserError, did_you_mean
 from posttrain.report.curves import Curves
 from posttrain.run import status
 from posttrain.run.atomic_io import explain_write_errors, read_json, write_text
-from posttrain.run.directory import is_locked
+from posttrain.run.lock import describe_holder, is_locked
 from posttrain.run.resolved_recipe import flatten
 
 NOTE = "note.txt"
@@ -24,8 +26,8 @@ HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first availab
 class RunRow:
     """One run in a list.
 
-    stage: `sweep of STAGE` for a sweep. values: flat values of its recipe. when: time of its newest change, seconds
-    since 1970.
+    stage: `sweep of STAGE` for a sweep. values: flat values of its recipe. metrics: names in its metrics.jsonl. when:
+    time of its newest change, seconds since 1970.
     """
 
     path: Path
@@ -38,6 +40,7 @@ class RunRow:
     when: float
     note: str
     values: dict[str, Any]
+    metrics: frozenset[str]
 
 
 def find_runs(folder: Path, *, inner: bool = False) -> Iterator[Path]:
@@ -88,29 +91,56 @@ def describe(run: Path) -> RunRow:
         when=max((sign.stat().st_mtime for sign in signs if sign.exists()), default=0.0),
         note=_read_note(run),
         values=flatten(values),
+        metrics=frozenset(curves.points),
     )
+
+
+_COMPARISON = re.compile(r"([\w.\[\]-]+) *(>=|<=|!=|==|>|<)")
 
 
 def matches(row: RunRow, words: Sequence[str]) -> bool:
     """Return whether all filter words match.
 
-    KEY=VALUE compares a recipe value; other words must occur in path, stage, state, method or note.
+    KEY=VALUE compares a recipe value, numbers as numbers; other words must occur in path, stage, state, method or note.
     """
     text = " ".join((str(row.path), row.stage, row.state, str(row.values.get("algorithm") or ""), row.note)).lower()
     for word in words:
         key, equals, value = word.partition("=")
-        if equals and str(row.values.get(key)).lower() != value.lower():
+        if equals and not _equals(row.values.get(_as_flat_key(key)), value):
             return False
         if not equals and word.lower() not in text:
             return False
     return True
 
 
-def unknown_filters(rows: Sequence[RunRow], words: Sequence[str]) -> list[str]:
-    """Return a warning with the nearest key for each KEY=VALUE filter whose key no run has."""
+def _equals(known: Any, typed: str) -> bool:
+    """Return whether a recipe value is the one that was typed: `1e-4` is 0.0001, `null` None, `true` True."""
+    if isinstance(known, int | float) and not isinstance(known, bool):
+        with contextlib.suppress(ValueError):
+            return float(typed) == known
+    return ("null" if known is None else str(known)).lower() == typed.lower().replace("none", "null")
+
+
+def _as_flat_key(key: str) -> str:
+    """Return a key as `flatten` writes it: `rewards.0.use` -> `rewards[0].use`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key)
+
+
+def check_filters(rows: Sequence[RunRow], words: Sequence[str]) -> None:
+    """Raise UserError for a comparison other than `=`, and for KEY=VALUE whose key no recipe of the runs has."""
     known = {key for row in rows for key in row.values}
-    typed = [key for key, equals, _ in (word.partition("=") for word in words) if equals and key not in known]
-    return [f"--filter: no recipe of these runs has the key {key}. {did_you_mean(key, known)}".strip() for key in typed]
+    allowed = "allowed: KEY=VALUE of a recipe value (loss.use=gspo), or TEXT in path, stage, state, method or note"
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if other := _COMPARISON.match(word):
+            raise UserError(f"--filter {word}: `{other[2]}` is not supported, only `=`", allowed=allowed)
+        flat = _as_flat_key(key)
+        if equals and flat not in known:
+            below = sorted(one for one in known if one.startswith((f"{flat}.", f"{flat}[")))
+            hint = f"`{key}` is a section with {', '.join(below[:6])}" if below else did_you_mean(key, known)
+            if not hint and any(key in row.metrics for row in rows):
+                hint = f"`{key}` is a metric, and runs are not filtered by metrics; `posttrain diff A B` compares them"
+            raise UserError(f"--filter {word}: no recipe of these runs has the key `{key}`", allowed=allowed, hint=hint)
 
 
 def write_note(run: Path, text: str) -> None:
@@ -129,7 +159,8 @@ def check_removable(run: Path) -> None:
         raise UserError(f"{run} is a link; only run directories themselves are removed", hint=f"it is {run.resolve()}")
     for inner in find_runs(run, inner=True):
         if is_locked(inner):
-            raise UserError(f"a process is working in {inner}", hint="stop it first")
+            holder, advice = describe_holder(inner)
+            raise UserError(f"another process is working in {inner}: {holder}", hint=advice)
 
 
 def size_of(run: Path) -> int:

@@ -29,7 +29,12 @@ def new_id() -> str:
 
 
 class NcclGroup:
-    """A group of `size` processes with one GPU each. The constructor returns when all processes have called it."""
+    """A group of `size` processes with one GPU each.
+
+    The constructor returns when all processes have called it. If one dies before that, it may never return: NCCL cannot
+    abort a blocking ncclCommInitRank, since there is no communicator yet. It is therefore called in a daemon thread,
+    which then stays blocked until this process ends.
+    """
 
     def __init__(self, group_id: str, rank: int, size: int, device: torch.device) -> None:
         self.library, group_settings = _library()

@@ -142,7 +142,11 @@ class NcclSender:
             raise
 
     def add(self, client: EngineClient) -> None:
-        """Include this engine in later updates: create its NCCL group."""
+        """Include this engine in later updates: create its NCCL group.
+
+        If the engine dies before it has joined, this raises at once, and the thread that waits for it stays blocked
+        until the trainer ends (see `NcclGroup`): one thread per engine lost in this moment, which holds no weights.
+        """
         group_id, size = nccl_group.new_id(), 1 + client.workers
         joined = run_nccl(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device))
         # the thread waits for the workers, which join the group in the request below

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import terminal
-from posttrain.errors import RunError
+from posttrain.errors import RunError, UserError, count_noun
 from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
@@ -45,6 +45,16 @@ def step_of(path: Path) -> int:
     if match is None:
         raise ValueError(f"not a checkpoint name: {path.name}")
     return int(match[1])
+
+
+def check_steps_left(done: int, steps: int) -> None:
+    """Raise UserError if a run to be resumed has done more steps than `steps`, since steps cannot be taken back."""
+    if done > steps:
+        raise UserError(
+            f"{count_noun(done, 'step')} are done already, and {steps} {'is' if steps == 1 else 'are'} asked for",
+            hint=f"ask for {done} or more (run.steps={done} saves the model as it is), or start a new run with another"
+            " --output; models of earlier steps are in `checkpoints`, if they were kept",
+        )
 
 
 @contextlib.contextmanager

@@ -16,10 +16,8 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import shlex
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -30,19 +28,14 @@ from typing import IO, Any
 from posttrain import terminal
 from posttrain.errors import RunError, UserError, nearest
 from posttrain.redact import redacted_text, without_secrets
-from posttrain.run import environment
+from posttrain.run import checkpoints, environment
 from posttrain.run.atomic_io import explain_write_errors, read_json, to_text, write_text
 from posttrain.run.fingerprint import Fact
+from posttrain.run.lock import LOCK, take_lock
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.resolved_recipe import differing_values, refuse_other_inputs, refuse_other_recipe
 from posttrain.run.samples import SamplesLog
 
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: nothing keeps a second process out
-    fcntl = None  # type: ignore[assignment]
-
-LOCK = ".lock"
 # Files that a start leaves if it dies before it writes resolved.json.
 _EARLY_FILES = {LOCK, "recipe.yaml", "env.json", "inputs.json", "logs"}
 OnRows = Callable[[Sequence[Mapping[str, Any]]], None]
@@ -95,11 +88,12 @@ class RunDirectory:
             if resume:
                 _refuse_misspelt(path, resolved)
             path.mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
+            lock = take_lock(path)
             try:
                 before = read_json(path / "resolved.json")
                 if before is not None:
                     refuse_other_recipe(path, before, resolved)
+                    _refuse_fewer_steps(path, resolved)
                     refuse_other_inputs(path, inputs, allow_changed)
                 elif resume:
                     terminal.note(f"nothing to resume in {path}: starting from the beginning")
@@ -201,14 +195,14 @@ def _raise_user_error(path: Path) -> Iterator[None]:
 
 
 def refuse_unusable(path: Path, resume: bool) -> None:
-    """Raise UserError for a file, for a folder that is no run, and without `resume` for a directory that is in use."""
+    """Raise UserError for a file, for a folder that is no run, and without `resume` for a directory with a run."""
     if path.exists() and not path.is_dir():
         raise UserError("the output is a file, not a directory", where=str(path), hint="name another --output")
     if path.is_symlink() and not path.exists():
         raise UserError(f"the output is a link that leads nowhere: {path.readlink()}", where=str(path))
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if not resume and LOCK in names:
-        _lock(path).close()  # a running run is neither resumed nor removed
+        take_lock(path).close()  # a running run is neither resumed nor removed
     if not resume and "resolved.json" not in names and names - _EARLY_FILES:
         raise UserError(
             f"the output directory is not empty, and holds no run: {path}",
@@ -217,12 +211,28 @@ def refuse_unusable(path: Path, resume: bool) -> None:
         )
     if not resume and names - {LOCK}:
         raise UserError(
-            f"the output directory is in use: {path}",
+            f"the output directory holds a run already: {path} ({_describe_last_end(path)})",
             allowed="go on with it: --resume; start elsewhere: --output NEW_NAME; "
             f"start anew: remove it first (rm -r {shlex.quote(str(path))})",
         )
     if resume and "resolved.json" not in names and names - _EARLY_FILES:
         raise UserError(f"not a run directory (it has no resolved.json): {path}", hint="give the directory of a run")
+
+
+def _describe_last_end(path: Path) -> str:
+    """Return how the run in a directory that no process works in has ended: `finished`, `failed: ...`, `killed`."""
+    last = read_json(path / "status.json") or {}
+    state, message = last.get("state", "ended"), last.get("message")
+    if state == "running":
+        return f"its process {last.get('process')} on {last.get('host')} was killed"
+    return f"{state}: {message}" if message else state
+
+
+def _refuse_fewer_steps(path: Path, resolved: Mapping[str, Any]) -> None:
+    """Raise UserError if a run's newest checkpoint is beyond `run.steps`, before anything is written or loaded."""
+    steps, newest = (resolved.get("run") or {}).get("steps"), checkpoints.latest(path / "checkpoints")
+    if steps is not None and newest is not None:
+        checkpoints.check_steps_left(checkpoints.step_of(newest), steps)
 
 
 def _refuse_misspelt(path: Path, resolved: Mapping[str, Any]) -> None:
@@ -269,56 +279,6 @@ def _differing_value(run: Path, now: Mapping[str, Any]) -> str | None:
     """Return the first value of a run's recipe that differs now and may not change; None if it is the same recipe."""
     differ = differing_values(read_json(run / "resolved.json") or {}, now)
     return differ[0] if differ else None
-
-
-def _lock(path: Path) -> IO[str]:
-    """Take an exclusive lock that ends with the process, however it ends. Raises RunError if another process has it."""
-    file = (path / LOCK).open("a+", encoding="utf-8")
-    if fcntl is None:
-        return file
-    try:
-        _flock(file)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise RunError(
-            f"another process is working in {path} ({holder})", hint="wait for it, stop it, or give another --output"
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        terminal.note(f"{path} cannot be locked ({error}): see that no second process uses it")
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
-
-
-def _flock(file: IO[str]) -> None:
-    """Lock a file. Raises BlockingIOError if another process holds the lock for longer than `is_locked` needs to check
-    it."""
-    for pause in (0.05, 0.1, 0.0):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if not pause:
-                raise
-            time.sleep(pause)
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process works in this run directory. False if the system or the file system has no locks."""
-    if fcntl is None or not (path / LOCK).exists():
-        return False
-    try:
-        with (path / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _attempts(path: Path) -> int:

@@ -17,6 +17,8 @@ NAMES = {
     "cut": "cut, and masked by loss.mask_truncated",
     "masked": "masked otherwise",
     "context": "context of what is trained on",
+    "eval": "evaluations",
+    "final_save": "saving the final model",
 }
 
 
@@ -49,5 +51,6 @@ def sentences(summary: Mapping[str, Any]) -> list[str]:
         counted = f"{total:,.0f} tokens"
         if read is not None and read != total:
             counted = f"{total:,.0f} sampled tokens" + (f" (of {read:,} with their prompts)" if read > total else "")
-        lines.append(f"{counted if kind == 'tokens' else f'{duration(total)} in all'}: {shown}")
+        timed = f"{duration(total)} of steps, evaluations and saves"
+        lines.append(f"{counted if kind == 'tokens' else timed}: {shown}")
     return lines

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from posttrain.errors import Interrupted, PosttrainError
 from posttrain.run.atomic_io import write_json
-from posttrain.run.directory import RunDirectory, is_locked
+from posttrain.run.directory import RunDirectory
+from posttrain.run.lock import is_locked
 
 STATUS = "status.json"
 State = Literal["running", "finished", "stopped", "failed", "killed"]

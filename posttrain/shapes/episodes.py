@@ -114,10 +114,10 @@ async def episodes(
     """Agent-R: Monte Carlo tree search in an environment, whose branches are turns of the policy.
 
     The search descends from the initial state along the children of the highest V/N + c sqrt(ln N_parent / N) to a turn
-    without children, tries `width` turns there in copies of the environment (`copy.deepcopy`), and plays the first of
-    them to its end, one turn at a time. The environment's `score()` is added along the path. The search ends with
-    `paths` paths, or when all nodes have ended. A path also ends after max_turns turns, or when max_new_tokens are
-    used.
+    without children (V: sum of the scores of a turn's paths, N: its visits), tries `width` turns there in copies of the
+    environment (`copy.deepcopy`), and plays the first of them to its end, one turn at a time. The environment's
+    `score()` is added along the path. The search ends with `paths` paths, or when all nodes have ended. A path also
+    ends after max_turns turns, or when max_new_tokens are used.
 
     Rows are the paths, with their turns. For `generate` with `tree` and an `environment`.
     """

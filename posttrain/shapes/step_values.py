@@ -147,12 +147,12 @@ async def step_values(
     """MedS3: a tree of reasoning steps, each valued by the share of right completions among those that continue it.
 
     A step ends after `ends` or step_tokens tokens. The search descends along the children of the highest value + c
-    sqrt(ln N_parent / N) and gives the leaf `width` next steps, or one completion to the end if its value is at least
-    `good`. A new step of depth d is valued by max(base / (d + 1), 5) completions, an end by the rewards; values of
-    inner nodes are visit-weighted means over children (backup: `comp` averages this mean with the node's own value).
-    The search ends with right_ends right ends, at max_nodes, or when all nodes are closed. reflection: a wrong end that
-    stopped by EOS is tried once more after this text, which is inserted and not trained on; "" = never. The result of
-    the second try is backed up too.
+    sqrt(ln N_parent / N), N: visits, and gives the leaf `width` next steps, or one completion to the end if its value
+    is at least `good`. A new step of depth d is valued by max(base / (d + 1), 5) completions, an end by the rewards;
+    values of inner nodes are visit-weighted means over children (backup: `comp` averages this mean with the node's own
+    value). The search ends with right_ends right ends, at max_nodes, or when all nodes are closed. reflection: a wrong
+    end that stopped by EOS is tried once more after this text, which is inserted and not trained on; "" = never. The
+    result of the second try is backed up too.
 
     Rows are the paths to all leaves; ends are scored. A prompt that every completion solves is one row, without a tree.
     """

@@ -19,7 +19,7 @@ from posttrain.errors import count_noun
 from posttrain.redact import without_secrets
 from posttrain.run import status
 from posttrain.run.atomic_io import read_json, write_json
-from posttrain.run.directory import is_locked
+from posttrain.run.lock import is_locked
 from posttrain.track.backends import TRACKERS, VIEW_COMMANDS, Target, Tracker
 
 POLL_S = 1.0
@@ -85,8 +85,8 @@ class Sender:
     def describe(self) -> str:
         """Return what was sent, and the command or address to view it."""
         rows = f"{count_noun(self.counts['metrics'], 'row')} of metrics, {count_noun(self.counts['samples'], 'sample')}"
-        again = ", the rest was sent before" if max(self._before.values()) >= 0 else ""
-        return f"{self.name}: sent {rows}{again}; to see it: {VIEW_COMMANDS[self.name](self._target)}"
+        again = ", in addition to those sent before" if max(self._before.values()) >= 0 else ""
+        return f"{self.name}: sent {rows}{again}; view it with: {VIEW_COMMANDS[self.name](self._target)}"
 
     @property
     def works(self) -> bool:

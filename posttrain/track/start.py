@@ -48,7 +48,9 @@ def track_run(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None
                 process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 names = count_noun(len(trackers), "tracker")
-                terminal.note(f"{names} still sending; the process exits when done: {directory.logs / LOG}")
+                terminal.note(
+                    f"{names} still sending, in a process that ends by itself; its log: {directory.logs / LOG}"
+                )
         print_new_lines()
 
 
@@ -64,5 +66,5 @@ def _start_tracker(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
     except OSError as error:
-        terminal.note(f"trackers are not started, the run continues: {error}")
+        terminal.note(f"the trackers could not be started, and the run goes on without them: {error}")
         return None

@@ -354,7 +354,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     """
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
-    update_check.check_steps_left(job.state.step, job.plan.steps)
+    checkpoints.check_steps_left(job.state.step, job.plan.steps)
     status.note_steps(directory, job.plan.steps)
     with (
         contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,
@@ -400,27 +400,28 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     update_check.check_end(job.state)
     started = time.perf_counter()
     report = save_model(job.loaded, directory.final, saver)
+    final_save = time.perf_counter() - started
     return {
         "steps": job.state.step,
         "train_seconds": job.state.seconds,
-        "save_seconds": job.state.save_seconds + job.state.own_save + time.perf_counter() - started,
+        "save_seconds": job.state.save_seconds + job.state.own_save + final_save,
         "loss_first": (job.state.first_metrics or {}).get("loss"),
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
         "trainable_parameters": update_check.count_weights(job.loaded.model)[0],
         **update_check.summary(job.state),
-        "ledger": _ledger(job.state),
+        "ledger": _ledger(job.state, final_save),
         **(job.evaluation.summary(job.state) if job.evaluation else {}),
         "model": str(directory.final),
         "save": report,
     }
 
 
-def _ledger(state: checkpoint.State) -> dict[str, dict[str, float]]:
+def _ledger(state: checkpoint.State, final_save: float) -> dict[str, dict[str, float]]:
     """Summarize tokens and seconds of a run on rows; a step without an update has trained on no tokens."""
     tokens = {"tokens/trained": state.trained, "tokens/context": state.seen - state.trained}
-    seconds = {"steps": state.seconds, "eval": state.eval_seconds, "checkpoints": state.save_seconds + state.own_save}
-    return ledger.ledger(tokens, seconds)
+    saves = {"checkpoints": state.save_seconds + state.own_save, "final_save": final_save}
+    return ledger.ledger(tokens, {"steps": state.seconds, "eval": state.eval_seconds, **saves})
 
 
 @contextlib.contextmanager

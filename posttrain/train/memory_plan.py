@@ -239,8 +239,10 @@ class Edit:
     recipe: Any
 
 
-def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3) -> list[Edit]:
-    """Return changes that lower the peak; changes that leave all results unchanged come first.
+def edits(
+    recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3, at_least: int = 1
+) -> list[Edit]:
+    """Return changes that lower the peak by `at_least` bytes; changes that leave all results unchanged come first.
 
     Changes that conflict with the rest of the recipe are left out.
     """
@@ -250,7 +252,7 @@ def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: i
     for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
         changed = with_key(recipe, key, change)
         peak = predict_phases(changed, shape, longest, machine).peak
-        if peak < before and checks.keys_with_problems(changed) <= problems:
+        if before - peak >= at_least and checks.keys_with_problems(changed) <= problems:
             found.append(Edit(f"{key}={_text(change)}", peak, changed))
     return found[:count]
 
@@ -321,13 +323,13 @@ def _out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: s
     machine, shape = Machine.here(), shape_of(model, recipe.model.lora)
     before = predict_phases(recipe, shape, longest, machine)
     tried = [f"{e.text} ({e.peak / GIB:.1f} GiB)" for e in edits(recipe, shape, longest, machine)]
+    less = f"any of these needs less: {'; '.join(tried)}; add it to the command and start a new run; " if tried else ""
     return RunError(
         f"step {step}: the GPU has no memory left",
         where=where,
         allowed=f"predicted peak of this recipe: {before.peak / GIB:.1f} GiB in the phase `{before.peak_phase}`, of "
         f"{machine.card / GIB:.1f} GiB on the card",
-        hint=f"any of these needs less: {'; '.join(tried)}; add it to the command and start a new run; "
-        "`posttrain plan` shows all parts",
+        hint=f"{less}`posttrain plan` shows all parts",
     )
 
 

@@ -30,6 +30,8 @@ from posttrain.train.memory_plan import (
 from posttrain.train.row_plan import row_plan
 from posttrain.train.step_time import Rates
 
+SHOWN_GIB = 0.01  # sizes are rounded to this; a change that lowers the peak by less is not suggested
+
 
 def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None) -> dict[str, Any]:
     """Return everything that `posttrain plan` prints, in GiB and plain numbers.
@@ -68,7 +70,8 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
         "fits": found.peak < machine.card,
         "elsewhere": engine_servers(recipe, machine),
         "edits": [
-            {"change": e.text, "peak_gib": round(e.peak / GIB, 2)} for e in edits(recipe, shape, longest, machine)
+            {"change": e.text, "peak_gib": round(e.peak / GIB, 2)}
+            for e in edits(recipe, shape, longest, machine, at_least=int(SHOWN_GIB * GIB))
         ],
     }
 

@@ -198,8 +198,8 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     turn, and if the data has no answer.
     """
     params = next(part for part in p.objective.every_part if "answer_logp" in part.needs).params
-    # (tokens, images) of a pass -> (row, turn) cells of its result; `answers` has the answer's length of each pass
-    cells: dict[tuple[tuple[int, ...], tuple[Image, ...]], list[tuple[int, int]]] = {}
+    # (tokens, images, adapter) of a pass -> (row, turn) cells of its result; `answers`: length of each pass's answer
+    cells: dict[tuple[tuple[int, ...], tuple[Image, ...], str | None], list[tuple[int, int]]] = {}
     answers: list[int] = []
     counts = [0] * len(rollouts)
     closing = _encode(p, params["closing"])
@@ -209,7 +209,8 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
         counts[row] = int(turn_ids[np.array(rollout.trained, bool)].max(initial=-1)) + 1
         for turn in range(counts[row] if answer else 0):
             prefix = rollout.ids[: int((turn_ids < turn).sum())]
-            key = (*rollout.prompt.ids, *prefix, *closing, *answer), rollout.images_within(len(prefix))
+            tokens = (*rollout.prompt.ids, *prefix, *closing, *answer)
+            key = tokens, rollout.images_within(len(prefix)), rollout.prompt.adapter
             if key not in cells:
                 cells[key] = []
                 answers.append(len(answer))
@@ -217,9 +218,10 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     found = torch.full((len(rollouts), max([*counts, 1])), torch.nan)
     if not cells:
         return found
-    ids = tuple(np.array(tokens, np.int64) for tokens, _ in cells)
+    ids = tuple(np.array(tokens, np.int64) for tokens, *_ in cells)
     lengths = tuple(len(row) - answer for row, answer in zip(ids, answers, strict=True))
-    sequences = with_images(ids, lengths, [images for _, images in cells])
+    sequences = with_images(ids, lengths, [images for _, images, _ in cells])
+    sequences = _with_adapters(sequences, [adapter for *_, adapter in cells])
     width = max(answers)
     passed = _policy_scores(p, sequences, range(len(cells)), width, Extras())
     for cells_of_pass, answer_length, logp in zip(cells.values(), answers, passed["logp"].cpu(), strict=True):
@@ -228,25 +230,36 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     return found
 
 
+def _with_adapters(sequences: Sequences, adapters: Sequence[str | None]) -> Sequences:
+    """Return the rows with the name of each row's adapter (None: the first)."""
+    return dataclasses.replace(sequences, adapters=tuple(adapters) if any(adapters) else None)
+
+
 def _encode(p: TrainContext, text: str) -> tuple[int, ...]:
     return tuple(p.loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Compute log-probs [N,T] of the given solution of each row's prompt; NaN past its end and without a solution."""
+    """Compute log-probs [N,T] of the given solution of each row's prompt, under the row's adapter; NaN past its end and
+    without a solution."""
     found = torch.full((len(rollouts), width), torch.nan)
-    solved = {r.prompt.uid: r.prompt for r in rollouts if r.prompt.uid in p.solutions}
+    # roles of a workflow have prompts of their own for one row of the data, and may have adapters of their own
+    keys = [(r.prompt.uid, r.prompt.ids, r.prompt.adapter) for r in rollouts]
+    solved = {key: r.prompt for key, r in zip(keys, rollouts, strict=True) if r.prompt.uid in p.solutions}
     if not solved:
         return found
-    ids = [np.array(prompt.ids + p.solutions[uid], np.int64) for uid, prompt in solved.items()]
-    lengths = tuple(len(prompt.ids) for prompt in solved.values())
-    sequences = with_images(tuple(ids), lengths, [prompt.shown for prompt in solved.values()])
-    longest = max(len(p.solutions[uid]) for uid in solved)
+    prompts = list(solved.values())
+    ids = tuple(np.array(prompt.ids + p.solutions[prompt.uid], np.int64) for prompt in prompts)
+    sequences = _with_adapters(
+        with_images(ids, tuple(len(prompt.ids) for prompt in prompts), [prompt.shown for prompt in prompts]),
+        [prompt.adapter for prompt in prompts],
+    )
+    longest = max(len(p.solutions[prompt.uid]) for prompt in prompts)
     passed = _policy_scores(p, sequences, range(len(ids)), longest, Extras())
-    index = {uid: n for n, uid in enumerate(solved)}
-    for row, rollout in enumerate(rollouts):
-        if (n := index.get(rollout.prompt.uid)) is not None:
-            length = min(len(p.solutions[rollout.prompt.uid]), width)
+    index = {key: n for n, key in enumerate(solved)}
+    for row, key in enumerate(keys):
+        if (n := index.get(key)) is not None:
+            length = min(len(p.solutions[key[0]]), width)
             found[row, :length] = passed["logp"][n, :length].cpu()
     return found
 

@@ -143,7 +143,7 @@ def train(
         or checkpoint.State()
     )
     save_every = ctx.recipe.run.save_every
-    update_check.check_steps_left(state.step, ctx.steps)
+    checkpoints.check_steps_left(state.step, ctx.steps)
     status.note_steps(directory, ctx.steps)
     explained = partial(explain_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
     saved_on_error = partial(save_on_error, ctx, state, directory, source, note=progress.note)
@@ -443,17 +443,19 @@ def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirecto
         report = save_model(ctx.loaded, directory.final)
         if ctx.critic is not None and ctx.recipe.critic.path is None:
             distributed.run_on_rank0(save_head, ctx.critic, directory.final)
+    checkpoint_seconds, final_save = state.save_seconds + state.own_save, time.perf_counter() - started
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
-        "save_seconds": state.save_seconds + state.own_save + time.perf_counter() - started,
+        "save_seconds": checkpoint_seconds + final_save,
         "reward_first": (state.first_metrics or {}).get("reward"),
         "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
         "trainable_parameters": update_check.count_weights(ctx.loaded.model)[0],
         **update_check.summary(state),
         "ledger": ledger.ledger(
-            state.ledger, {"eval": state.eval_seconds, "checkpoints": state.save_seconds + state.own_save}
+            state.ledger,
+            {"eval": state.eval_seconds, "checkpoints": checkpoint_seconds, "final_save": final_save},
         ),
         "model": str(directory.final),
         "save": report,

@@ -214,9 +214,12 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
         return None
     if (share := values.get("completions/ended_in_thought", 0.0)) > 0.5:
         return f"no group has a signal; {share:.0%} of the completions end inside their thought: see rollout.stop"
+    reward = values.get("reward") or 0.0  # above 0 without a right answer: partial credit
+    partial = f"no answer reached scoring.correct_at (mean reward {reward:.3g})"
+    none_right = partial if reward > 0 else "no answer was right"
     causes = {
         "signal/too_easy": "every answer was right: use harder prompts",
-        "signal/too_hard": "no answer was right, and rewards within a group are equal: warm up with SFT, use easier "
+        "signal/too_hard": f"{none_right}, and rewards within a group are equal: warm up with SFT, use easier "
         "prompts or more samples a prompt",
         "signal/cancelled": "answers that differ had equal rewards: change the weights of the components",
         "signal/unscored": "rewards could not be computed: see rewards/*/errors, /timeouts and /abstained",
@@ -225,7 +228,7 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
     }
     cause = max(causes, key=lambda name: values[name])
     if cause == "signal/too_hard" and values.get("completions/clipped_ratio", 0.0) > 0.5:
-        return "no group has a signal; no answer was right, and most were cut: raise rollout.max_new_tokens"
+        return f"no group has a signal; {none_right}, and most were cut: raise rollout.max_new_tokens"
     abstained = [key for key in values if key.startswith("rewards/") and key.endswith("/abstained") and values[key]]
     silent = [
         key[len("rewards/") : -len("/abstained")] for key in abstained if values[key] == values.get("rollout/rows")

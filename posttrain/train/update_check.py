@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from posttrain.errors import GivenUp, NothingTrained, UserError, count_noun
+from posttrain.errors import GivenUp, NothingTrained, count_noun
 from posttrain.models.quantize import find_quant_states
 from posttrain.recipe.training_sections import Optim
 from posttrain.train.checkpoint import State
@@ -99,16 +99,6 @@ def check_patience(state: State, limit: int | None) -> GivenUp | None:
         allowed=f"stopped and saved after step {state.step}: run.max_idle_steps is {limit}",
         hint="the notes above say why each step made none; run.max_idle_steps=null with --resume continues",
     )
-
-
-def check_steps_left(done: int, steps: int) -> None:
-    """Raise UserError if a resumed run has done more steps than `steps`, since steps cannot be taken back."""
-    if done > steps:
-        raise UserError(
-            f"{count_noun(done, 'step')} are done already, and {steps} {'is' if steps == 1 else 'are'} asked for",
-            hint=f"ask for {done} or more (run.steps={done} saves the model as it is), or start a new run with another"
-            " --output; models of earlier steps are in `checkpoints`, if they were kept",
-        )
 
 
 def check_end(state: State) -> None:

@@ -52,10 +52,10 @@ class ItemResponse:
     """SEELE: `rounds` rounds of rollouts per problem, each with the share of the solution at which the predicted
     accuracy is `target`.
 
-    The answer begins with round-half-up(p * tokens) tokens of the solution, at most all but one; rewards read them, the
-    policy loss does not (`regularisers: [{use: hint_nll}]` trains them a little). In the first round p shows all but
-    one token, in a later epoch it is the last prediction. After each round a curve with three parameters is fitted to
-    the accuracies so far. All rounds are one group.
+    p = share of the solution that is shown: the answer begins with its first p * tokens tokens, rounded half up, at
+    most all but one; rewards read them, the policy loss does not (`regularisers: [{use: hint_nll}]` trains them a
+    little). In the first round p shows all but one token, in a later epoch it is the last prediction. After each round
+    a curve with three parameters is fitted to the accuracies so far. All rounds are one group.
     """
 
     def __init__(self, *, rounds: int = 4, target: float = 0.5) -> None:

@@ -132,10 +132,10 @@ def templates(
 class Instructions:
     """INSPO: a population of system messages that evolves with the policy.
 
-    Each prompt draws one with probability softmax(w / temperature), shared by all of its rollouts. w moves towards the
-    mean reward of the groups that used the message (ema), and does not change if none did. Every `evolve_every` steps
-    the ceil(size * keep_ratio) best stay, including always the first `protected` of the pool, and the next candidates
-    fill the free slots, with the mean weight of those that stay.
+    Each prompt draws one with probability softmax(w / temperature), w the weights of the messages, shared by all of its
+    rollouts. w moves towards the mean reward of the groups that used the message (ema), and does not change if none
+    did. Every `evolve_every` steps the ceil(size * keep_ratio) best stay, including always the first `protected` of the
+    pool, and the next candidates fill the free slots, with the mean weight of those that stay.
     """
 
     def __init__(

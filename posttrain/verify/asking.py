@@ -8,17 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from posttrain.verify import endpoint as server
+from posttrain.verify.http_client import Cancellation
 
 
 async def ask_all(
     endpoint: server.Settings, texts: Sequence[str], seeds: Sequence[int], concurrency: int
 ) -> list[server.Reply]:
-    """Ask the endpoint every text with every seed, with at most `concurrency` requests of this worker at a time."""
+    """Ask the endpoint every text with every seed, with at most `concurrency` requests of this worker at a time.
+
+    If the reward's time is over, or a request fails, the other requests are cancelled: they would spend the budget.
+    """
+    cancellation = Cancellation()
     loop, threads, server_settings = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
     chats = [([{"role": "user", "content": text}], seed) for text in texts for seed in seeds]
-    return await asyncio.gather(
-        *(loop.run_in_executor(threads, server.ask, server_settings, messages, seed) for messages, seed in chats)
-    )
+    try:
+        return await asyncio.gather(
+            *(
+                loop.run_in_executor(threads, server.ask, server_settings, messages, seed, cancellation)
+                for messages, seed in chats
+            )
+        )
+    finally:
+        cancellation.cancel()
 
 
 @cache

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic on Python 3.11 requires this
 
 from posttrain.redact import is_variable, without_secrets
 from posttrain.verify import http_client
-from posttrain.verify.http_client import PostError
+from posttrain.verify.http_client import Cancellation, PostError
 
 SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text after the prefix: for examples and tests
 MAX_PAUSE_SECONDS = 30.0  # maximum seconds between two tries, even if a server asks for more
@@ -62,7 +62,8 @@ class Endpoint:
     """Address and request settings of a judge.
 
     url: up to and including /v1. key_env: environment variable with the API key, which is sent to this address only;
-    default: OPENAI_API_KEY for https://api.openai.com, none for other addresses. max_tokens: per reply. request_s: time
+    default: OPENAI_API_KEY for https://api.openai.com, none for other addresses. max_tokens: per reply; a reply that is
+    cut there is an error. request_s: time
     limit of one request from start to end; retries: further attempts after a transient failure or a truncated or
     invalid reply. budget: maximum requests of all workers of one training process, not counting replies from the cache.
     cache: a folder; "" is the user's cache folder, "none" disables the cache.
@@ -117,8 +118,11 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) -> Reply:
-    """Return the reply to a chat, from the cache if possible. Raises JudgeError."""
+def ask(
+    endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int, cancellation: Cancellation | None = None
+) -> Reply:
+    """Return the reply to a chat, from the cache if possible. After `cancellation` no further request is sent. Raises
+    JudgeError."""
     if endpoint.url.startswith(SCRIPTED):
         return Reply(endpoint.url.removeprefix(SCRIPTED), cached=False)
     if problem := problem_of(endpoint):
@@ -127,7 +131,7 @@ def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) ->
     path = None if endpoint.folder is None else _cache_path(endpoint.folder, endpoint.url, body)
     if path is not None and (known := _read_cached_reply(path)) is not None:
         return Reply(known, cached=True)
-    text = _request_with_retries(endpoint, body)
+    text = _request_with_retries(endpoint, body, cancellation or Cancellation())
     if path is not None:
         _write_cached_reply(path, text)
     return Reply(text, cached=False)
@@ -143,18 +147,23 @@ def _body(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) 
     }
 
 
-def _request_with_retries(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+def _request_with_retries(endpoint: Endpoint, body: Mapping[str, Any], cancellation: Cancellation) -> str:
     """Send the request until there is a reply, a permanent error, or no retry left. Raises JudgeError."""
     what = ""
     for attempt in range(endpoint.retries + 1):
-        _charge_budget(endpoint)
         retry_after = ""
         try:
+            cancellation.check()
+            _charge_budget(endpoint)
             answer = http_client.post_json(
-                f"{endpoint.url.rstrip('/')}/chat/completions", body, _headers(endpoint), total_s=endpoint.request_s
+                f"{endpoint.url.rstrip('/')}/chat/completions",
+                body,
+                _headers(endpoint),
+                total_s=endpoint.request_s,
+                cancellation=cancellation,
             )
             if answer.status < 400:
-                return _text(answer.body)
+                return _text(answer.body, endpoint)
             what = f"status {answer.status}: {_redact_error(answer.body.decode(errors='replace'), endpoint)}"
             retry_after = answer.headers.get("retry-after", "")
             if answer.status not in _TRANSIENT and answer.status < 500:
@@ -167,7 +176,7 @@ def _request_with_retries(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
         except ValueError as error:
             what = _redact_error(f"unreadable reply: {error}", endpoint)
         if attempt < endpoint.retries:
-            time.sleep(_pause(attempt, retry_after))
+            cancellation.wait(_pause(attempt, retry_after))
     raise JudgeError(
         f"{without_secrets(endpoint.url)} gave no reply in {endpoint.retries + 1} tries; last error: {what}"
     )
@@ -191,12 +200,19 @@ def _key(endpoint: Endpoint) -> str:
     return os.environ.get(key_variable(endpoint), "").strip()
 
 
-def _text(body: bytes) -> str:
-    """Return the text of the first choice. Raises ValueError for a body without one."""
+def _text(body: bytes, endpoint: Endpoint) -> str:
+    """Return the text of the first choice. Raises ValueError for a body without one, JudgeError for a text that was cut
+    at max_tokens: a part of a verdict is none, and the same request would be cut again."""
     try:
-        text = json.loads(body)["choices"][0]["message"]["content"]
+        choice = json.loads(body)["choices"][0]
+        text, finish = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, RecursionError) as error:
         raise ValueError(f"no choices[0].message.content ({type(error).__name__})") from None
+    if finish == "length":
+        raise JudgeError(
+            f"the reply of {endpoint.model} was cut at {endpoint.max_tokens} tokens and is not used: raise max_tokens"
+            " (params: endpoint)"
+        )
     if not isinstance(text, str):
         raise ValueError("a reply without text")
     return text

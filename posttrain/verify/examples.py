@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError, did_you_mean
+from posttrain.path_resolution import missing_function_error
 from posttrain.verify import trl_form
 from posttrain.verify.contract import ByTurn, short_repr
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
@@ -62,6 +63,8 @@ def read_examples(path: Path, only: str | None = None) -> dict[str, list[Example
     module = load_script(path)
     written = module.get("EXAMPLES")
     where = str(path)
+    if only is not None and not callable(module.get(only)):
+        raise missing_function_error(where, only, own_rewards(module), RewardError)
     if not written:
         raise RewardError(
             "no EXAMPLES",
@@ -72,24 +75,36 @@ def read_examples(path: Path, only: str | None = None) -> dict[str, list[Example
         written = {only_reward(module, where): written}
     wanted = [only] if only else list(written)
     for name in wanted:
-        if name not in written or not callable(module.get(name)):
+        if not callable(module.get(name)):
             raise RewardError(
-                f"no EXAMPLES of a function {name}",
+                f"EXAMPLES of a function {name}, which the script does not have",
+                where=where,
+                allowed=f"functions: {', '.join(own_rewards(module)) or 'none'}",
+                hint=did_you_mean(name, own_rewards(module)),
+            )
+        if name not in written:
+            raise RewardError(
+                f"no EXAMPLES of the function {name}",
                 where=where,
                 allowed=f"EXAMPLES of: {', '.join(written)}",
-                hint=did_you_mean(name, written),
+                hint=f'add e.g. EXAMPLES["{name}"] = [("...", {{}}, 1.0)]',
             )
     return {name: [_parse_example(line, where) for line in written[name]] for name in wanted}
 
 
-def only_reward(module: Mapping[str, Any], where: str) -> str:
-    """Return the name of the only reward function of a script. Raises RewardError if the script has none or several."""
-    names = [
+def own_rewards(module: Mapping[str, Any]) -> list[str]:
+    """Return the names of the reward functions that a script defines (not those that it imports)."""
+    return [
         name
         for name, value in module.items()
         if first_argument_is_completion(value)
-        and not (inspect.isfunction(value) and value.__module__ != module["__name__"])  # imported
+        and not (inspect.isfunction(value) and value.__module__ != module["__name__"])
     ]
+
+
+def only_reward(module: Mapping[str, Any], where: str) -> str:
+    """Return the name of the only reward function of a script. Raises RewardError if the script has none or several."""
+    names = own_rewards(module)
     if len(names) != 1:
         raise RewardError(
             f"EXAMPLES or ROWS is a list, but the file has {len(names)} reward functions",

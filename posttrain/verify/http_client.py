@@ -16,6 +16,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 MAX_REPLY_BYTES = 8 * 2**20  # bytes
@@ -39,22 +40,58 @@ class Answer(NamedTuple):
     body: bytes
 
 
+class Cancellation:
+    """Cancels the requests of a caller that no longer waits for them: those under way, and those not sent yet."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self._requests: set[Future[Answer]] = set()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        for request in list(self._requests):
+            request.cancel()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, at most until `cancel`."""
+        self._cancelled.wait(seconds)
+
+    def result(self, request: Future[Answer], seconds: float) -> Answer:
+        """Return a request's answer. Raises PostError if it is cancelled."""
+        self._requests.add(request)
+        try:
+            if self._cancelled.is_set():
+                request.cancel()
+            return request.result(seconds)
+        except CancelledError:
+            raise PostError("cancelled: its caller no longer waits", lasting=True) from None
+        finally:
+            self._requests.discard(request)
+
+    def check(self) -> None:
+        """Raise PostError after `cancel`."""
+        if self._cancelled.is_set():
+            raise PostError("cancelled: its caller no longer waits", lasting=True)
+
+
 def available() -> bool:
     """Return whether httpx2 is installed."""
     return importlib.util.find_spec("httpx2") is not None
 
 
-def post_json(url: str, body: Any, headers: Mapping[str, str], *, total_s: float) -> Answer:
+def post_json(
+    url: str, body: Any, headers: Mapping[str, str], *, total_s: float, cancellation: Cancellation | None = None
+) -> Answer:
     """Send a POST and return the reply of any status except a redirect.
 
     total_s: time limit from name resolution to the last byte. Raises PostError for: no connection, timeout, a broken or
-    truncated reply, a reply larger than `MAX_REPLY_BYTES`, a redirect.
+    truncated reply, a reply larger than `MAX_REPLY_BYTES`, a redirect, a cancelled request.
     """
     data = json.dumps(body).encode()
     loop = _loop(os.getpid())
     future = asyncio.run_coroutine_threadsafe(_post(url, data, headers, total_s), loop)
     try:
-        return future.result(total_s + _GRACE_SECONDS)
+        return (cancellation or Cancellation()).result(future, total_s + _GRACE_SECONDS)
     except TimeoutError:
         future.cancel()
         raise PostError(f"TimeoutError: no whole reply in {total_s:g} s") from None

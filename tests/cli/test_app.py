@@ -144,7 +144,16 @@ def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[.
             "`posttrain reward` has no command `tset`",
             "did you mean `posttrain reward test`?",
         ),
-        (("rl",), "Missing argument 'RECIPE'.\n  usage: posttrain rl [OPTIONS] RECIPE", "posttrain rl --help"),
+        (
+            ("rl",),
+            "Missing argument 'RECIPE'. A recipe file, or the name of a shipped recipe.\n  usage: posttrain rl",
+            "posttrain rl --help",
+        ),
+        (
+            ("export", "runs/a"),
+            "Missing option '--to'. --to merged|gguf|ollama|hub:OWNER/NAME: Export format, or repository on the hub.\n",
+            "posttrain export --help",
+        ),
     ):
         result = call(*arguments)
         assert result.exit_code == 2, arguments

@@ -195,10 +195,27 @@ def test_a_size_beyond_the_rows_is_noted(call: Callable[..., Any]) -> None:
 
 
 def test_an_unknown_key_of_a_filter_is_said(files: Path, call: Callable[..., Any]) -> None:
-    (files / "run" / "resolved.json").write_text('{"stage": "rl", "optim": {"lr": 0.1}}', encoding="utf-8")
-    told = call("runs", ".", "--filter", "optm.lr=0.1").stderr
-    assert "no recipe of these runs has the key optm.lr. did you mean `optim.lr`?" in told
-    assert "key" not in call("runs", ".", "--filter", "optim.lr=0.1").stderr
+    values = {"stage": "rl", "optim": {"lr": 0.0001}, "rewards": [{"use": "math.accuracy"}], "kl": {"coef": None}}
+    (files / "run" / "resolved.json").write_text(json.dumps(values), encoding="utf-8")
+    (files / "run" / "metrics.jsonl").write_text('{"step": 1, "entropy": 0.5}\n', encoding="utf-8")
+    for word, what, hint in (
+        ("optm.lr=0.1", "no recipe of these runs has the key `optm.lr`", "did you mean `optim.lr`?"),
+        ("optim=1", "no recipe of these runs has the key `optim`", "`optim` is a section with optim.lr"),
+        (
+            "entropy=1",
+            "no recipe of these runs has the key `entropy`",
+            "`entropy` is a metric, and runs are not filtered",
+        ),
+        ("entropy>0.1", "`>` is not supported, only `=`", ""),
+        ("optim.lr==1e-4", "`==` is not supported, only `=`", ""),
+    ):
+        told = call("runs", ".", "--filter", word)
+        assert told.exit_code == 2 and told.stderr.startswith(f"--filter {word}: {what}"), word
+        assert hint in told.stderr and "allowed: KEY=VALUE of a recipe value" in told.stderr
+    for word in ("optim.lr=1e-4", "optim.lr=0.0001", "rewards.0.use=math.accuracy", "kl.coef=null"):
+        assert [row["path"] for row in json.loads(call("runs", ".", "--filter", word, "--json").stdout)] == ["run"], (
+            word
+        )
 
 
 def test_a_section_of_a_file_is_answered_in_the_words_of_a_file(files: Path, call: Callable[..., Any]) -> None:

@@ -11,8 +11,21 @@ def test_memory_arithmetic_and_changes_are_printed(call):
     assert (counts["rows"], counts["steps"], counts["forward passes a step"]) == ("1", "3", "2")
     assert any(line.split()[:1] == ["update"] for line in lines)
     assert any("fits in" in line for line in lines)
-    place = lines.index("each of these changes, alone, lowers the peak to")
-    assert lines[place + 1].strip().startswith("batch.micro_size=2") and lines[place + 1].endswith(" GiB")
+
+
+def test_changes_are_listed_only_if_they_lower_the_printed_peak(call, folder):
+    """A step of `tiny` needs the 0.5 GiB of the CUDA context, whatever its settings."""
+    assert "no change of one setting lowers the peak by 0.01 GiB or more" in call("plan", "r.yaml").stdout.splitlines()
+    assert json.loads(call("plan", "r.yaml", "--json").stdout)["edits"] == []
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    (folder / "large").mkdir()
+    (folder / "large" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **sizes}))
+    large = ("plan", "r.yaml", "model.path=./large", "data.max_length=2048", "batch.size=8", "batch.micro_size=4")
+    lines = call(*large).stdout.splitlines()
+    first = lines[lines.index("each of these changes, alone, lowers the peak to") + 1]
+    assert first.strip().startswith("batch.micro_size=2") and first.endswith(" GiB")
+    found = json.loads(call(*large, "--json").stdout)
+    assert len(found["edits"]) == 3 and all(edit["peak_gib"] < found["peak_gib"] for edit in found["edits"])
 
 
 def test_json_adds_up(call):

@@ -131,6 +131,66 @@ def test_methods_show(call: Call) -> None:
     assert "use: solver_verifier" in call("methods", "show", "advantage/agent").stdout
 
 
+def test_a_component_names_the_presets_that_set_it_with_coefficient_0(call: Call) -> None:
+    """GRPO has `kl: {use: k3, coef: 0}`, Ada-GRPO a coefficient above 0."""
+    shown = call("methods", "show", "k3").stdout
+    (entry,) = json.loads(call("methods", "show", "k3", "--json").stdout)
+    assert "ada_grpo" in entry["presets"] and "grpo" in entry["presets_with_coef_0"]
+    assert not {*entry["presets"]} & {*entry["presets_with_coef_0"]}
+    assert f"with coefficient 0, off until a recipe sets kl.coef, by {len(entry['presets_with_coef_0'])} pres" in shown
+    assert "also set" not in call("methods", "show", "loss/clip").stdout
+
+
+# Symbols that a text defines in other words than `defines_symbol` knows: "of the group's G rows", "the number e".
+_IN_OTHER_WORDS = {
+    "sampler/curriculum_stage": "s",
+    "sampler/scaler": "d",
+    "shape/serial_exit": "n",
+    "replay/recent": "n",
+    "group_reward/format_diversity": "F G",
+    "group_reward/length_zscore": "z",
+    "advantage/copo": "n",
+    "factor/prompt_gdro": "K",
+    "advantage_transform/confidence": "n",
+    "select/d3s": "M",
+    "select/rorecomp": "n",
+    "select/step_entropy": "n",
+    "loss/fiberpo": "C n s",
+    "group_loss/drpo": "w",
+    "regulariser/entropy_bonus": "H",
+    "regulariser/llds": "w",
+    "pair_loss/f_dpo": "u",
+    "pair_loss/online_ipo": "P b y",
+    "pair_loss/seppo": "v w",
+    "task/saturn": "l n",
+}
+_BOUND = {"e", "i", "j", "k", "t", "x"}  # indices, arguments of a function, Euler's number
+
+
+def test_every_symbol_of_a_formula_is_defined_where_it_is_shown() -> None:
+    """By the text, as a key, or among the symbols that are printed below it."""
+    undefined = {}
+    for entry in catalogue.list_entries():
+        if entry["kind"] in ("preset", "reward"):
+            continue
+        text = re.sub(r"`[^`]*`|\[[A-Z,]+\]|\b[\w-]+-[A-Z]+\b|e\.g\.", "", entry["text"])
+        names = {*re.findall(r"(?<![\w.'/{-])([B-HJ-Zb-z]|(?:old_|ref_|rollout_)?logp|sg|mu|rho|lam)(?![\w'])", text)}
+        known = {*entry["keys"], *entry["symbols"], *_BOUND}
+        if left := {name for name in names - known if not catalogue.defines_symbol(text, name)}:
+            undefined[f"{entry['kind']}/{entry['name']}"] = " ".join(sorted(left))
+    assert undefined == _IN_OTHER_WORDS
+
+
+def test_shared_symbols_are_printed_only_where_a_text_does_not_define_them(call: Call) -> None:
+    shown = call("methods", "show", "k3").stdout
+    assert "  d         logp - ref_logp\n  logp      log-prob of a sampled token under the policy" in shown
+    assert "advantage of the token" not in call("methods", "show", "kl/full").stdout
+    entry = {one["name"]: one for one in catalogue.list_entries() if one["kind"] in ("loss", "pair_loss")}
+    assert "r" not in entry["clip"]["symbols"] and entry["clip"]["symbols"]["A"].startswith("advantage")
+    assert "s" in entry["dno"]["symbols"] and "sum of log-probs" in entry["dno"]["symbols"]["c"]
+    assert not catalogue.uses_symbol("A row is kept. A KL term stays.", "A"), "the article"
+
+
 def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
     """A reward without its script; what a key does; a formula that no key reaches."""
     assert "tools.toolrl  (reward of a row" in call("methods", "show", "toolrl").stdout
@@ -241,6 +301,41 @@ def test_keys_say_type_and_default(call: Call) -> None:
     unknown = call("recipe", "keys", "reward")
     assert unknown.exit_code == 2 and "stages: sft, dpo, reward_model, rl" in unknown.stderr
     assert call("recipe", "keys", "reward-model").exit_code == 0
+
+
+@pytest.mark.parametrize("stage", sorted(keys.BY_NAME))
+def test_every_list_and_mapping_of_sections_has_a_position_in_its_keys(stage: str) -> None:
+    """Also where the key may be null: `data.mix`."""
+    listed = list(keys.list_keys(keys.BY_NAME[stage]))
+    for key in listed:
+        mark = {"list of section": "N", "mapping to section": "NAME"}.get(key.type.partition(" | ")[0])
+        below = [one.key for one in listed if one.key.startswith(f"{key.key}.")]
+        assert mark is None or all(one.startswith(f"{key.key}.{mark}.") for one in below), key
+    assert stage != "rl" or "data.mix.N.source" in [key.key for key in listed]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "said"),
+    [
+        ("rl.rollout", "rollout", ""),
+        ("rl.rewards.weight", "rewards.N.weight", ""),
+        ("rollout", "rollout", "`rollout` in stage rl"),
+        ("rollout.vllm", "rollout.vllm", "`rollout.vllm` in stage rl"),
+        ("loss", "loss", "`loss` in stage dpo; also in rl: posttrain recipe keys rl.loss"),
+    ],
+)
+def test_the_keys_of_a_section(call: Call, name: str, first: str, said: str) -> None:
+    result = call("recipe", "keys", name)
+    found = [line.split()[0] for line in result.stdout.splitlines()]
+    assert found[0] == first and all(key == first or key.startswith(f"{first}.") for key in found)
+    assert result.stderr.startswith(said) and bool(result.stderr) == bool(said)
+
+
+def test_a_section_that_no_stage_has(call: Call) -> None:
+    wrong = call("recipe", "keys", "rollouts")
+    assert wrong.exit_code == 2 and "no stage and no section `rollouts`" in wrong.stderr
+    assert "did you mean `rollout`?" in wrong.stderr
+    assert "did you mean `rl.rollout`?" in call("recipe", "keys", "rl.rollouts").stderr
 
 
 _FACTORS = "rewards: [{use: math.accuracy}]\nfactors: ["

@@ -65,7 +65,7 @@ def test_a_shipped_script_as_json() -> None:
     ("target", "message"),
     [
         ("nowhere.py", "reward script not found"),
-        ("length.cosin", "no EXAMPLES of a function cosin"),
+        ("length.cosin", "has no function cosin\n  it has: cosine, "),
         ("nothing", "no recipe"),
     ],
 )
@@ -73,6 +73,14 @@ def test_unknown_targets(target: str, message: str) -> None:
     result = reward_test(target)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_script_beside_is_named_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(completion): return 1\nEXAMPLES = [('', {}, 1)]\n")
+    assert "hint: write mine.py\n" in reward_test("mine").stderr
+    assert "hint: write mine.py:f\n" in reward_test("mine.f").stderr
+    assert reward_test("mine.py:").exit_code == reward_test("mine.py").exit_code == 0
 
 
 def test_a_recipe_tries_its_rewards_on_its_rows(recipe: Path) -> None:

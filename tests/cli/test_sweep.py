@@ -67,6 +67,8 @@ def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
     equal = sweeping._describe_choice("t=0", {"t=0": 0.5, "t=1": 0.5, "t=2": None})
     assert equal == "all points have the accuracy 0.500, so none is the best; the first is kept, t=0"
     assert "chosen on the problems it was evaluated on" in result.stderr
+    assert not sweeping._all_equal([{"pooled": {"mean": mean}} for mean in (0.5, 0.75)])
+    assert sweeping._all_equal([{"pooled": {"mean": 0.5}}] * 2), "no point was chosen, so no caveat is printed"
     assert [p.read_text() for p in (folder / "out").rglob("*.safetensors")] == ["0.5"], (
         "only the best one's weights stay"
     )

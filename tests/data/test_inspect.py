@@ -37,11 +37,11 @@ def test_a_report_of_examples(tiny: Any, jsonl: Write) -> None:
     assert list(report["dropped"]) == ["empty completion"]
     assert report["lengths"]["trained"] == {"min": 6, "median": 8, "p95": 8, "max": 8}
     assert checks(report) == {
-        "end of turn is learnt": True,
+        "end of turn": True,
         "chat template": True,
-        "text is kept": True,
-        "known characters": False,  # ß
-        "no doubles": False,
+        "text": True,
+        "unknown characters": False,  # ß
+        "duplicates": False,
         "dropped or cut": False,  # one row of four
     }
     part = report["samples"][0]["parts"]["sequence"]
@@ -53,7 +53,7 @@ def test_a_report_of_examples(tiny: Any, jsonl: Write) -> None:
 def test_an_end_of_turn_that_does_not_end_generation_is_seen(tiny: Any, jsonl: Write) -> None:
     """The generation config ends at another token than the one that the template trains: answers would never stop."""
     report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.unk_token_id])
-    assert checks(report)["end of turn is learnt"] is False
+    assert checks(report)["end of turn"] is False
 
 
 def test_a_template_that_opens_think_is_told(tiny: Any, jsonl: Write, with_template: Callable[[str], Any]) -> None:
@@ -61,9 +61,9 @@ def test_a_template_that_opens_think_is_told(tiny: Any, jsonl: Write, with_templ
         tiny.chat_template.replace("'<|assistant|>' -}}{%- endif -%}\n", "'<|assistant|><think>' -}}{%- endif -%}\n")
     )
     report = inspect("rl", Data(source=jsonl(ROWS)), tokenizer, Path.cwd(), [2])
-    assert "opened tag" in checks(report)
+    assert "thinking" in checks(report)
     assert report["columns"] == ["answer", "completion", "prompt", "uid"]
-    assert "opened tag" not in checks(inspect("rl", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [2]))
+    assert "thinking" not in checks(inspect("rl", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [2]))
 
 
 def test_pairs_show_both_sides(tiny: Any, jsonl: Write) -> None:
@@ -90,7 +90,7 @@ def test_the_printed_form_marks_trained_text_without_colour_and_colours_it_on_a_
     show(report, Console(file=plain, width=100, highlight=False))
     assert "<bos><|user|>q<|assistant|>»one⏎\ntwo<eos>«" in plain.getvalue()
     assert "dropped  empty completion  1" in plain.getvalue()
-    assert "LOOK no doubles: 1 of 3" in plain.getvalue()
+    assert "LOOK duplicates: 1 of 3" in plain.getvalue()
     show(report, Console(file=uncoloured, width=100, highlight=False, force_terminal=True, no_color=True))
     assert "two<eos>«" in uncoloured.getvalue()
     show(report, Console(file=coloured, width=100, highlight=False, force_terminal=True, color_system="standard"))
@@ -111,9 +111,9 @@ def test_the_exit_codes_of_looking_and_of_the_audit_are_the_same(tmp_path: Path,
     recipe = tmp_path / "sft.yaml"
     good = [{"prompt": f"{i}?", "completion": str(i)} for i in range(5)]
     for rows, code, said in (
-        (good, 0, "nothing to look at"),
+        (good, 0, "no findings"),
         ([*good, {"prompt": "6?", "completion": ""}], 1, "LOOK dropped or cut: empty completion: 1"),
-        ([*good, good[0]], 1, "to look at"),
+        ([*good, good[0]], 1, "1 finding, marked LOOK"),
     ):
         recipe.write_text(f"stage: sft\nmodel: {{path: tiny}}\ndata: {{source: {jsonl(rows)}}}\nrun: {{steps: 1}}\n")
         for command in ("inspect", "audit"):
@@ -159,9 +159,9 @@ def test_text_is_compared_both_ways_and_in_all_turns(
     """What the rendering leaves out of earlier turns, and what it adds to the trained one."""
     path = jsonl([{"messages": THOUGHTFUL}, {"prompt": "q", "completion": "<think>so</think>one"}])
     plain = inspect("sft", Data(source=path), tiny, Path.cwd(), [tiny.eos_token_id])
-    kept = next(check for check in plain["checks"] if check["name"] == "text is kept")
-    assert kept["ok"] and kept["text"].startswith("2 of 2 rows with all of its texts in the rendering")
-    assert "'…<eos>' (2)" in kept["text"]
+    kept = next(check for check in plain["checks"] if check["name"] == "text")
+    assert kept["ok"] and kept["text"].startswith("2 of 2 rows have all of their text in the rendered row")
+    assert "'…<eos>' (2 turns)" in kept["text"]
     tokenizer = with_template(
         "{% for m in messages %}<|{{ m.role }}|>"
         "{% if m.role == 'assistant' and loop.last and '<think>' not in m.content %}<think>\n</think>{% endif %}"
@@ -169,9 +169,9 @@ def test_text_is_compared_both_ways_and_in_all_turns(
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     report = inspect("sft", Data(source=path), tokenizer, Path.cwd(), [tiny.eos_token_id])
-    assert (checks(report)["text is kept"], checks(report)["nothing is added"]) == (False, False)
-    kept = next(check["text"] for check in report["checks"] if check["name"] == "text is kept")
+    assert (checks(report)["text"], checks(report)["added text"]) == (False, False)
+    kept = next(check["text"] for check in report["checks"] if check["name"] == "text")
     assert kept.startswith("1 of 2 rows")
     assert "leaves out thoughts of earlier turns" in kept
-    assert "'<think>\\n</think>…<eos>' (1)" in kept
+    assert "'<think>\\n</think>…<eos>' (1 turn)" in kept
     assert sum(cause.startswith("LOOK: the chat template") for cause in report["noted"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,24 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Any:
 def graded(completions: list[str], **params: Any) -> list[Any]:
     columns = {name: params.pop(name) for name in ("answer", "rubric") if name in params}
     return model_judge.score(completions, [ASKED] * len(completions), **columns, path="tiny", **params)
+
+
+def test_a_reply_that_was_cut_is_no_judgement(says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.rollout.hf import TransformersEngine
+
+    says(good="Score: 9", cut="Score: 1")
+    whole = TransformersEngine.generate
+
+    def generate(*arguments: Any, **settings: Any) -> Any:
+        found = whole(*arguments, **settings)
+        return [replace(one, finish="length") if "Score: 1" in one.text else one for one in found]
+
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    for _ in range(2):  # the second time from the cache
+        assert graded(["good", "cut"]) == [
+            {"reward": 0.9, "unparsed": 0.0},
+            {"reward": None, "unparsed": 1.0},
+        ]
 
 
 @pytest.fixture

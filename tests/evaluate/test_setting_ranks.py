@@ -54,7 +54,8 @@ def test_the_end_of_a_run_counts_and_not_its_last_step(tmp_path: Path) -> None:
 
 
 def test_the_lowest_loss_comes_first_and_a_setting_without_runs_last(tmp_path: Path) -> None:
-    runs = {name: [_run(tmp_path / name, [{"loss": loss}] * 8)] for name, loss in (("high", 2.0), ("low", 1.0))}
+    losses = {"high": (2.0, 2.01), "low": (1.0, 1.01)}
+    runs = {name: [_run(tmp_path / name, [{"loss": loss} for loss in pair] * 4)] for name, pair in losses.items()}
     criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
     rows = _ranked({"none": [], **runs}, criterion)
     assert [(row["setting"], row["rank"]) for row in rows] == [("low", 1), ("high", 2), ("none", None)]
@@ -65,7 +66,17 @@ def test_settings_of_one_value_have_no_order(tmp_path: Path) -> None:
     runs = {name: [_run(tmp_path / name, [{"reward": 0.0}] * 8)] for name in ("a", "b")}
     criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
     said = describe_ranking(_ranked(runs, criterion), criterion)
+    assert said[0].endswith("; without intervals, because the values of each setting are all equal.")
     assert said[1:] == ["All settings have the same value, 0: they have no order."]
+
+
+def test_intervals_over_problems_say_whether_seeds_were_averaged(tmp_path: Path) -> None:
+    criterion = choose_criterion([_run(tmp_path / "a", [])], measured=True)
+    ranked = {"mean": 0.5, "low": 0.4, "high": 0.6, "over": "problems"}
+    ends = {1: "over problems, of one seed.", 2: "over problems, each averaged over the seeds; they do not cover "}
+    for runs, end in ends.items():
+        rows = rank_rows([{"setting": "a", "ranked": {**ranked, "runs": runs}}], criterion)
+        assert f"95% intervals are {end}" in describe_ranking(rows, criterion)[0]
 
 
 def test_a_held_out_evaluation_goes_before_rewards_and_has_its_own_interval(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_invalid_overrides_are_reported_together(errors: Errors) -> None:
             "command line  rewards has no entry `3`",
             "  entries: 0 to 0",
             "command line  run.seed: no value after `=`",
-            "  hint: write run.seed=null for none, run.seed='\"\"' for empty text",
+            "  hint: give a value, or leave this override out",
             "command line  seed: unknown key",
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
@@ -129,6 +129,36 @@ def test_invalid_overrides_are_reported_together(errors: Errors) -> None:
             "  hint: `seed` belongs to `run` or `data`",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("run.output=", "write run.output=null for none, run.output='\"\"' for empty text"),
+        ("run.steps=", "write run.steps=null for none"),
+        ("loss.use=", "name a component: `posttrain methods list --kind loss`"),
+        ("controllers.kl.coef.use=", "name a component: `posttrain methods list --kind controller`"),
+    ],
+)
+def test_an_empty_value_is_answered_with_what_the_key_accepts(errors: Errors, override: str, hint: str) -> None:
+    assert errors(RL, override) == f"command line  {override[:-1]}: no value after `=`\n  hint: {hint}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["controllers.kl.coef.use=cosine", "controllers.kl.coef.low=0.5"], {"use": "cosine", "high": 1.0, "low": 0.5}),
+        (["controllers.kl.coef=cosine"], {"use": "cosine", "high": 1.0, "low": 0.0}),
+        (["algorithm=grpo_d", "controllers.kl.coef.use=cosine"], {"use": "cosine", "high": 1.0, "low": 0.0}),
+        (["algorithm=grpo_d", "controllers.kl.coef.high=0.1"], {"use": "grpo_d", "high": 0.1}),
+    ],
+)
+def test_the_dotted_name_of_a_controller_is_one_key(
+    loads: Loads, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    found = loads(RL, "kl.coef=0.1", *overrides).resolved["controllers"]["kl.coef"]
+    assert {key: found[key] for key in expected} == expected
+    assert "explore_frac" not in found or found["use"] == "grpo_d", "arguments of the former controller"
 
 
 def test_short_form_of_a_component(loads: Loads) -> None:

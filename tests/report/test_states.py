@@ -147,7 +147,7 @@ def test_a_run_is_removed_after_a_question_and_never_another_thing(
     (tmp_path / "link").symlink_to(done)
     for place, message in (
         ("folder", "is not a run directory"),
-        ("going", "a process is working"),
+        ("going", "another process is working"),
         ("link", "is a link"),
     ):
         refused = invoke("runs", tmp_path / place, done, "--delete", "--yes")

@@ -2,6 +2,9 @@
 
 import errno
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RunError, UserError
+from posttrain.run import checkpoints
 from posttrain.run.atomic_io import write_json
-from posttrain.run.directory import RunDirectory, is_locked
+from posttrain.run.directory import RunDirectory
+from posttrain.run.lock import describe_holder, is_locked
 from posttrain.run.resolved_recipe import flatten
 
 RESOLVED = {"stage": "sft", "run": {"steps": 3, "seed": 0}, "optim": {"lr": 0.1}}
@@ -140,6 +145,85 @@ def test_two_processes_cannot_share_a_directory(tmp_path):
         assert "RunError: another process is working in" in other.stderr and "process" in other.stderr
         with pytest.raises(RunError, match="another process is working in"):  # no hint to remove an active run
             open_run(tmp_path / "run")
+    open_run(tmp_path / "run", resume=True).close()
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from posttrain.run.lock import take_lock
+held = take_lock(Path(sys.argv[1]))
+if len(sys.argv) > 2 and os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_holder_of_a_lock_is_named_with_its_state(tmp_path):
+    """Running, suspended, and gone with a child that goes on: process, host and start, and what to do."""
+    run = tmp_path / "run"
+    open_run(run).close()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        with pytest.raises(RunError) as running:
+            open_run(run)
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        with pytest.raises(RunError) as suspended:
+            open_run(run, resume=True)
+        other.kill()
+    named = f"another process is working in {run}: process {other.pid} on {socket.gethostname()} since 20"
+    assert str(running.value).startswith(named) and "which is running" in str(running.value)
+    assert f"stop it with `kill {other.pid}`, or give another --output" in str(running.value)
+    assert str(suspended.value).startswith(named) and "which is suspended (Ctrl-Z)" in str(suspended.value)
+    assert f"`kill -CONT {other.pid}` (or `fg` in its shell) continues it" in str(suspended.value)
+    open_run(run, resume=True).close()
+
+
+def test_a_lock_that_a_child_of_an_ended_process_holds(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), "fork"], stdout=subprocess.PIPE) as other:
+        child = int(other.stdout.readline())
+        other.wait()
+        holder, advice = describe_holder(tmp_path)
+        os.kill(child, signal.SIGKILL)
+    assert holder.endswith("which has ended; a process that it started goes on")
+    assert advice == f"`fuser {tmp_path / '.lock'}` lists that one: stop it"
+
+
+def test_a_lock_of_another_machine(tmp_path):
+    (tmp_path / ".lock").write_text("process 7 on elsewhere since 2026-01-02 03:04:05\n")
+    assert describe_holder(tmp_path) == (
+        "process 7 on elsewhere since 2026-01-02 03:04:05",
+        "wait for it, or stop it on elsewhere",
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"state": "finished", "message": ""}, "(finished)"),
+        ({"state": "stopped", "message": "stopped after step 2 of 3"}, "(stopped: stopped after step 2 of 3)"),
+        ({"state": "running", "process": 7, "host": "here"}, "(its process 7 on here was killed)"),
+    ],
+)
+def test_a_used_directory_says_how_its_run_ended(tmp_path, status, said):
+    open_run(tmp_path / "run").close()
+    write_json(tmp_path / "run" / "status.json", status)
+    with pytest.raises(UserError, match="the output directory holds a run already: ") as error:
+        open_run(tmp_path / "run")
+    assert said in str(error.value)
+
+
+def test_fewer_steps_than_are_done_are_refused_before_anything_is_written(tmp_path):
+    """The run stays as it was, and no command is named that would repeat the mistake."""
+    with open_run(tmp_path / "run") as run, checkpoints.save_checkpoint(run.checkpoints, 3) as folder:
+        (folder / "weights").write_text("w")
+    before = (tmp_path / "run" / "resolved.json").read_text()
+    fewer = {**RESOLVED, "run": {"steps": 1, "seed": 0}}
+    with pytest.raises(UserError, match="3 steps are done already, and 1 is asked for\n  hint: ask for 3 or more"):
+        open_run(tmp_path / "run", fewer, resume=True)
+    assert (tmp_path / "run" / "resolved.json").read_text() == before
     open_run(tmp_path / "run", resume=True).close()
 
 

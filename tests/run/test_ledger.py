@@ -43,6 +43,6 @@ def test_steps_are_summed_and_printed_as_shares() -> None:
     assert ledger.sentences({"ledger": found, "num_tokens": 300})[0] == f"400 sampled tokens: {shares}"
     assert ledger.sentences({"ledger": found, "num_tokens": 400}) == [
         f"400 tokens: {shares}",
-        "1:40 in all: 60% rollout, 20% update, 20% checkpoints",
+        "1:40 of steps, evaluations and saves: 60% rollout, 20% update, 20% checkpoints",
     ]
     assert ledger.sentences({}) == []

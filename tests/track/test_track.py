@@ -349,7 +349,7 @@ def test_a_process_that_fails_or_hangs_stops_nothing(
         monkeypatch.setattr(start.sys, "executable", str(tmp_path / "no python"))
         with start.track_run(["x"], other):
             pass
-    assert "trackers are not started, the run continues" in capsys.readouterr().err
+    assert "the run goes on without them" in capsys.readouterr().err
 
 
 def test_the_key_of_a_run_is_its_own(tmp_path: Path) -> None:
@@ -387,11 +387,11 @@ def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: p
     told.clear()
     sent = CliRunner().invoke(app, ["track", str(run), "--to", "wandb"])
     assert sent.exit_code == 0, sent.stderr
-    assert "wandb: sent 4 rows of metrics, 2 samples; to see it: " in sent.stderr
+    assert "wandb: sent 4 rows of metrics, 2 samples; view it with: " in sent.stderr
     assert "wandb sync" in sent.stderr and "track/wandb/wandb/offline-run-*" in sent.stderr.replace("\n", "")
     assert told[0].state == "finished"
     for words, message in (
-        (["track", str(run)], "names no tracker"),
+        (["track", str(run)], "has no `track`"),
         (["track", str(run), "--to", "comet"], "there is no tracker `comet`"),
         (["track", str(tmp_path)], "is not a run directory"),
     ):

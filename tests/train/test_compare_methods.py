@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from posttrain.batch import RolloutBatch
 from posttrain.cli.app import app
+from posttrain.cli.compare_methods import COLUMNS, ROW_COLUMNS
 from posttrain.errors import UserError
 from posttrain.recipe.load import load_dict
 from posttrain.train import saved_rollouts
@@ -114,7 +115,13 @@ def test_compare_methods_command(saved: SavedRollouts, tmp_path: Path) -> None:
     call = CliRunner().invoke
     text = call(app, ["compare-methods", str(tmp_path), "--algorithm", "dapo,cispo", "--rows", "2"])
     assert text.exit_code == 0 and "dapo" in text.stdout and "like the run" in text.stdout
+    explained = [line.partition("  ")[0] for line in text.stderr.splitlines()]
+    assert explained[:-1] == [*COLUMNS, *ROW_COLUMNS] and explained[-1].startswith("rollouts of step 5")
     found = json.loads(call(app, ["compare-methods", str(tmp_path), "--algorithm", "dapo", "--json"]).stdout)
+    assert [*found["methods"][1]] == ["method", *COLUMNS], "every column is explained"
+    assert [key for key in found["rows"][0] if key.startswith("dapo: ")] == [
+        name.replace("METHOD", "dapo") for name in ROW_COLUMNS
+    ]
     assert found["step"] == 5 and len(found["rows"]) == 4 and found["methods"][1]["method"] == "dapo"
     assert call(app, ["compare-methods", str(tmp_path), "--algorithm", "dappo"]).exit_code == 2
     assert call(app, ["compare-methods", str(tmp_path), "--algorithm", "simpo"]).exit_code == 2

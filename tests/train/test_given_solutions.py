@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,44 @@ def test_calibrl_uses_expert_log_probs_without_given_rows(
         length = min(len(expected), found.shape[1])
         assert torch.allclose(found[0, :length], expected[:length], atol=1e-5)
         assert bool(found[0, length:].isnan().all())
+
+
+def test_the_experts_log_probs_are_those_of_the_rows_adapter_and_prompt(
+    ran: Callable[..., list[Values]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two roles answer one row of the data, under prompts and adapters of their own: all were computed under the first
+    adapter, after the prompt of the last role."""
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    compute_on_other_sequences = policy.compute_on_other_sequences
+
+    def recording(ctx: Any, batch: Any, rollouts: Any) -> Any:
+        solver, prompt = rollouts[0], rollouts[0].prompt
+        critic = replace(solver, prompt=replace(prompt, ids=prompt.ids[1:], adapter="two"))
+        ctx.loaded.model.add_adapter("two", ctx.loaded.model.peft_config["default"])
+        with torch.no_grad():
+            for name, weight in ctx.loaded.model.named_parameters():
+                if ".lora_B.two." in name:
+                    weight.add_(0.1)
+        first = policy.compute_on_other_sequences(ctx, batch.select([0, 0]), [solver, critic]).expert_logp
+        solution = ctx.solutions[prompt.uid]
+        with torch.no_grad():
+            for rollout, row in zip((solver, critic), first, strict=True):
+                ids = torch.tensor(rollout.prompt.ids + solution).numpy()
+                alone = Sequences((ids,), (len(rollout.prompt.ids),), adapters=(rollout.prompt.adapter or "default",))
+                whole = policy.scores(ctx, ctx.loaded.model, alone, len(solution), Extras())["logp"][0]
+                other = replace(alone, adapters=("default" if rollout is critic else "two",))
+                wrong = policy.scores(ctx, ctx.loaded.model, other, len(solution), Extras())["logp"][0]
+                found.append((row, whole, wrong))
+        return compute_on_other_sequences(ctx, batch, rollouts)
+
+    monkeypatch.setattr("posttrain.train.rl.compute_on_other_sequences", recording)
+    values = wide(algorithm="calibrl", run={"steps": 1})
+    ran({**values, "model": {**values["model"], "lora": {"rank": 2}}})
+    assert len(found) == 2
+    for row, expected, wrong in found:
+        length = min(len(expected), len(row))
+        assert torch.allclose(row[:length], expected[:length], atol=1e-5)
+        assert not torch.allclose(row[:length], wrong[:length], atol=1e-3)
 
 
 def test_rows_without_a_solution_get_no_given_row(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:

@@ -522,7 +522,9 @@ def test_signal_reports_why_a_group_has_none() -> None:
     assert unpaid["signal/cancelled"] == 0 and unpaid["signal/too_easy"] == pytest.approx(0.4)
     assert signal_note(shares) is None
     hard = dict.fromkeys(shares, 0.0) | {"signal/too_hard": 1.0}
-    assert "no answer was right" in (signal_note(hard) or "")
+    assert "no answer was right, and rewards" in (signal_note(hard) or "")
+    partial = signal_note(hard | {"reward": 0.25}) or ""
+    assert "no answer reached scoring.correct_at (mean reward 0.25), and rewards within a group are equal" in partial
     stopped = signal_note(hard | {"completions/ended_in_thought": 0.75}) or ""
     assert "75% of the completions end inside their thought: see rollout.stop" in stopped
 

@@ -56,6 +56,9 @@ def test_saved_steps_report_the_time_of_the_save(train: Train, tmp_path: Path) -
     assert [row.get("time/save", 0) > 0 for row in rows] == [False, True, True]
     assert summary["save_seconds"] > sum(row.get("time/save", 0) for row in rows), "the final model is saved too"
     assert summary["train_seconds"] == pytest.approx(sum(row["time/step"] for row in rows))
+    seconds = summary["ledger"]["seconds"]
+    assert seconds["final_save"] > 0
+    assert sum(seconds.values()) == pytest.approx(summary["train_seconds"] + summary["save_seconds"], rel=0.02)
 
 
 def test_time_limit_reserves_time_for_the_last_saves(

@@ -84,7 +84,7 @@ TINY_LR = {"optim": {"lr": 1e-30}}
 
 # what is trained on, and what is said of it at the latest behind the first step
 NOTHING: dict[str, tuple[dict[str, Any], str]] = {
-    "equal rewards": (RL | FLAT, "no update in this step: no group has a signal; no answer was right"),
+    "equal rewards": (RL | FLAT, "no update in this step: no group has a signal; no answer reached scoring.correct_at"),
     "unscored": (RL | {"rewards": [{"use": "own.py:silent"}]}, "silent returned None for all"),
     "groups dropped": (RL | DROPPED, "`keep` dropped every group whose rewards differ"),
     "rows masked": (

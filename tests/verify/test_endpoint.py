@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from posttrain.verify import endpoint
+from posttrain.verify.asking import ask_all
 from posttrain.verify.endpoint import Endpoint, JudgeError, ask
 
 Stub = Callable[..., Any]
@@ -317,3 +319,62 @@ def test_openai_s_own_address_has_openai_s_variable_and_no_other_address(monkeyp
         assert endpoint._headers(Endpoint(url, "m")) == {}
     monkeypatch.delenv("OPENAI_API_KEY")
     assert "OPENAI_API_KEY" in endpoint.problem_of(Endpoint("https://api.openai.com/v1", "m"))
+
+
+def test_a_reply_that_was_cut_is_neither_used_nor_cached(stub: Stub, tmp_path: Path) -> None:
+    """Another try of the same request would be cut again, and would cost the budget."""
+
+    def cut(_body: dict[str, Any], number: int) -> tuple[int, Any]:
+        finish = "length" if number == 0 else "stop"
+        return 200, {"choices": [{"message": {"content": "Score: 1"}, "finish_reason": finish}]}
+
+    judge = stub(cut)
+    place = Endpoint(judge.url, "m", max_tokens=64)
+    with pytest.raises(JudgeError, match="the reply of m was cut at 64 tokens and is not used: raise max_tokens"):
+        ask(place, ASKED, 0)
+    assert len(judge.bodies) == 1 and not list((tmp_path / "cache").rglob("*.json"))
+    assert ask(place, ASKED, 0) == ("Score: 1", False)
+
+
+def test_a_call_that_is_over_sends_no_further_request(stub: Stub) -> None:
+    """One request under way, one in its pause, one not sent yet: none is sent again, and the budget stays."""
+    answered = threading.Event()
+
+    def answer(_body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if number == 0:
+            answered.wait(5)
+        return 503, {"error": "busy"}
+
+    judge = stub(answer)
+    settings = {"url": judge.url, "model": "m", "retries": 50, "budget": 100, "cache": "none"}
+
+    async def call() -> None:
+        await asyncio.wait_for(ask_all(settings, ["a", "b", "c"], [0], concurrency=2), 0.3)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint, "_pause", lambda _attempt, _asked_for: 0.05)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            asyncio.run(call())
+        assert time.monotonic() - start < 2
+        answered.set()
+        time.sleep(0.2)  # a request that was being sent has arrived
+        sent = len(judge.bodies)
+        time.sleep(0.3)
+    assert 1 < len(judge.bodies) == sent
+
+
+def test_a_request_that_fails_ends_the_others_of_its_call(stub: Stub) -> None:
+    def answer(body: dict[str, Any], _number: int) -> tuple[int, Any]:
+        return (401, {}) if body["messages"][0]["content"] == "refused" else (503, {})
+
+    judge = stub(answer)
+    settings = {"url": judge.url, "model": "m", "retries": 10_000, "cache": "none"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint, "_pause", lambda _attempt, _asked_for: 0.01)
+        with pytest.raises(JudgeError, match="refused the request"):
+            asyncio.run(ask_all(settings, ["busy", "refused"], [0], concurrency=2))  # type: ignore[arg-type]
+        time.sleep(0.2)
+        sent = len(judge.bodies)
+        time.sleep(0.2)
+    assert len(judge.bodies) == sent

@@ -66,7 +66,10 @@ def test_errors_and_time_outs_are_no_scores(script: Script) -> None:
     [
         ("def f(completion): return 1", "no EXAMPLES"),
         ("def f(completion): return 1\ndef g(completion): return 1\nEXAMPLES = [('', {}, 1)]", "2 reward functions"),
-        ("def f(completion): return 1\nEXAMPLES = {'g': [('', {}, 1)]}", "no EXAMPLES of a function g"),
+        (
+            "def f(completion): return 1\nEXAMPLES = {'g': [('', {}, 1)]}",
+            "EXAMPLES of a function g, which the script does not have\n  functions: f",
+        ),
         ("def f(completion): return 1\nEXAMPLES = [('', {})]", "not an example"),
         ("def f(completion, a): return 1\nEXAMPLES = [('', {}, 1)]", "columns are missing: a"),
         ("def f(completion): return 1\nEXAMPLES = [('', {'b': 1}, 1)]", "does not take b"),
@@ -79,9 +82,11 @@ def test_malformed_examples_are_refused(text: str, message: str, script: Script)
 
 
 def test_examples_of_one_function(script: Script) -> None:
-    path = script("def f(completion): return 1\nEXAMPLES = [('', {}, 1)]")
+    path = script("def f(completion): return 1\ndef g(completion): return 2\nEXAMPLES = {'f': [('', {}, 1)]}")
     assert list(read_examples(path, "f")) == ["f"]
-    with pytest.raises(RewardError, match="no EXAMPLES of a function g"):
+    with pytest.raises(RewardError, match=r"has no function h\n  it has: f, g"):
+        read_examples(path, "h")
+    with pytest.raises(RewardError, match=r"no EXAMPLES of the function g\n  EXAMPLES of: f\n  hint: add e.g."):
         read_examples(path, "g")
 
 
