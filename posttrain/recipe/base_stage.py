@@ -2,13 +2,13 @@
 torch."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
 from posttrain.recipe.limits import MAX_COUNT
 from posttrain.recipe.sampling_sections import ONE_TURN
-from posttrain.recipe.section import Idle, Refused, Section, Workers
+from posttrain.recipe.section import Idle, Refused, Section, Unused, Workers
 from posttrain.recipe.sections import Run, Track
 from posttrain.recipe.tool_sections import Environment, Tool
 
@@ -19,7 +19,7 @@ class Stage(Section):
 
     verb: ClassVar[str]
     presets: ClassVar[bool] = False
-    unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage does not use -> why
+    unused: ClassVar[dict[str, str]] = {}  # SECTION.KEY that this stage does not use -> why (`Unused` at its field)
     extends: str | None = Field(None, description="recipe whose values this one overrides")
     run: Annotated[
         Run,
@@ -34,6 +34,19 @@ class Stage(Section):
     @property
     def base_dir(self) -> Path:
         return self._base_dir
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        stage = cls.model_fields["stage"].default if "stage" in cls.model_fields else None
+        sections = {key: field.annotation for key, field in cls.model_fields.items()}
+        cls.unused = {
+            f"{key}.{inner}": mark.why
+            for key, section in sections.items()
+            if isinstance(section, type) and issubclass(section, Section)
+            for inner, field in section.model_fields.items()
+            for mark in field.metadata
+            if isinstance(mark, Unused) and stage in mark.stages.split("|")
+        }
 
 
 class Tracked(Stage):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.path_resolution import PATHS, ROW_FILES, split_function
-from posttrain.recipe.section import Count, DataName, Idle, Positive, Section, Seed, Share
+from posttrain.recipe.section import READ_ONLY, Count, DataName, Idle, Positive, Section, Seed, Share, Unused
 from posttrain.recipe.select_sections import Selection
 
 # Marks of keys that belong to a single source, and of keys that only sources with splits have.
@@ -92,6 +92,9 @@ class ImageLimits(Section):
         return self
 
 
+RL_SAMPLES = Unused("rl", "rl trains on the completions that it samples")
+
+
 class Data(Source):
     """Rows, how they become tokens, and which tokens are trained on."""
 
@@ -106,21 +109,29 @@ class Data(Source):
     prompt_template: str | None = Field(
         None, description="user message with {column} fields, instead of the column `prompt`"
     )
-    completion_template: str | None = Field(
-        None, description="answer to train on, with {column} fields, instead of the column `completion`"
-    )
+    completion_template: Annotated[
+        str | None,
+        READ_ONLY,
+        RL_SAMPLES,
+        Unused("dpo", "pairs have two answers: `chosen` and `rejected`"),
+        Unused("reward_model", "a reward model reads the answers as they are"),
+    ] = Field(None, description="answer to train on, with {column} fields, instead of the column `completion`")
     image: Annotated[ImageLimits, Idle("model.path = tiny", "with {model.path}, which sees no images", below=True)] = (
         Field(default_factory=ImageLimits)
     )
     chat: bool = Field(True, description="render with the chat template; false: prompt and completion are plain text")
     train_on: Annotated[
         Literal["completion", "assistant", "all"],
+        READ_ONLY,
+        RL_SAMPLES,
+        Unused("dpo", "pairs are compared on their completions"),
+        Unused("reward_model", "a reward model reads whole answers"),
         Idle("train_on = assistant and not chat", "with `data.chat: false`, which has no turns", note=True),
     ] = Field(
         "completion",
         description="completion: the last assistant turn; assistant: every assistant turn; all: every token",
     )
-    thought_dropout: Share = Field(
+    thought_dropout: Annotated[Share, READ_ONLY, Unused("rl|dpo|reward_model", "only sft empties thoughts")] = Field(
         0.0, description="share of rows whose first thought (<think>...</think>) is emptied; the rows are chosen once"
     )
     max_length: Positive | None = Field(None, description="maximum sequence length (RL: maximum prompt length)")
@@ -128,7 +139,9 @@ class Data(Source):
         Literal["drop", "truncate_prompt", "error", "keep"],
         Idle("not max_length", "without `data.max_length`", "write `data.max_length`"),
     ] = Field("drop", description="treatment of rows longer than max_length")
-    shuffle: bool = Field(True, description="reshuffle the rows in every epoch; false: the order of the source")
+    shuffle: Annotated[bool, Unused("eval|generate", "every row is used once, in order")] = Field(
+        True, description="reshuffle the rows in every epoch; false: the order of the source"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

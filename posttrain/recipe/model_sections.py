@@ -8,7 +8,18 @@ from pydantic import Field, field_validator
 from posttrain.path_resolution import PATHS
 from posttrain.recipe.engine_sections import LORA_RANKS
 from posttrain.recipe.rollout_sections import ONE_ADAPTER, ONE_SET_OF_WEIGHTS
-from posttrain.recipe.section import Idle, ModelName, NoImages, Positive, Refused, Section, TemplateName, Width
+from posttrain.recipe.section import (
+    READ_ONLY,
+    Idle,
+    ModelName,
+    NoImages,
+    Positive,
+    Refused,
+    Section,
+    TemplateName,
+    Unused,
+    Width,
+)
 
 Texts = Annotated[list[str], Field(min_length=1)]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
@@ -152,6 +163,9 @@ class Parallel(Section):
         return self.tensor > 1 or self.expert > 1
 
 
+TRAINED_WHOLE = Unused("reward_model", "a reward model is trained whole on each GPU")
+
+
 class Model(Section):
     """The weights, and how they are trained."""
 
@@ -190,9 +204,13 @@ class Model(Section):
         "the default), the projector, or projector and vision tower (all); with lora: where "
         "adapters are added",
     )
-    lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
+    lora: Annotated[
+        Lora | None,
+        Unused("eval|harness|generate", "an adapter is evaluated by naming its directory in model.path"),
+    ] = Field(None, description="train a LoRA adapter instead of all weights")
     quantize: Annotated[
         Literal["nf4"] | None,
+        Unused("reward_model", "a reward model is saved with its adapter merged in, which 4-bit weights cannot hold"),
         Refused(
             "quantize and not lora and stage = sft|dpo|rl",
             "4-bit weights cannot be trained directly",
@@ -210,6 +228,7 @@ class Model(Section):
     ] = Field("auto", description="attention implementation; auto: the default of transformers")
     gradient_checkpointing: Annotated[
         bool | Literal["selective"],
+        READ_ONLY,
         Refused(
             "gradient_checkpointing = selective and compile",
             "which activations a compiled layer keeps is fixed when it is compiled",
@@ -225,15 +244,18 @@ class Model(Section):
     )
     activation_offloading: Annotated[
         bool,
+        READ_ONLY,
         Refused(
             "activation_offloading and not gradient_checkpointing",
             "only the inputs of checkpointed layers are offloaded",
             "also write `model.gradient_checkpointing: true`",
         ),
     ] = Field(False, description="move the inputs of checkpointed layers to host memory until the backward pass")
-    shard: bool = Field(False, description="short for `parallel: {shard: auto}`")
+    shard: Annotated[bool, READ_ONLY, TRAINED_WHOLE] = Field(False, description="short for `parallel: {shard: auto}`")
     parallel: Annotated[
         Parallel | None,
+        READ_ONLY,
+        TRAINED_WHOLE,
         Refused("parallel and shard", "model.shard is short for it", "remove model.shard"),
         Refused(
             "parallel.follows_plan and quantize",
@@ -265,6 +287,8 @@ class Model(Section):
     ] = Field(None, description="with --gpus N: how the GPUs divide the model; default: each GPU holds all of it")
     half_weights: Annotated[
         bool,
+        READ_ONLY,
+        Unused("reward_model", "a reward model is trained in float32 weights"),
         Refused("half_weights and lora", "an adapter's weights are few and stay in float32", "remove it"),
         Refused("half_weights and divided", "a divided model computes in bfloat16 layer by layer already", "remove it"),
         Refused(
@@ -286,6 +310,8 @@ class Model(Section):
     )
     compile: Annotated[
         bool,
+        READ_ONLY,
+        Unused("reward_model", "a reward model is not compiled"),
         Refused("compile and quantize", "4-bit weights are unpacked by kernels that cannot be compiled", "remove it"),
         Refused(
             "compile and parallel.expert > 1",
@@ -302,6 +328,8 @@ class Model(Section):
     )
     offload_reference: Annotated[
         bool,
+        Unused("eval|harness|generate", "this stage has no reference"),
+        Unused("sft|dpo|reward_model", "only rl keeps a copy of the starting policy"),
         Refused(
             "offload_reference and lora and not kl.reference",
             "under LoRA the reference is the base itself, not a copy",

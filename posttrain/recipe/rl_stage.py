@@ -72,12 +72,6 @@ class RlRecipe(ToolUseStage, Tracked):
 
     verb: ClassVar = "rl"
     presets: ClassVar = True
-    unused: ClassVar = {
-        "run.log_every": "rl writes every step",
-        "data.train_on": "rl trains on the completions that it samples",
-        "data.completion_template": "rl trains on the completions that it samples",
-        "data.thought_dropout": "only sft empties thoughts",
-    }
     stage: Literal["rl"] = "rl"
     algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model

@@ -90,6 +90,18 @@ class Refused(NamedTuple):
     right: str = "remove one of them"
 
 
+class Unused(NamedTuple):
+    """Marks a key of a shared section that some stages (`eval|generate`) never use: "KEY: not used by stage STAGE:
+    WHY". The key is unknown there, whatever its value."""
+
+    stages: str
+    why: str
+
+
+NO_TRAINING = Unused("merge|eval|harness|generate|pairs|pipeline", "this stage does not train")
+READ_ONLY = Unused("eval|harness|generate", "this stage does not train")
+
+
 class NoImages(NamedTuple):
     """Marks a key that cannot be used with images when a condition holds: "KEY: the rows have images, and it WHY".
 

@@ -34,40 +34,6 @@ from posttrain.recipe.section import (
 from posttrain.recipe.sections import Data, Model
 from posttrain.recipe.training_sections import DpoOptim, RewardOptim, SftObjective, SftOptim, TrainBatch
 
-_NO_REFERENCE_COPY = {"model.offload_reference": "only rl keeps a copy of the starting policy"}
-_NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts")
-_NO_TRAINING = dict.fromkeys(
-    (
-        "run.steps",
-        "run.epochs",
-        "run.max_minutes",
-        "run.save_every",
-        "run.keep_checkpoints",
-        "run.log_every",
-        "run.samples_per_step",
-        "run.keep_rollouts",
-        "run.hang_minutes",
-        "run.max_idle_steps",
-    ),
-    "this stage does not train",
-)
-_READ_ONLY = {
-    **_NO_TRAINING,
-    "model.gradient_checkpointing": "this stage does not train",
-    "model.activation_offloading": "this stage does not train",
-    "model.compile": "this stage does not train",
-    "model.half_weights": "this stage does not train",
-    "model.offload_reference": "this stage has no reference",
-    "model.shard": "this stage does not train",
-    "model.parallel": "this stage does not train",
-    "model.lora": "an adapter is evaluated by naming its directory in model.path",
-    "data.train_on": "this stage does not train",
-    "data.thought_dropout": "this stage does not train",
-    "data.completion_template": "this stage does not train",
-    "data.shuffle": "every row is used once, in order",
-}
-
-
 NO_EVAL_IF_DIVIDED = Refused(
     "eval and model.divided",
     "a model that is divided among GPUs cannot be evaluated during training",
@@ -79,7 +45,6 @@ class SftRecipe(Tracked):
     """Supervised fine-tuning."""
 
     verb: ClassVar = "sft"
-    unused: ClassVar = {**_NO_ROLLOUTS, **_NO_REFERENCE_COPY}
     stage: Literal["sft"] = "sft"
     model: Model
     data: Data
@@ -101,14 +66,6 @@ class DpoRecipe(Tracked):
 
     verb: ClassVar = "dpo"
     presets: ClassVar = True
-    unused: ClassVar = {
-        **_NO_ROLLOUTS,
-        **_NO_REFERENCE_COPY,
-        "data.train_on": "pairs are compared on their completions",
-        "data.completion_template": "pairs have two answers: `chosen` and `rejected`",
-        "data.thought_dropout": "only sft empties thoughts",
-        "batch.packing": "only sft packs rows",
-    }
     stage: Literal["dpo"] = "dpo"
     algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model
@@ -134,19 +91,6 @@ class RewardModelRecipe(Tracked):
 
     verb: ClassVar = "reward-model"
     presets: ClassVar = True
-    unused: ClassVar = {
-        **_NO_ROLLOUTS,
-        **_NO_REFERENCE_COPY,
-        "model.compile": "a reward model is not compiled",
-        "model.half_weights": "a reward model is trained in float32 weights",
-        "model.shard": "a reward model is trained whole on each GPU",
-        "model.parallel": "a reward model is trained whole on each GPU",
-        "data.train_on": "a reward model reads whole answers",
-        "data.completion_template": "a reward model reads the answers as they are",
-        "data.thought_dropout": "only sft empties thoughts",
-        "batch.packing": "only sft packs rows",
-        "model.quantize": "a reward model is saved with its adapter merged in, which 4-bit weights cannot hold",
-    }
     stage: Literal["reward_model"] = "reward_model"
     algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model
@@ -160,7 +104,6 @@ class MergeRecipe(Stage):
     """Model merging with mergekit's keys. mergekit's own files run unchanged."""
 
     verb: ClassVar = "merge"
-    unused: ClassVar = _NO_TRAINING
     stage: Literal["merge"] = "merge"
     merge_method: Annotated[str, AfterValidator(partial(find_registered, "merge"))] = Field(
         description="merge method; see `posttrain methods list`"
@@ -202,7 +145,6 @@ class EvalRecipe(ToolUseStage, Tracked):
     """Accuracy of a model on rows graded by reward scripts."""
 
     verb: ClassVar = "eval"
-    unused: ClassVar = _READ_ONLY
     stage: Literal["eval"] = "eval"
     model: Model
     data: Data
@@ -217,7 +159,6 @@ class HarnessRecipe(Tracked):
     """Benchmarks of lm-eval (lm-evaluation-harness) with a model loaded by posttrain."""
 
     verb: ClassVar = "harness"
-    unused: ClassVar = {key: why for key, why in _READ_ONLY.items() if not key.startswith("data.")}
     stage: Literal["harness"] = "harness"
     model: Model
     tasks: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -239,7 +180,6 @@ class GenerateRecipe(ToolUseStage):
     """Completions of prompts, written as JSON lines."""
 
     verb: ClassVar = "generate"
-    unused: ClassVar = _READ_ONLY
     stage: Literal["generate"] = "generate"
     model: Model
     data: Data
@@ -324,7 +264,6 @@ class PairsRecipe(Stage):
     """Preference pairs built from completions that `eval` or this stage has graded."""
 
     verb: ClassVar = "pairs"
-    unused: ClassVar = _NO_TRAINING
     stage: Literal["pairs"] = "pairs"
     completions: CompletionsName = Field(
         description="completions of the policy: the run directory of an eval or a generate, or its "
@@ -404,7 +343,6 @@ class PipelineRecipe(Stage):
     """
 
     verb: ClassVar = "run"
-    unused: ClassVar = {**_NO_TRAINING, "run.seed": "`seeds` decides, once a seed"}
     stage: Literal["pipeline"] = "pipeline"
     defaults: dict[str, Any] = Field(
         default_factory=dict, description="sections merged under every stage that takes them"

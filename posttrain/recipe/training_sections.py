@@ -15,6 +15,7 @@ from posttrain.recipe.section import (
     Refused,
     Section,
     StepsOrShare,
+    Unused,
 )
 
 
@@ -167,6 +168,7 @@ class TrainBatch(Section):
     micro_size: Positive | None = Field(None, description="rows per forward pass; default: size; must divide size")
     packing: Annotated[
         bool,
+        Unused("dpo|reward_model", "only sft packs rows"),
         Idle(
             "micro_size = 1 or size = 1",
             "with one row per forward pass",
