@@ -383,7 +383,10 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str],
                         f"reward {reward.name}",
                         f"{'the data' if key == 'data' else key} has no column `{column}`",
                         f"columns: {', '.join(known)}; always available: {', '.join(BUILT_INS)}",
-                        f"did you mean `{near}`? map it: {key}.columns: {{{column}: {near}}}"
+                        "this is verl's signature; add to the file and use: def score(completion, answer): return "
+                        f'{reward.name}("", completion, answer)'
+                        if column == "solution_str"
+                        else f"did you mean `{near}`? map it: {key}.columns: {{{column}: {near}}}"
                         if near
                         else f"say which column holds it: {key}.columns: {{{column}: COLUMN}}"
                         if column in (*COLUMN_ALIASES, *_GOLD)

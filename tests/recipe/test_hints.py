@@ -132,6 +132,7 @@ def test_unknown_reward_gets_its_hint(use: str, meant: str) -> None:
         ("solution", ["prompt", "answer"], "data.columns: {solution: answer}"),
         ("answer", ["prompt", "colour"], "say which column holds it: data.columns: {answer: COLUMN}"),
         ("scale", ["prompt", "output"], "if `scale` is a setting, write it under params"),
+        ("solution_str", ["prompt", "answer"], 'def score(completion, answer): return mine("", completion, answer)'),
     ],
 )
 def test_unknown_column_gets_its_hint(needed: str, known: list[str], hint: str) -> None:
