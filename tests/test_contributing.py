@@ -89,7 +89,7 @@ def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "brief" in done.stdout, done.stdout + done.stderr
     for name, check in checks_of("rewards/test_shelf.py").items():
-        if name not in ("test_there_are_scripts",):
+        if name not in ("test_reward_scripts_are_found",):
             check(tmp_path / "brief.py")
     (own,) = own_rows(tmp_path / "brief.py")
     trial = try_rewards(own.rewards, Scoring(workers=1), None, own.rows)

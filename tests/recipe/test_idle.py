@@ -16,8 +16,9 @@ import posttrain
 from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.recipe import keys, limits, requirements
+from posttrain.recipe.checks import problems_with_images
 from posttrain.recipe.load import Loaded, load, load_dict
-from posttrain.recipe.section import ComponentSection, Idle, Refused
+from posttrain.recipe.section import ComponentSection, Idle, NoImages, Refused
 from posttrain.recipe.stages import STAGES
 
 ROWS: dict[str, Any] = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
@@ -191,6 +192,34 @@ def test_pipeline_default_unused_by_all_stages_gets_one_note() -> None:
     alone = {"stage": "pipeline", "defaults": shared, "stages": [{**stages[0], "engine": {**vllm, "batch_size": 4}}]}
     (note,) = load_text(alone).notes
     assert note.what.startswith("stages.0.engine.batch_size: does nothing")
+
+
+IMAGES = [
+    # stage, overrides, the key that they make unusable with images
+    ("rl", ["sampler=pcl"], "sampler"),
+    ("sft", ["objective={use: pear, behavior_model: tiny}"], "objective.behavior_model"),
+    ("sft", ["model.parallel={context: 2}", "batch.packing=true"], "model.parallel.context"),
+    ("sft", ["model.parallel={tensor: 2}"], "model.parallel.tensor"),
+    ("sft", ["model.parallel={expert: 2}"], "model.parallel.expert"),
+    ("generate", ["search={rewards: [math.accuracy]}"], "search"),
+    ("generate", ["tree={shape: mcts, rewards: [math.accuracy]}"], "tree"),
+    ("eval", ["eval.contamination={}"], "eval.contamination"),
+]
+
+
+@pytest.mark.parametrize(("stage", "written", "key"), IMAGES)
+def test_key_is_refused_with_images_only(stage: str, written: list[str], key: str) -> None:
+    made = recipe(stage, *written).recipe
+    assert [problem.what.partition(":")[0] for problem in problems_with_images(made, rows=True)] == [key]
+    of_replies = problems_with_images(made, rows=False, replies=True)
+    assert [problem.what.partition(":")[0] for problem in of_replies] == [key] * key.startswith("model.parallel")
+    assert problems_with_images(made, rows=False) == []
+
+
+def test_every_key_that_images_exclude_has_a_case() -> None:
+    walked = [(key, field) for stage in STAGES.values() for key, _, field in keys.walk(stage)]
+    marked = {key for key, field in walked if any(isinstance(mark, NoImages) for mark in field.metadata)}
+    assert marked == {key for _, _, key in IMAGES}
 
 
 def load_text(values: dict[str, Any]) -> Loaded:
