@@ -67,6 +67,14 @@ def _parse_call_node(node: ast.expr) -> Call:
         return Call(name, problem="nested too deeply")
 
 
+def parse_literal(text: str) -> Any:
+    """Parse a text that is one Python literal, as a JSON value: `{'a': True}`. Raises Unreadable."""
+    try:
+        return check_json_value(_parse_literal(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unreadable("no literal") from error
+
+
 def _parse_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value

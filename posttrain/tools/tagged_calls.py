@@ -6,6 +6,7 @@ the end of the call, and tags opened within it are counted. An unclosed argument
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from posttrain.tools.call import Call, Unreadable, parse_json
 from posttrain.tools.json_calls import Found
+from posttrain.tools.literal_calls import parse_literal
 
 _Span = tuple[int, int]
 DEPTH = 50  # maximum nesting of tags within an argument
@@ -145,7 +147,8 @@ INVOKE = Tags(
 
 
 def apply_schema_types(call: Call, properties: Mapping[str, Any]) -> Call:
-    """Convert text arguments to the types of the tool's JSON schema; texts that do not convert stay text."""
+    """Convert text arguments to the types of the tool's JSON schema: from JSON, from JSON whose quotes are escaped once
+    more, or from a Python literal. Texts that do not convert stay text."""
     arguments = {key: _value(value, properties.get(key)) for key, value in call.arguments.items()}
     return Call(call.name, arguments, call.problem)
 
@@ -158,11 +161,10 @@ def _value(value: Any, schema: Mapping[str, Any] | None) -> Any:
         return None
     if "string" in kinds:
         return value
-    plain = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
-    try:
-        return parse_json(plain)
-    except Unreadable:
-        return value
+    for read in (parse_json, lambda text: parse_json(parse_json(f'"{text}"')), parse_literal):  # escaped once more
+        with contextlib.suppress(Unreadable, TypeError):
+            return read(value)
+    return value
 
 
 def _allowed_types(schema: Mapping[str, Any]) -> set[str]:

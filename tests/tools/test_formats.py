@@ -269,6 +269,26 @@ def test_texts_become_what_the_schema_says() -> None:
     assert wrong.arguments == {"n": "three"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "written", "value"),
+    [
+        ("array", r"[{\"id\": 1, \"path\": \"C:\\\\x\"}]", [{"id": 1, "path": "C:\\x"}]),  # SGLang's cases for GLM-4.5
+        ("object", "{'unit': None, 'days': (1, 2)}", {"unit": None, "days": [1, 2]}),
+        ("array", "['a', True]", ["a", True]),
+        ("array", "[1, 2", "[1, 2"),
+        ("object", "__import__('os')", "__import__('os')"),
+        ("integer", "3x", "3x"),
+        ("string", "['a']", "['a']"),
+    ],
+)
+def test_values_written_as_escaped_json_or_python_literals(kind: str, written: str, value: Any) -> None:
+    schemas = {"f": {"function": {"parameters": {"properties": {"a": {"type": kind}}}}}}
+    (call,) = parse_calls(
+        f"<tool_call>f<arg_key>a</arg_key><arg_value>{written}</arg_value></tool_call>", "glm", schemas
+    )
+    assert call.arguments == {"a": value}
+
+
 _CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
 _END = "{% endfor %}{% endfor %}"
 MORE_TEMPLATES = {
