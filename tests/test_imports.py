@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import posttrain
@@ -96,6 +97,13 @@ def test_the_map_names_every_part() -> None:
     parts = {f"{p.name}/" for p in ROOT.iterdir() if (p / "__init__.py").is_file()}
     parts |= {p.name for p in ROOT.glob("*.py") if not p.name.startswith("__")}
     assert {part for part in parts if part not in text} == set()
+
+
+def test_the_table_of_train_names_its_modules() -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("## The modules of `train/`")[2].partition("\n## ")[0]
+    modules = {p.stem for p in (ROOT / "train").glob("*.py") if not p.name.startswith("__")}
+    assert set(re.findall(r"`(\w+)`", table)) == modules
 
 
 def test_every_import_points_along_an_arrow() -> None:

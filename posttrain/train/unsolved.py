@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from posttrain.batch import Rollout, RolloutBatch
-from posttrain.data.unsolved import has_failed, take_batch, with_newest
 from posttrain.loss.hybrid import nll_less_entropy
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
@@ -30,6 +29,8 @@ from posttrain.train.update import UpdateStats, minibatches, update_once
 
 MEMORY = "solutions.sft"  # key in State.memory: [[uid, step at which it was unsolved], ...], newest first
 FILE = "sft_optimizer.pt"
+
+T = TypeVar("T")
 
 
 def build_sft_optimizer(recipe: RlRecipe, loaded: LoadedModel) -> Optimizer | None:
@@ -112,3 +113,22 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
         "sft/updates": updates,
         "sft/grad_norm": sum(stats.norms) / max(len(stats.norms), 1),
     }
+
+
+def has_failed(rewards: Sequence[float | None], fail_value: float = 0.0) -> bool:
+    """Return whether a prompt goes into the buffer: all of its rewards equal `fail_value` (well formed but wrong).
+
+    A group with any other reward, such as that of a format failure, does not.
+    """
+    return bool(rewards) and all(reward == fail_value for reward in rewards)
+
+
+def with_newest(buffer: Sequence[T], newest: Sequence[T], same: Sequence[T] = ()) -> list[T]:
+    """Return the buffer with the step's new entries in front, in batch order. same: older entries that they replace."""
+    return [*newest, *(entry for entry in buffer if entry not in same)]
+
+
+def take_batch(buffer: Sequence[T], size: int = 128) -> tuple[list[T], list[T]]:
+    """Return (first `size` entries, remaining entries); the batch is empty if there are fewer, or for size < 1."""
+    count = size if len(buffer) >= size > 0 else 0
+    return list(buffer[:count]), list(buffer[count:])
