@@ -101,8 +101,8 @@ Python = Callable[[Mapping[str, str]], contextlib.AbstractContextManager[str]]
 
 @pytest.fixture(scope="session")
 def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Python:
-    """`with python_that_forks(environment) as python:` is a program whose `-m posttrain...` runs in a fork of a process
-    that has these variables and has imported the libraries, and costs a tenth of what an interpreter does (see
+    """`with python_that_forks(environment) as python:` is a program that runs `-m`, `-c` and scripts in a fork of a
+    process that has these variables and has imported the libraries, and costs a tenth of what an interpreter does (see
     forked_python.py). Variables that no import reads may differ."""
 
     @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Run as a program: `python -m posttrain...` as forks of a process that has imported the libraries, at a tenth of the
-time. See `forked_python` of conftest.py.
+"""Run as a program: `python` as forks of a process that has imported the libraries, at a tenth of the time. See
+`forked_python` of conftest.py.
 
 Last arguments: the socket to listen on, and the program to write, which takes python's arguments. It asks for a fork
-if they are `-m posttrain...`, with its arguments, folder, variables and open files, forwards signals and ends as it
-does; if it is killed, so is the fork. Any other arguments are passed to python.
+with its arguments, folder, variables and open files, forwards signals and ends as the fork does; if it is killed, so is
+the fork. If the first argument is neither `-m`, `-c` nor a script, it runs python itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import posttrain.train.sft  # noqa: F401  so that the forks find it loaded
 
 CLIENT = """#!{python} -IS
 import os, sys
-if sys.argv[1:2] != ["-m"] or sys.argv[2].split(".")[0] != "posttrain":
+if sys.argv[1] not in ("-m", "-c") and not sys.argv[1].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 import json, signal, socket
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -105,12 +105,20 @@ def run(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv, sys.path[0] = arguments[1:], folder
     sys.executable = environment.get("FORKED_PYTHON", sys.executable)
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
     random.seed()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # what runs has been imported
-    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    first, *rest = arguments
+    if first == "-m":
+        sys.argv, sys.path[0] = rest, folder
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> list[tuple[int, str]]:
+def told(folder: Path, forked_python: str) -> list[tuple[int, str]]:
     """Exit code and stderr of each command of REFUSED, and of ACCEPTED."""
     commands = json.dumps([*(words for words, _ in REFUSED), ACCEPTED])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, commands], cwd=folder, capture_output=True, text=True, timeout=300
+        [forked_python, "-c", PROGRAM, commands], cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return [(code, stderr) for code, stderr in json.loads(done.stdout.splitlines()[-1])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -136,14 +135,10 @@ def without_time(rows: list[Values]) -> list[Values]:
 
 
 @pytest.fixture(scope="session")
-def answer() -> Iterator[Callable[..., Any]]:
-    """Return forked.py's answer to a job for a `program`. The process collects no garbage while it imports."""
-    run = "import gc, runpy, sys; gc.disable(); sys.path[0] = sys.argv[1]; "
-    run += "runpy.run_path(sys.argv[2], run_name='__main__')"
-    place = Path(__file__).with_name("forked.py")
-    command = [sys.executable, "-c", run, str(place.parent), str(place)]
-    environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"}  # otherwise it would start a thread
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+def answer(forked_python: str) -> Iterator[Callable[..., Any]]:
+    """Return forked.py's answer to a job for a `program`."""
+    command = [forked_python, str(Path(__file__).with_name("forked.py"))]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(program: str, **job: Any) -> Any:
         assert server.stdin is not None and server.stdout is not None

@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -107,11 +106,12 @@ def test_a_removed_key_fails_through_the_command(
     assert capsys.readouterr().out.splitlines()[-1] == "0 passed, 4 failed, 0 unknown"
 
 
-def test_the_command_from_another_directory(tmp_path: Path) -> None:
+def test_the_command_from_another_directory(forked_python: str, tmp_path: Path) -> None:
     """A fresh process; every line and the outputs that are asked for."""
     shutil.copy(HERE / "loss_aggregation.json", tmp_path)
     (tmp_path / "no_such_method.json").write_text('{"method": "no_such_method", "cases": []}')
-    found = command([str(tmp_path), "--json", "out.json"], tmp_path)
+    command = [forked_python, str(HERE / "run.py"), str(tmp_path), "--json", "out.json"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [
         "loss_aggregation passed",
@@ -121,12 +121,6 @@ def test_the_command_from_another_directory(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out.json").read_text())
     assert [case["name"] for case in written["loss_aggregation"]] == ["ragged", "one_empty_row_and_padding_garbage"]
     assert written["loss_aggregation"][0]["output"]["token_mean"] == pytest.approx(-0.12573)
-
-
-def command(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(HERE / "run.py"), *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
 
 
 @pytest.mark.parametrize("ids", ["no_such_method", "grpo,no_such_method", "no_file"])
