@@ -46,8 +46,9 @@ class _ChunkedOutputs(scheduler.Scheduler):  # type: ignore[misc]
                 if sends_all or output.finish_reason is not None or self.requests[request_id].sampling_params.stop:
                     sent.append(join_outputs(self.held.pop(request_id)))
             message.outputs = sent
-        if sends_all:
-            self.held.clear()  # of aborted requests, which vLLM has answered
+        if sends_all:  # tokens of aborted requests, which vLLM has answered; a preempted request continues later
+            for request_id in self.held.keys() - self.requests.keys():
+                del self.held[request_id]
         return {
             client: message
             for client, message in by_client.items()

@@ -91,6 +91,21 @@ def test_outputs_of_aborted_requests_are_dropped(monkeypatch: pytest.MonkeyPatch
     assert [one.request_id for one in sent[-1].outputs] == ["a"] and steps.scheduler.held == {}
 
 
+def test_a_preempted_request_keeps_its_tokens_when_the_others_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room in the cache vLLM preempts a request, which then has no output for some steps, and continues it."""
+    from vllm.v1.engine import FinishReason
+
+    from posttrain.rollout.schedulers import CHUNK_STEPS
+
+    steps = Steps(monkeypatch, "ab")
+    steps.step(output("a", 0), output("b", 0))
+    sent = [steps.step(output("a", t)) for t in range(1, CHUNK_STEPS)]
+    assert [one.request_id for one in sent[-1].outputs] == ["a"]
+    (ended,) = steps.step(output("b", 1, finish_reason=FinishReason.LENGTH)).outputs
+    assert ended.new_token_ids == [0, 1]
+    assert ended.new_logprobs.logprob_token_ids.tolist() == [[0], [1]]
+
+
 def test_messages_without_outputs_are_still_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, "a")
     assert steps.step(output("a", 0), finished_requests={"z"}).finished_requests == {"z"}
