@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,27 @@ def folder_of(section: Source, base_dir: Path) -> Path:
     return base_dir if path is None else path if path.is_dir() else path.parent
 
 
+def _files_of_split(path: Path, split: str) -> list[Path]:
+    """Return the row files of a split in a copy of a hub data set: `train.jsonl`, `data/train-00000-of-00002.parquet`.
+
+    In the order of their names.
+    """
+    name = re.compile(rf"{re.escape(split)}[-_.]")
+    inside = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
+    return [file for file in inside if name.match(file.name) and file.name.endswith(ROW_FILES)]
+
+
 def _check_directory(path: Path, split: str) -> None:
-    """Raise DataError for a directory that `datasets` did not save, or that lacks the split."""
+    """Raise DataError for a directory that `datasets` saved without the split, or another one without its files."""
     if not any((path / file).is_file() for file in _DATASETS_FILES):
+        if parts := _files_of_split(path, split):
+            for part in parts:
+                files.check(part)
+            return
         inside = sorted(found.name for found in path.iterdir() if found.name.endswith(ROW_FILES))
         held = ", ".join(sorted(found.name for found in path.iterdir())[:12])
         raise DataError(
-            f"{path} is no directory that `datasets` saved (save_to_disk)",
+            f"{path} is no directory that `datasets` saved (save_to_disk), and has no files of the split `{split}`",
             allowed=f"it holds: {held or 'nothing'}",
             hint=f"name {'the file' if len(inside) == 1 else 'one of its files'}: {', '.join(inside[:12])}"
             if inside
@@ -163,7 +178,13 @@ def _read_stored(section: Source, name: str, base_dir: Path, stop: int | None) -
 
 
 def _read_directory(path: Path, split: str, stop: int | None) -> list[Record]:
-    """Return the records of a directory that `datasets` saved (save_to_disk)."""
+    """Return the records of a directory that `datasets` saved (save_to_disk), or of the split's files in it."""
+    if not any((path / file).is_file() for file in _DATASETS_FILES):
+        found: list[Record] = []
+        for part in _files_of_split(path, split):
+            if stop is None or len(found) < stop:
+                found += files.read(part, None if stop is None else stop - len(found))
+        return found
     _require_datasets(f"data {path}")
     import datasets
 

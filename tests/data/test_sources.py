@@ -192,6 +192,26 @@ def test_nulls_that_an_arrow_table_fills_in_do_not_reach_messages_or_tools(tmp_p
     assert row["messages"] == messages
 
 
+def test_a_copy_of_a_hubs_data_set_is_read_by_split(tmp_path: Path) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_list(ROWS)
+    (tmp_path / "shards" / "data").mkdir(parents=True)
+    for number, part in enumerate((data.select([0, 1]), data.select([2, 3, 4]))):
+        part.to_parquet(str(tmp_path / "shards" / "data" / f"train-0000{number}-of-00002.parquet"))
+    data.select([3]).to_parquet(str(tmp_path / "shards" / "data" / "test-00000-of-00001.parquet"))
+    (tmp_path / "shards" / "README.md").write_text("---\n---\n")
+    assert prompts(Data(source="shards"), tmp_path) == [r["prompt"] for r in ROWS]
+    assert prompts(Data(source="shards", skip=1, size=2), tmp_path) == [r["prompt"] for r in ROWS[1:3]]
+    assert prompts(Data(source="shards", split="test"), tmp_path) == ["3+1=?"]
+    (tmp_path / "plain").mkdir()
+    for place, prompt in (("train.jsonl", "a"), ("training.jsonl", "b")):
+        (tmp_path / "plain" / place).write_text(json.dumps({"prompt": prompt}))
+    assert prompts(Data(source="plain"), tmp_path) == ["a"]
+    with pytest.raises(DataError, match="has no files of the split `test`"):
+        load_rows(Data(source="plain", split="test"), tmp_path)
+
+
 def test_a_directory_of_several_files_names_them_all(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("{}\n")
