@@ -80,6 +80,8 @@ SMALLER: dict[str, dict[str, Any]] = {
         "environment": {"use": "game.py:Choice", "simulations": 2},
         "rollout": {"max_turns": 1, "stop": ["a", "e", "o"]},
     },
+    # whose prompts or workflows are long: fewer of them
+    **{name: {"rollout": {"prompts_per_step": 2}} for name in ("critique_rl", "search_r2", "rlac", "reseek")},
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {
