@@ -95,8 +95,9 @@ def read_test(test: Mapping[str, Any]) -> ProgramTest:
         raise ValueError(
             f"a test in `tests` is of type {kind!r}; known: stdin, stdin_stdout, functional, function_call"
         )
-    function = _function_of(test)
-    if kind in ("functional", "function_call") and not function:
+    calls = kind in ("functional", "function_call")
+    function = _function_of(test, calls)
+    if calls and not function:
         raise ValueError("a test in `tests` calls a function and does not name it: add `fn_name`")
     if not function or kind in ("stdin", "stdin_stdout"):
         return ProgramTest(_lines(given), _lines(gold))
@@ -115,11 +116,11 @@ def read_test(test: Mapping[str, Any]) -> ProgramTest:
         ) from None
 
 
-def _function_of(test: Mapping[str, Any]) -> str:
-    metadata = test.get("metadata")
-    if isinstance(metadata, str) and metadata.strip():
-        metadata = from_json(metadata, Mapping, "an object", "metadata")
-    named = test.get("fn_name") or test.get("func_name") or (metadata or {}).get("func_name")
+def _function_of(test: Mapping[str, Any], calls: bool) -> str:
+    """Return the function that a test calls, "" if it calls none. calls: the test says that it does."""
+    named = test.get("fn_name") or test.get("func_name")
+    if calls and not named and test.get("metadata"):
+        named = from_json(test["metadata"], Mapping, "an object", "metadata").get("func_name")
     return str(named or "")
 
 

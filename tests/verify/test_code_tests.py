@@ -26,6 +26,7 @@ COUNT = (
         ([{"input": "2\n", "output": "5", "testtype": "stdin", "fn_name": None}], [ProgramTest("2\n", "5")]),
         ([{"input": ["2", "3"], "output": ["5"], "type": "stdin_stdout"}], [ProgramTest("2\n3", "5")]),
         ({"inputs": ["1", "2"], "outputs": ["3", "4"]}, [ProgramTest("1", "3"), ProgramTest("2", "4")]),
+        ([{"input": "2\n", "output": "5", "metadata": "from a contest"}], [ProgramTest("2\n", "5")]),
         ([LIVE], [ProgramTest([[5, 3, 10, 8, 2], 5], 3, "count")]),
         ([LIVE | {"metadata": '{"func_name": "count"}'}], [ProgramTest([[5, 3, 10, 8, 2], 5], 3, "count")]),
         ({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}, [ProgramTest([2, 3], [5], "add", wrapped=True)]),
