@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -96,23 +96,26 @@ def smollm2_path() -> str:
     return SMOLLM2
 
 
-Python = Callable[[Mapping[str, str]], contextlib.AbstractContextManager[str]]
+Python = Callable[..., contextlib.AbstractContextManager[str]]
+TRAINING = "posttrain.export.run posttrain.pipeline posttrain.train.preference posttrain.train.rl posttrain.train.sft"
+MATHS = "posttrain.verify.worker posttrain.verify.math posttrain.verify.compare posttrain.verify.latex_commands"
 
 
 @pytest.fixture(scope="session")
 def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Python:
     """`with python_that_forks(environment) as python:` is a program that runs `-m`, `-c` and scripts in a fork of a
-    process that has these variables and has imported the libraries, and costs a tenth of what an interpreter does (see
+    process that has these variables and has imported the modules, and costs a tenth of what an interpreter does (see
     forked_python.py). Variables that no import reads may differ."""
 
     @contextlib.contextmanager
-    def start(environment: Mapping[str, str]) -> Iterator[str]:
+    def start(environment: Mapping[str, str], modules: str = TRAINING, options: str = "-m -c") -> Iterator[str]:
         folder = tmp_path_factory.mktemp("python")
         program, python = Path(__file__).with_name("forked_python.py"), str(folder / "python")
         code = "import gc, runpy, sys; gc.disable(); runpy.run_path(sys.argv[1], run_name='__main__')"
         server = subprocess.Popen(
-            [sys.executable, "-c", code, str(program), str(folder / "socket"), python],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**environment, "HF_HUB_DISABLE_TELEMETRY": "1"},
+            [sys.executable, "-c", code, str(program), modules, options, str(folder / "socket"), python],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            env={**environment, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
         )  # fmt: skip
         assert server.stdout is not None and server.stdout.readline() == b"\n"
         yield python
@@ -125,8 +128,23 @@ def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Python:
 @pytest.fixture(scope="session")
 def forked_python(python_that_forks: Python) -> Iterator[str]:
     """The program of `python_that_forks` with the variables of the tests."""
-    with python_that_forks({**os.environ, "OMP_NUM_THREADS": "1"}) as python:
+    with python_that_forks(os.environ) as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def _python_of_workers(python_that_forks: Python) -> Iterator[str]:
+    with python_that_forks(os.environ, MATHS, "-P") as python:
+        yield python
+
+
+@pytest.fixture
+def forked_workers(_python_of_workers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of rewards are forks of a process that has imported sympy, which takes half a second of each otherwise.
+    Not for tests of how a worker ends."""
+    from posttrain.verify import pool
+
+    monkeypatch.setattr(pool, "sys", SimpleNamespace(executable=_python_of_workers, path=sys.path))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """Run as a program: `python` as forks of a process that has imported the libraries, at a tenth of the time. See
 `forked_python` of conftest.py.
 
-Last arguments: the socket to listen on, and the program to write, which takes python's arguments. It asks for a fork
-with its arguments, folder, variables and open files, forwards signals and ends as the fork does; if it is killed, so is
-the fork. If the first argument is neither `-m`, `-c` nor a script, it runs python itself.
+Last arguments: modules to import, options, the socket to listen on, and the program to write, which takes python's
+arguments. If their first is one of the options or a script, it asks for a fork with its arguments, folder, variables
+and open files, forwards signals and ends as the fork does; if it is killed, so is the fork. Otherwise it runs python.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import random
@@ -22,17 +23,9 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
-import posttrain.export.run
-import posttrain.pipeline
-import posttrain.train.preference
-import posttrain.train.rl
-import posttrain.train.sft  # noqa: F401  so that the forks find it loaded
-
 CLIENT = """#!{python} -IS
 import os, sys
-if sys.argv[1] not in ("-m", "-c") and not sys.argv[1].endswith(".py"):
+if sys.argv[1] not in {options} and not sys.argv[1].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 import json, signal, socket
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -52,15 +45,17 @@ sys.exit(code)
 """
 
 
-def serve(path: str, client: Path) -> None:
-    torch.set_num_threads(1)
+def serve(modules: str, options: str, path: str, client: str) -> None:
+    for name in modules.split():
+        importlib.import_module(name)
     gc.freeze()  # no collection of a fork goes over the libraries, which would copy their pages as well
     gc.enable()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen()
-    client.write_text(CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
-    client.chmod(0o700)
+    text = CLIENT.format(python=sys.executable, path=path, options=options.split())
+    Path(client).write_text(text, encoding="utf-8")
+    Path(client).chmod(0o700)
     print(flush=True)
     while True:
         caller, _ = listener.accept()
@@ -109,12 +104,13 @@ def run(
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
     random.seed()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # what runs has been imported
-    first, *rest = arguments
+    sys.path[:1] = [] if arguments[0] == "-P" else [""]
+    first, *rest = arguments[arguments[0] == "-P" :]
     if first == "-m":
         sys.argv, sys.path[0] = rest, folder
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
-        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv, sys.path[0] = arguments, str(Path(first).parent)
@@ -122,4 +118,4 @@ def run(
 
 
 if __name__ == "__main__":
-    serve(sys.argv[-2], Path(sys.argv[-1]))
+    serve(*sys.argv[-4:])

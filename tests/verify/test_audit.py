@@ -19,6 +19,7 @@ from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
 
 Scorers = Callable[..., Scorer]
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 def rows(*answers: Any) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from posttrain.verify.gold_doubts import detect_doubts, is_only_text
 from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 MIXED = ["12", "-3", "1/2", "40", "7", "x+1", "95", "8"]
 
 

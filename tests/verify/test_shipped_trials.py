@@ -14,6 +14,8 @@ from posttrain.verify.examples import read_examples
 from posttrain.verify.script_rows import CORRECTNESS, own_rows
 from posttrain.verify.trial import try_rewards
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SHIPPED = known_files("rewards", [".py"])
 
 
