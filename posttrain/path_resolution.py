@@ -161,7 +161,7 @@ def _suggest_module(module: str, name: str) -> str:
     parts = module.split(".")
     path: Sequence[str] | None = None
     for depth, part in enumerate(parts):
-        beside = {found.name for found in pkgutil.iter_modules(path)} | (
+        beside = {module.name for module in pkgutil.iter_modules(path)} | (
             set() if path else set(sys.stdlib_module_names)
         )
         if part not in beside:

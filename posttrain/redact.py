@@ -49,8 +49,8 @@ def without_secrets(value: Any, key: str = "") -> Any:
 def redacted_text(text: str) -> str:
     """Return a recipe's text with `***` for secrets; everything else, including comments, is unchanged."""
 
-    def hide_value(found: re.Match[str]) -> str:
-        key, value = found["key"], found["value"].strip("\"'")
-        return f"{key}{found['sign']}{HIDDEN!r}" if without_secrets(value, key) == HIDDEN else found[0]
+    def hide_value(match: re.Match[str]) -> str:
+        key, value = match["key"], match["value"].strip("\"'")
+        return f"{key}{match['sign']}{HIDDEN!r}" if without_secrets(value, key) == HIDDEN else match[0]
 
     return _LOGIN.sub(HIDDEN, _ENTRY.sub(hide_value, text))

@@ -13,4 +13,4 @@ _OLD = re.compile(
 
 def current_key(key: str) -> str:
     """Return a dotted key with its current name: `stages.0.bonuses.1.use` -> `stages.0.advantage_transforms.1.use`."""
-    return _OLD.sub(lambda found: f"{found[1]}{RENAMED[found[2]]}", key)
+    return _OLD.sub(lambda match: f"{match[1]}{RENAMED[match[2]]}", key)

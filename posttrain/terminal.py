@@ -30,7 +30,7 @@ def escape_control_characters(text: str) -> str:
     Also escaped: marks that change the text direction, zero-width characters that no script or emoji needs (text can be
     hidden in them), and surrogates.
     """
-    return _CONTROLS.sub(lambda found: _escape(found[0]), text)
+    return _CONTROLS.sub(lambda match: _escape(match[0]), text)
 
 
 def _escape(character: str) -> str:

@@ -106,7 +106,7 @@ class Variant:
         """Return the last user message for the data's question: `user` with `{prompt}` and `fills` replaced."""
         texts = {**self.fills, "prompt": question}
         names = "|".join(map(re.escape, texts))
-        return re.sub(rf"\{{({names})\}}", lambda found: texts[found[1]], self.user)
+        return re.sub(rf"\{{({names})\}}", lambda match: texts[match[1]], self.user)
 
 
 class RemoteTokens(Sequence[Any]):

@@ -269,9 +269,9 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
 _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")
 
 
-def _count_repeats(found: re.Match[str]) -> str:
+def _count_repeats(match: re.Match[str]) -> str:
     """Return a repeated token, as images have, as the token and its count."""
-    return f"{found[1]} x{len(found[0]) // len(found[1])}"
+    return f"{match[1]} x{len(match[0]) // len(match[1])}"
 
 
 def _mark_line_ends(text: str) -> str:

@@ -58,7 +58,7 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
 
 def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     """Print how many checks found something after a text report; raise Exit with code 1 if any did."""
-    bad = sum(not found["ok"] for found in checks)
+    bad = sum(not finding["ok"] for finding in checks)
     if not as_json:
         say(f"{count_noun(bad, 'finding')}, marked LOOK" if bad else "no findings")
     if bad:
@@ -138,5 +138,5 @@ def show(report: dict[str, Any]) -> None:
         numbers = "  ".join(f"{name} {count}" for name, count in lengths.items())
         terminal.say(f"  {part:<{width}}  tokens: {numbers}")
     terminal.say()
-    for found in report["checks"]:
-        terminal.say(f"{'ok  ' if found['ok'] else 'LOOK'} {found['name']}: {found['text']}")
+    for finding in report["checks"]:
+        terminal.say(f"{'ok  ' if finding['ok'] else 'LOOK'} {finding['name']}: {finding['text']}")

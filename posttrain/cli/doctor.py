@@ -67,7 +67,7 @@ def examine() -> dict[str, Any]:
     from posttrain.verify import sandbox
 
     disk = shutil.disk_usage(Path.cwd())
-    found: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "posttrain": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -79,8 +79,8 @@ def examine() -> dict[str, Any]:
         "packages": {name: package_version(name) for name in PACKAGES},
     }
     if find_spec("torch"):
-        found |= _describe_torch()
-    return found
+        environment |= _describe_torch()
+    return environment
 
 
 def _describe_torch() -> dict[str, Any]:
@@ -116,16 +116,16 @@ def _read_memory_gib() -> float | None:
         return None
 
 
-def list_advice(found: dict[str, Any]) -> list[str]:
+def list_advice(environment: dict[str, Any]) -> list[str]:
     """Return what is missing with the command that installs it; an empty list if nothing is."""
     lines: list[str] = []
-    packages = found["packages"]
+    packages = environment["packages"]
     needed = [name for name, version in packages.items() if version is None and name not in OPTIONAL]
     if needed:
         lines.append(f"missing {', '.join(needed)}: recipes can be checked but not run; pip install 'posttrain[train]'")
-    if "torch_error" in found:
-        lines.append(f"torch is installed but cannot be imported ({found['torch_error']}): reinstall it")
-    if not found["gpus"] and packages["torch"] and "torch_error" not in found:
+    if "torch_error" in environment:
+        lines.append(f"torch is installed but cannot be imported ({environment['torch_error']}): reinstall it")
+    if not environment["gpus"] and packages["torch"] and "torch_error" not in environment:
         lines.append("no GPU: tiny models and SmolLM2-135M run on the CPU; larger models need a GPU")
         if shutil.which("nvidia-smi"):
             lines.append(
@@ -136,13 +136,13 @@ def list_advice(found: dict[str, Any]) -> list[str]:
             extra, use = PACKAGES[name]
             command = extra if extra.startswith("pip ") else install_command(extra)
             lines.append(f"no {name} ({use}): {command}")
-    for gpu in found["gpus"]:
+    for gpu in environment["gpus"]:
         if gpu["free_gib"] < 0.5 * gpu["total_gib"]:
             lines.append(
                 f"{gpu['name']}: only {gpu['free_gib']} of {gpu['total_gib']} GiB free; another process uses the memory"
             )
         if not gpu["bfloat16"]:
             lines.append(f"{gpu['name']} has no bfloat16: write `model.dtype: float32`")
-    if found["disk_free_gib"] < 10:
-        lines.append(f"only {found['disk_free_gib']} GiB of disk free: checkpoints may not fit")
+    if environment["disk_free_gib"] < 10:
+        lines.append(f"only {environment['disk_free_gib']} GiB of disk free: checkpoints may not fit")
     return sorted(lines)

@@ -81,7 +81,7 @@ def check_device(device: str) -> None:
     """Raise ModelError for `cuda` on a machine where no GPU is visible."""
     if device != "cuda" or sys.platform != "linux":
         return
-    seen = any(found for pattern in DEVICES for found in Path("/").glob(pattern.lstrip("/")))
+    seen = any(device_path for pattern in DEVICES for device_path in Path("/").glob(pattern.lstrip("/")))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or not seen:
         why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"

@@ -210,7 +210,7 @@ def _list_template_notes(
     if template is None or not template.chat_template:
         return []
     by_row = [{note for text in _render_texts(section, row, template, data) for note in text.notes} for row in rows]
-    notes = [note for found in by_row for note in sorted(found)]
+    notes = [note for row_notes in by_row for note in sorted(row_notes)]
     return [f"{note} (in {notes.count(note)} of the first {len(rows)} rows)" for note in dict.fromkeys(notes)]
 
 

@@ -45,10 +45,10 @@ def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = any_n
     """Return a problem for each package that is needed and not installed, each package once."""
     stages = loaded.resolved.get("stages") or [loaded.resolved]
     prefixes = [f"stages.{n}." for n in range(len(stages))] if "stages" in loaded.resolved else [""]
-    found: dict[str, Problem] = {}
+    missing: dict[str, Problem] = {}
     for prefix, values in zip(prefixes, stages, strict=True):
         for package, why, extra, key in filter(wanted, list_needs(values)):
-            if package not in found and importlib.util.find_spec(package) is None:
+            if package not in missing and importlib.util.find_spec(package) is None:
                 origin = loaded.origins.get(f"{prefix}{key}")
                 where = origin.mark if origin and origin.kind != "default" else ""
                 problem = MissingExtra(package.replace("_", "-"), why, extra).problems[0]
@@ -56,8 +56,8 @@ def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = any_n
                     problem = dataclasses.replace(
                         problem, hint=f"{problem.hint}, or run without trackers: {prefix}track=[]"
                     )
-                found[package] = dataclasses.replace(problem, where=where)
-    return list(found.values())
+                missing[package] = dataclasses.replace(problem, where=where)
+    return list(missing.values())
 
 
 def list_needs(values: Mapping[str, Any]) -> Iterator[Need]:

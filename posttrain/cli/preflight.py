@@ -303,7 +303,7 @@ def validate_leniently(model: type[Model], values: Any) -> Model | None:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        wrong = {str(found["loc"][0]) if found["loc"] else "" for found in error.errors()}
+        wrong = {str(problem["loc"][0]) if problem["loc"] else "" for problem in error.errors()}
     if wrong & {"", "use", "command", "params"}:
         return None
     try:

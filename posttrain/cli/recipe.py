@@ -204,13 +204,13 @@ def _find_relative_files(tree: Node, folder: Path) -> dict[str, Path]:
     from posttrain.path_resolution import split_function
     from posttrain.recipe.tree import leaves, plain
 
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for _, value in leaves(plain(tree)):
         for text in value if isinstance(value, list) else [value]:
             named = (split_function(text) or (text,))[0] if isinstance(text, str) and text else ""
             if named and not Path(named).is_absolute() and (folder / named).is_file():
-                found[named] = (folder / named).resolve()
-    return found
+                files[named] = (folder / named).resolve()
+    return files
 
 
 @app.command()

@@ -158,12 +158,12 @@ def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -
     from posttrain.recipe.reward_sections import Scoring
     from posttrain.verify.script_rows import own_rows
 
-    found: dict[str, Any] = {"examples": _run_examples([script], timeout, quiet), "rows": []}
+    report: dict[str, Any] = {"examples": _run_examples([script], timeout, quiet), "rows": []}
     for own in own_rows(*script):
-        found["rows"].append(_run_trial(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
-    if not found["rows"]:
+        report["rows"].append(_run_trial(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
+    if not report["rows"]:
         say("right answers and tricks were not scored: they need rows (name a recipe, or define ROWS in the script)")
-    return found
+    return report
 
 
 def _run_examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
@@ -224,11 +224,11 @@ def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: boo
     for script in scripts:
         if script and script not in with_examples:
             say(f"{script[0]}: {script[1]} has no EXAMPLES")
-    found: dict[str, Any] = {"examples": _run_examples(with_examples, timeout, quiet), "recipe": []}
+    report: dict[str, Any] = {"examples": _run_examples(with_examples, timeout, quiet), "recipe": []}
     for stage, data, sections, scoring in parts:
         rows = load_rows(data, base_dir)
-        found["recipe"].append({"stage": stage, **_run_trial(stage, rows, sections, scoring, base_dir, quiet)})
-    return found
+        report["recipe"].append({"stage": stage, **_run_trial(stage, rows, sections, scoring, base_dir, quiet)})
+    return report
 
 
 def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Scoring]]:

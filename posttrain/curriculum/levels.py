@@ -151,7 +151,7 @@ class Scaler(Sampler):
         d, last = dict(state["d"]), dict(state["last"])
         history = {name: [list(entry) for entry in entries] for name, entries in state["history"].items()}
         for name, results in self._results(groups, pool, levels).items():
-            near = {number: found for number, found in results.items() if abs(d[name] - number) < 1} or results
+            near = {number: accuracy for number, accuracy in results.items() if abs(d[name] - number) < 1} or results
             apart = len(near) > 2 or any(abs(d[name] - number) >= 1 for number in near)  # rollouts of older steps
             before = d[name]
             d[name] = next_difficulty(
@@ -226,8 +226,8 @@ class Scaler(Sampler):
                 number = sorted(levels[name]).index(row[self.level])
                 sums.setdefault(name, {}).setdefault(number, []).append(reached)
         return {
-            name: {number: (sum(values) / len(values), float(len(values))) for number, values in found.items()}
-            for name, found in sums.items()
+            name: {number: (sum(values) / len(values), float(len(values))) for number, values in by_level.items()}
+            for name, by_level in sums.items()
         }
 
     def _swap_environments(self, state: State, levels: Mapping[str, Mapping[int, Any]], step: int) -> State:

@@ -143,8 +143,8 @@ def prepare_examples(
     by_row = [render.example_texts(row, tokenizer, section) for row in rows]
     prepared: Prepared[Example] = Prepared([], rows)
     _note_template(prepared, by_row)
-    texts = [text for found in by_row for text in found]
-    of_text = [row for row, found in zip(rows, by_row, strict=True) for _ in found]
+    texts = [text for row_texts in by_row for text in row_texts]
+    of_text = [row for row, row_texts in zip(rows, by_row, strict=True) for _ in row_texts]
     texts = images.expand_placeholders(of_text, texts, section, reader) or texts
     for text, example in zip(texts, render.encode(texts, tokenizer, section), strict=True):
         fitted = _fit_example(example, text.drop_cause, section, prepared, tokenizer)
@@ -195,12 +195,12 @@ def prepare_pairs(
     images.check_model(rows, reader)
     rows = label_rows(rows) if single else rows
     by_row = [render.pair_texts(row, tokenizer, section) for row in rows]
-    texts = [text for found in by_row for text in found]
+    texts = [text for row_texts in by_row for text in row_texts]
     texts = images.expand_placeholders([row for row in rows for _ in SIDES], texts, section, reader) or texts
     sides = render.encode(texts, tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)
     # The rejected side of a labelled answer belongs to another row, which reports its own notes.
-    _note_template(prepared, [found[:1] for found in by_row] if single else by_row)
+    _note_template(prepared, [row_texts[:1] for row_texts in by_row] if single else by_row)
     for row, chosen, rejected in zip(rows, sides[::2], sides[1::2], strict=True):
         pair = render.join_pair(str(row["uid"]), chosen, rejected)
         cause = _find_pair_fault(row, pair, rules, single)

@@ -79,7 +79,7 @@ class _ProbeInserter:
         if key == "tool_calls" and isinstance(value, list):
             return [self.call(call, number) for call in value]
         if key == "content" and message["role"] == "assistant" and isinstance(value, str):
-            ends = [found.end() for found in _THOUGHT_END.finditer(value)]
+            ends = [match.end() for match in _THOUGHT_END.finditer(value)]
             return self.text(value, number, key, thought_end=ends[-1] if ends else 0)
         return self.value(value, number, key, thought=key in THOUGHTS)
 

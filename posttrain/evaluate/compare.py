@@ -82,7 +82,7 @@ def list_sample_metrics(run: Path) -> list[str]:
     names = {f"cons@{row.get('samples')}" for row in read_problems(run).values()}
     all_samples = names if len(names) == 1 else set()
     intervals = (read_json(run / "summary.json") or {}).get("intervals") or {}
-    measured = [name for name, found in intervals.items() if found.get("mean") is not None]
+    measured = [name for name, interval in intervals.items() if interval.get("mean") is not None]
     return [name for name in measured if name in all_samples or (name.startswith("pass@") and name != "pass@1")]
 
 

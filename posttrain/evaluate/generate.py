@@ -91,7 +91,7 @@ def _make_grader(recipe: GenerateRecipe, open_grader: OpenGrader, prompts: int) 
     if recipe.best_of is None:
         return lambda rollouts: [{"search": r.scores} if r.scores else {} for r in rollouts]
     grade_all = open_grader(recipe.best_of.rewards, recipe.best_of.scoring, enough=prompts, unit="chunk")
-    return lambda rollouts: [{key: found[key] for key in ("scores", "reward")} for found in grade_all(rollouts)]
+    return lambda rollouts: [{key: grade[key] for key in ("scores", "reward")} for grade in grade_all(rollouts)]
 
 
 def _make_search(recipe: GenerateRecipe, open_grader: OpenGrader, columns: set[str]) -> EngineWrapper | None:

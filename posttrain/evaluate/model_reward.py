@@ -142,7 +142,9 @@ def _score_members(
     return MemberScores((means * _label_weights(weights, member.card.heads)).sum(1, keepdim=True), stds, parts)
 
 
-def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], members: int, gaussian: bool) -> str:
+def _select_aggregate(
+    aggregate: Aggregate, reward_models: Sequence[LoadedRewardModel], members: int, gaussian: bool
+) -> str:
     """Return the aggregate to use, resolving `auto`. Raises RewardError for brme without Gaussian heads."""
     if aggregate == "brme" and not gaussian:
         raise RewardError(
@@ -152,7 +154,7 @@ def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], 
         return aggregate
     if gaussian:
         return "brme"
-    return "maxmin" if any(m.card.use == "mixture" for m in found) else "uwo" if members > 1 else "mean"
+    return "maxmin" if any(m.card.use == "mixture" for m in reward_models) else "uwo" if members > 1 else "mean"
 
 
 def _combine_members(method: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:

@@ -199,7 +199,9 @@ def empirical_game(games: Sequence[Played]) -> Node:
         for played in game.moves:
             payoffs[played.state][played.move].append(game.payoff)
     ends = {
-        state: {move: Ended(fmean(found)) for move, found in sorted(by_move.items(), key=lambda item: repr(item[0]))}
+        state: {
+            move: Ended(fmean(returns)) for move, returns in sorted(by_move.items(), key=lambda item: repr(item[0]))
+        }
         for state, by_move in payoffs.items()
     }
     return _build_tree(games, 0, ends)

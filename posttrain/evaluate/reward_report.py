@@ -35,14 +35,14 @@ def pair_report(
     gap = np.asarray(chosen, dtype=float) - np.asarray(rejected, dtype=float)
     longer = np.sign(np.asarray(chosen_length, dtype=float) - np.asarray(rejected_length, dtype=float))
     right = _win_values(gap)
-    found = {
+    report = {
         "pairs": len(gap),
         "accuracy": _interval(right, seed),
         "mean_margin": float(gap.mean()) if len(gap) else None,
         "calibration": calibration(gap, seed),
         "length": _length_report(gap, right, longer, chosen, rejected, chosen_length, rejected_length, seed),
     }
-    return {**found, "findings": describe_findings(found)}
+    return {**report, "findings": describe_findings(report)}
 
 
 def _win_values(gap: np.ndarray) -> np.ndarray:
@@ -137,12 +137,12 @@ def label_report(
 
     Also reports the correlation of the prediction, and of the label, with the answer's length.
     """
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for n, name in enumerate(names):
         labelled = ~np.isnan(labels[:, n])
         prediction, label = predicted[labelled, n], labels[labelled, n]
         length = np.asarray(lengths, dtype=float)[labelled]
-        found[name] = {
+        report[name] = {
             "rows": int(labelled.sum()),
             "mse": _interval((prediction - label) ** 2, seed),
             "variance": float(label.var()) if len(label) else None,
@@ -150,15 +150,15 @@ def label_report(
             "length_correlation": correlation(prediction, length),
             "label_length_correlation": correlation(label, length),
         }
-    return {"rows": len(labels), "labels": found, "findings": _label_findings(found)}
+    return {"rows": len(labels), "labels": report, "findings": _label_findings(report)}
 
 
-def describe_findings(found: Mapping[str, Any]) -> list[str]:
+def describe_findings(report: Mapping[str, Any]) -> list[str]:
     """Return the findings of a pair report as sentences."""
-    if not found["pairs"]:
+    if not report["pairs"]:
         return ["no pair was held out: the model was tested on its training pairs only"]
-    accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
-    lines = [f"the chosen answer scores higher in {format_interval(accuracy)} of {count_noun(found['pairs'], 'pair')}"]
+    accuracy, length, calibrated = report["accuracy"], report["length"], report["calibration"]
+    lines = [f"the chosen answer scores higher in {format_interval(accuracy)} of {count_noun(report['pairs'], 'pair')}"]
     if accuracy["low"] <= 0.5:
         lines.append("that is not significantly better than chance")
     if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:
@@ -190,10 +190,10 @@ def _length_findings(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> 
     return lines
 
 
-def _label_findings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _label_findings(by_label: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the findings of a label report."""
     lines = []
-    for name, label in found.items():
+    for name, label in by_label.items():
         if not label["rows"]:
             lines.append(f"{name}: no held-out row has this label")
         elif label["variance"] is not None and label["mse"]["high"] >= label["variance"]:
@@ -201,9 +201,9 @@ def _label_findings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tables(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Format a report as tables with `title`, `head` and `rows`."""
-    if "labels" in found:
+    if "labels" in report:
         rows = [
             [
                 name,
@@ -212,34 +212,34 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
                 _format_number(values["correlation"]),
                 _format_number(values["length_correlation"]),
             ]
-            for name, values in found["labels"].items()
+            for name, values in report["labels"].items()
         ]
         head = ["label", "rows", "squared error", "correlation", "with length"]
         return [{"title": "Reward model, by label", "head": head, "rows": rows}]
-    length = found["length"]
+    length = report["length"]
     rows = [
-        ["pairwise accuracy", _format_interval(found["accuracy"])],
+        ["pairwise accuracy", _format_interval(report["accuracy"])],
         ["accuracy, lengths matched", _format_interval(length["accuracy_matched"])],
         ["accuracy, chosen longer", _format_interval(length["accuracy_chosen_longer"])],
         ["accuracy, chosen shorter", _format_interval(length["accuracy_chosen_shorter"])],
         ["the rule `longer wins`", _format_interval(length["longer_wins_rule"])],
         ["scores the longer higher", _format_interval(length["scores_longer_higher"])],
         ["correlation of score and length", _format_number(length["correlation"])],
-        ["calibration error", _format_interval({"mean": found["calibration"]["ece"], **found["calibration"]})],
+        ["calibration error", _format_interval({"mean": report["calibration"]["ece"], **report["calibration"]})],
     ]
-    bins = [[f"{b['confidence']:.2f}", f"{b['accuracy']:.2f}", str(b["pairs"])] for b in found["calibration"]["bins"]]
+    bins = [[f"{b['confidence']:.2f}", f"{b['accuracy']:.2f}", str(b["pairs"])] for b in report["calibration"]["bins"]]
     return [
-        {"title": f"Reward model, pairs: {found['pairs']}", "head": ["", "mean and 95% interval"], "rows": rows},
+        {"title": f"Reward model, pairs: {report['pairs']}", "head": ["", "mean and 95% interval"], "rows": rows},
         {"title": "Calibration", "head": ["confidence", "accuracy", "pairs"], "rows": bins},
     ]
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(report: Mapping[str, Any]) -> None:
     """Print tables and findings on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
-    for table in tables(found):
+    for table in tables(report):
         console.print(make_table(table))
-    for line in found["findings"]:
+    for line in report["findings"]:
         console.print(line, soft_wrap=True)
 
 

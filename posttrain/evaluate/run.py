@@ -162,8 +162,8 @@ def show(summary: Mapping[str, Any]) -> None:
     """Print the closing table and remarks on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
     console.print(result_table(summary))
-    for found in summary.get("tables", []):
-        console.print(make_table(found))
+    for table in summary.get("tables", []):
+        console.print(make_table(table))
     for line in remarks(summary):
         console.print(line, soft_wrap=True)
 
@@ -172,25 +172,25 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     """Return a table with metric, mean, interval and note."""
     level = next(iter(summary["intervals"].values()))["level"]
     shown = Table("", "mean", f"{100 * level:g}% interval", "", box=None, pad_edge=False)
-    for name, found in summary["intervals"].items():
+    for name, interval in summary["intervals"].items():
         digits = 1 if name == "tokens" else 3
-        if found["mean"] is None:
-            shown.add_row(name, "-", "-", found["note"])
+        if interval["mean"] is None:
+            shown.add_row(name, "-", "-", interval["note"])
         else:
-            bounds = f"{found['low']:.{digits}f} to {found['high']:.{digits}f}"
-            shown.add_row(name, f"{found['mean']:.{digits}f}", bounds, found["note"])
+            bounds = f"{interval['low']:.{digits}f} to {interval['high']:.{digits}f}"
+            shown.add_row(name, f"{interval['mean']:.{digits}f}", bounds, interval["note"])
     return shown
 
 
-def make_table(found: Mapping[str, Any]) -> Table:
+def make_table(table: Mapping[str, Any]) -> Table:
     """Return a table of a summary (`title`, `head`, `rows`).
 
     The first column is left-aligned, numbers are right-aligned.
     """
-    shown = Table(title=found["title"], title_justify="left", box=None, pad_edge=False)
-    for n, name in enumerate(found["head"]):
+    shown = Table(title=table["title"], title_justify="left", box=None, pad_edge=False)
+    for n, name in enumerate(table["head"]):
         shown.add_column(name, justify="right" if n else "left")
-    for row in found["rows"]:
+    for row in table["rows"]:
         shown.add_row(*row)
     return shown
 

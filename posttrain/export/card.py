@@ -270,12 +270,12 @@ def _evaluation_section(facts: Facts) -> str:
         recipe, summary = _read_recipe(run), read_json(run / "summary.json") or {}
         harness = f"lm-eval {summary['lm_eval']}" if "lm_eval" in summary else ""
         sources = harness or ", ".join(_drop_folders(source) for source in _data_sources(recipe))
-        for name, found in (summary.get("intervals") or {}).items():
-            if found["mean"] is None:
+        for name, interval in (summary.get("intervals") or {}).items():
+            if interval["mean"] is None:
                 continue
-            bounds = f"{100 * found['level']:g}%: {found['low']:.3f} to {found['high']:.3f}"
-            note = f" ({found['note']})" if found["note"] else ""
-            measured = f"{found['mean']:.3f} | {bounds}{note} | {found['problems']}"
+            bounds = f"{100 * interval['level']:g}%: {interval['low']:.3f} to {interval['high']:.3f}"
+            note = f" ({interval['note']})" if interval["note"] else ""
+            measured = f"{interval['mean']:.3f} | {bounds}{note} | {interval['problems']}"
             lines += [f"| {_escape_cell(sources)} | {_escape_cell(name)} | {measured} |"]
         if trained := summary.get("trained_on"):
             rows = f"{trained['rows']} of {trained['of']} rows"

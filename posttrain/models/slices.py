@@ -142,7 +142,7 @@ def list_local_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, 
         if dim is not None:
             pieces = owned[dim].chunk(getattr(placement, "split_factor", 1) if name == "tensor" else 1)
             parts = [piece.chunk(mesh.size(n))[mesh.get_local_rank(n) :][:1] for piece in pieces]
-            owned[dim] = torch.cat([p for found in parts for p in found] or [owned[dim][:0]])
+            owned[dim] = torch.cat([p for part in parts for p in part] or [owned[dim][:0]])
     part = parameter.to_local()
     for runs in itertools.product(*map(_find_consecutive_runs, owned)):
         yield part[tuple(own for own, _ in runs)], tuple(of for _, of in runs)

@@ -219,7 +219,7 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
             shaped = {**row.get("before", {}), **shaped, **row.get("behind", {})}
     advantage = shaped.get("advantage")
     readers = [(kind, section), *([("advantage", advantage)] if isinstance(advantage, dict) else [])]
-    named = [found for of, by in readers for found in named_rewards([of], by["use"], by)]
+    named = [reward for of, by in readers for reward in named_rewards([of], by["use"], by)]
     read = dict.fromkeys(reward.partition("/")[0] for _, reward, others in named if reward not in others)
     if read and "rewards" not in shaped:
         unnamed = [{"use": f"mine.py:{reward}", "weight": 0} for reward in read if reward != "accuracy"]
@@ -232,7 +232,7 @@ _EXAMPLES: dict[str, Any] = {"float": 1.0, "bool": True, "str": "correct", "tupl
 
 def _example_value(kind: str, name: str, key: str) -> Any:
     """Return a value for a required key: the value of a preset that writes the key, or one of the key's type."""
-    for of, section in (found for preset in presets.names() for found in _component_sections(preset)):
+    for of, section in (component for preset in presets.names() for component in _component_sections(preset)):
         if of == kind and section.get("use") == name and key in section:
             return section[key]
     annotation = registry.load_index()[kind][name]["params"][key][0]

@@ -232,7 +232,7 @@ class Evidence(Section):
     def show(self, document: str, question: str) -> str:
         """Return the question as the judge reads it."""
         texts = {"document": document, "question": question}
-        return re.sub(r"\{(document|question)\}", lambda found: texts[found[1]], self.template)
+        return re.sub(r"\{(document|question)\}", lambda match: texts[match[1]], self.template)
 
 
 class Search(Section):

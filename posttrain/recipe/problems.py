@@ -29,11 +29,11 @@ def convert_errors(
     keys."""
     problems: list[Problem] = []
     choices: dict[tuple[str | int, ...], list[Item]] = {}  # one error for each type that was tried
-    for found in error.errors(include_url=False):
+    for details in error.errors(include_url=False):
         if len(problems) == MAX_SHOWN:
             more = error.error_count() - MAX_SHOWN
             return [*problems, Problem("", f"and {count_noun(more, 'mistake')} more of this kind in the recipe")]
-        item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
+        item: Item = {**details, "loc": tuple(part for part in details["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
         short = item["loc"][depth:] == ("use",) and isinstance(node.value, str)  # `NAME`, for `use: NAME`

@@ -65,13 +65,13 @@ class Scope:
     def fill(self, text: str) -> str:
         """Return the text with the keys in braces replaced by their values, counts or paths."""
 
-        def put(found: re.Match[str]) -> str:
-            path, value = self.find(found[2])
-            if found[1] == ".":
+        def put(match: re.Match[str]) -> str:
+            path, value = self.find(match[2])
+            if match[1] == ".":
                 return format_path(path)
             number = _number(value)
-            if number is not None and (found[1] or found[3]):
-                return count_noun(int(number), found[3]) if found[3] else f"{number:g}"
+            if number is not None and (match[1] or match[3]):
+                return count_noun(int(number), match[3]) if match[3] else f"{number:g}"
             return _as_text(value)
 
         return _IN_TEXT.sub(put, text)

@@ -74,7 +74,7 @@ def resolve_valid_values(
         try:
             return resolve_values(model.model_validate(remaining))
         except ValidationError as error:
-            wrong = [[part for part in found["loc"] if part not in TAGS] for found in error.errors()]
+            wrong = [[part for part in problem["loc"] if part not in TAGS] for problem in error.errors()]
         places = [_deepest_key(remaining, path) for path in wrong]
         for holder, refused in filter(None, places):
             holder.pop(refused, None)

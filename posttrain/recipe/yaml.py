@@ -238,10 +238,10 @@ class _Builder:
     def substitute_variables(self, node: yaml.Node) -> str:
         """Replace `${NAME}` and `${NAME:-default}` by environment variables."""
 
-        def value_of(found: re.Match[str]) -> str:
-            escaped, name, default = found.groups()
+        def value_of(match: re.Match[str]) -> str:
+            escaped, name, default = match.groups()
             if escaped:
-                return found[0][1:]
+                return match[0][1:]
             if name in os.environ:
                 return os.environ[name]
             if default is None:

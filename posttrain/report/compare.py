@@ -79,7 +79,7 @@ def evaluation_values(summary: Mapping[str, Any]) -> dict[str, Any]:
     These are accuracy, other values with an interval (pass@k, cons@k, benchmarks), tokens, and the share of truncated
     completions. pass@1 is omitted: it equals the accuracy.
     """
-    intervals = {name: found.get("mean") for name, found in (summary.get("intervals") or {}).items()}
+    intervals = {name: interval.get("mean") for name, interval in (summary.get("intervals") or {}).items()}
     others = {name: value for name, value in intervals.items() if name not in ("accuracy", "pass@1", "tokens")}
     values = {key: summary.get(key) for key in ("accuracy", "mean_tokens", "truncated")}
     return {"accuracy": values.pop("accuracy"), **others, **values}

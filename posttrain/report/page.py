@@ -142,7 +142,7 @@ def template_environment() -> jinja2.Environment:
 def json_island(data: Any) -> Markup:
     """Return JSON that is safe in a <script> element: it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return Markup(re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text))
+    return Markup(re.sub("[<>&\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 @cache

@@ -137,15 +137,15 @@ def _best_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _intervals_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the block with an evaluation's numbers and their intervals as bars."""
     bars = []
-    for name, found in (summary.get("intervals") or {}).items():
-        if found.get("mean") is None or found.get("low") is None:
+    for name, interval in (summary.get("intervals") or {}).items():
+        if interval.get("mean") is None or interval.get("low") is None:
             continue
-        top = 1.0 if found["high"] <= 1 else found["high"] * 1.1
+        top = 1.0 if interval["high"] <= 1 else interval["high"] * 1.1
         digits = 1 if name == "tokens" else 3
-        ends = [100 * found[key] / top for key in ("low", "mean", "high")]
-        text = f"{found['mean']:.{digits}f} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+        ends = [100 * interval[key] / top for key in ("low", "mean", "high")]
+        text = f"{interval['mean']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
         bars.append({"name": name, "text": text, "low": ends[0], "mean": ends[1], "width": ends[2] - ends[0]})
-    level = max((found.get("level", 0.95) for found in (summary.get("intervals") or {}).values()), default=0.95)
+    level = max((interval.get("level", 0.95) for interval in (summary.get("intervals") or {}).values()), default=0.95)
     title = f"Measured, with {100 * level:g}% intervals"
     note = trained_rows_note(summary)
     return [{"title": title, "says": [note] if note else [], "bars": bars}] if bars else []

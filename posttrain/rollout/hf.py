@@ -242,16 +242,16 @@ def cache_gap(model: Any, pad_id: int) -> float:
     prompts = [[n % size for n in range(11, 11 + length)] for length in (9, 5)]
     greedy = Sampling(temperature=0.0, max_new_tokens=4)
     gaps: list[float] = []
-    for prompt, found in zip(
+    for prompt, sample in zip(
         prompts,
         decode(model, prompts, [0, 1], torch.zeros(2, 4), greedy, eos_ids=(-1,), pad_id=pad_id),
         strict=True,
     ):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *found.ids]], device=device), use_cache=False).logits[0]
+            logits = model(input_ids=torch.tensor([[*prompt, *sample.ids]], device=device), use_cache=False).logits[0]
         every = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-        whole = every.gather(-1, torch.tensor(found.ids, device=device)[:, None])[:, 0].tolist()
-        gaps += [abs(a - b) for a, b in zip(whole, found.logps or (), strict=True)]
+        whole = every.gather(-1, torch.tensor(sample.ids, device=device)[:, None])[:, 0].tolist()
+        gaps += [abs(a - b) for a, b in zip(whole, sample.logps or (), strict=True)]
     return sum(gaps) / len(gaps)
 
 

@@ -253,8 +253,8 @@ def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
     """Yield notes about other runs if `path`, to be resumed, holds none: unfinished runs of this recipe, and a run with
     a similar name and one value that differs."""
     word, runs = _runs_beside(path)
-    runs = {name: found for name, found in runs.items() if found != path}
-    differs = {name: _differing_value(found, resolved) for name, found in runs.items()}
+    runs = {name: run for name, run in runs.items() if run != path}
+    differs = {name: _differing_value(run, resolved) for name, run in runs.items()}
     unfinished = [
         runs[name] for name, key in differs.items() if key is None and not (runs[name] / "summary.json").exists()
     ]

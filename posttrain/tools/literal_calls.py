@@ -99,7 +99,7 @@ _TEXT = re.compile(
 
 def _read_unescaped(text: str) -> list[Call]:
     """Escape strings with bare quotes or line breaks, as some templates write them, then parse; [] if that fails."""
-    fixed = _TEXT.sub(lambda found: f"{found['key']}={found['text']!r}", text)
+    fixed = _TEXT.sub(lambda match: f"{match['key']}={match['text']!r}", text)
     try:
         body = ast.parse(fixed, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -135,7 +135,7 @@ def _cell(value: Any) -> str:
     from posttrain.terminal import escape_control_characters
 
     text = escape_control_characters(str(value)).replace("\\", "\\\\").replace("\n", "\\n")
-    return re.sub(r"[|`*_<>&\[\]]", lambda found: f"&#{ord(found[0])};", text)
+    return re.sub(r"[|`*_<>&\[\]]", lambda match: f"&#{ord(match[0])};", text)
 
 
 class Trackio:

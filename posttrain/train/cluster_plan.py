@@ -116,9 +116,9 @@ def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, ra
         "scaled": scaled,
         "saturates_at": saturation(scaled),
         "changes": [
-            {"change": text, "step_s": round(found, 2)}
-            for text, found in sorted(_changes(recipe, shape, prompt, machine, rates), key=lambda item: item[1])
-            if found < MAX_TIME_SHARE * seconds["step"]
+            {"change": text, "step_s": round(step_s, 2)}
+            for text, step_s in sorted(_changes(recipe, shape, prompt, machine, rates), key=lambda item: item[1])
+            if step_s < MAX_TIME_SHARE * seconds["step"]
         ][:4],
         "assumed": asdict(rates),
     }

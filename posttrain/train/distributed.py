@@ -344,8 +344,8 @@ def all_reduce_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
 def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Sum the numbers of several ranks by name."""
     sums: dict[str, float] = {}
-    for found in parts:
-        for name, number in found.items():
+    for part in parts:
+        for name, number in part.items():
             sums[name] = sums.get(name, 0) + number
     return sums
 

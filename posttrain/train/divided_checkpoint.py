@@ -116,7 +116,7 @@ def _finish(
         mine = {*share.files, *list_shards(unsealed, distributed.rank())}
         of_all_ranks = set[str]().union(*distributed.gather(mine))
         hashed = distributed.capture(_hash, unsealed, mine, of_all_ranks)
-        files = {name: entry for found in distributed.gather_or_raise(hashed) for name, entry in found.items()}
+        files = {name: entry for hashes in distributed.gather_or_raise(hashed) for name, entry in hashes.items()}
         distributed.run_on_rank0(_complete, root, unsealed, files, keep)
 
 
@@ -164,7 +164,7 @@ def _as_run_error(what: str, where: Path, hint: str = "") -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        first = next((found for found, _ in error.failures.values()), error)
+        first = next((failure for failure, _ in error.failures.values()), error)
         raise RunError(f"{what}: {first}", where=str(where), hint=hint) from error
 
 

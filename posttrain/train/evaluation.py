@@ -188,10 +188,10 @@ class Completions:
             share=data_parallel.my_shard(len(self.prompts)),
         )
         grades = grade(self.scorer, rollouts, self.failures) if rollouts else []
-        return [_record(r, i % self.n, found) for i, (r, found) in enumerate(zip(rollouts, grades, strict=True))]
+        return [_record(r, i % self.n, grade) for i, (r, grade) in enumerate(zip(rollouts, grades, strict=True))]
 
 
-def _record(rollout: Rollout, sample: int, found: Mapping[str, Any]) -> Record:
+def _record(rollout: Rollout, sample: int, grade: Mapping[str, Any]) -> Record:
     return {
         "eval": True,
         "problem": rollout.group,
@@ -201,9 +201,9 @@ def _record(rollout: Rollout, sample: int, found: Mapping[str, Any]) -> Record:
         "completion": rollout.text,
         "finish": rollout.finish,
         "tokens": len(rollout.sampled),
-        "reward": found["reward"],
-        "correct": found["correct"],
-        "scores": found["scores"],
+        "reward": grade["reward"],
+        "correct": grade["correct"],
+        "scores": grade["scores"],
     }
 
 
@@ -218,7 +218,7 @@ def completion_metrics(records: Sequence[Record], n: int, seed: int) -> Values:
         right = None if record["correct"] is None else record["correct"] and record["finish"] != "length"
         by_prompt.setdefault(record["problem"], []).append(right)
     judged = [found for verdicts in by_prompt.values() if (found := drop_unscored(verdicts))]
-    interval = bootstrap_ci([sum(found) / len(found) for found in judged], resamples=RESAMPLES, seed=seed)
+    interval = bootstrap_ci([sum(verdicts) / len(verdicts) for verdicts in judged], resamples=RESAMPLES, seed=seed)
     values: Values = {
         "accuracy": interval.mean,
         "accuracy/low": interval.low if interval.informative else None,
@@ -229,8 +229,8 @@ def completion_metrics(records: Sequence[Record], n: int, seed: int) -> Values:
         "unscored": sum(record["correct"] is None for record in records),
     }
     if n > 1:
-        rights = [round(sum(found)) for found in judged]
-        values[f"pass@{n}"] = mean(pass_contributions([len(found) for found in judged], rights, n))
+        rights = [round(sum(verdicts)) for verdicts in judged]
+        values[f"pass@{n}"] = mean(pass_contributions([len(verdicts) for verdicts in judged], rights, n))
     return values
 
 

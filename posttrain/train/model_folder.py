@@ -185,7 +185,7 @@ def assign_weights(loaded: LoadedModel, *, adapter: str | None = None, hashed: b
     )
     names, index = _name_files([sizes for sizes, _ in gathered])
     return Share(
-        dict(zip(names[rank], chunks, strict=True)), index, {n: s for _, found in gathered for n, s in found.items()}
+        dict(zip(names[rank], chunks, strict=True)), index, {n: s for _, sizes in gathered for n, s in sizes.items()}
     )
 
 

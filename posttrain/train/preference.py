@@ -351,7 +351,7 @@ class Preference(RunLoop, DPOTrainer):
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
             for _ in range(idle):
                 summed_logps(loaded.model, send_to_device(take_side(batches[-1], 1), loaded.device))
-        every = [row for found in distributed.gather(rows)[:: data_parallel.model_parallel_size()] for row in found]
+        every = [row for part in distributed.gather(rows)[:: data_parallel.model_parallel_size()] for row in part]
         logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
         return kl_baseline(logps, reference)
 

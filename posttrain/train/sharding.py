@@ -104,7 +104,9 @@ def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
         states = as_forward(causal, lambda: backbone(causal)(input_ids=ids, use_cache=False).last_hidden_state)
     (states.float() * torch.linspace(-1, 1, states.numel(), device=loaded.device).view(states.shape)).sum().backward()
     loaded.model.train(training)
-    wrong = [name for found in distributed.gather(tensor_split.find_differing_gradients(causal)) for name in found]
+    wrong = [
+        name for differing in distributed.gather(tensor_split.find_differing_gradients(causal)) for name in differing
+    ]
     causal.zero_grad(set_to_none=True)
     if wrong:
         raise ModelError(

@@ -205,7 +205,7 @@ def update_weights(
     rewards_by_instruction: dict[int, list[float]] = {}
     for number, group in zip(instruction, rewards, strict=True):
         rewards_by_instruction.setdefault(int(number), []).append(sum(group) / len(group))
-    means = {number: sum(found) / len(found) for number, found in rewards_by_instruction.items()}
+    means = {number: sum(rewards) / len(rewards) for number, rewards in rewards_by_instruction.items()}
     return [(1 - ema) * w + ema * means[n] if n in means else w for n, w in enumerate(weights)]
 
 

@@ -265,10 +265,10 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     for name, write in WRITERS.items():
         written = [v for row in sample if (v := variants(row, write)) is not None]
         results = call_correctness(scorer, written)
-        scores = [{name: get_score(result) for name, result in found.items()} for found in results]
+        scores = [{name: get_score(result) for name, result in row_results.items()} for row_results in results]
         earned = math.fsum(s["gold"] or 0.0 for s in scores)
         good = sum(not explain_bad_gold(s, scorer.scoring.correct_at) for s in scores)
-        raised = not good and any(found["gold"].kind == "error" for found in results)
+        raised = not good and any(row_results["gold"].kind == "error" for row_results in results)
         ranks[name] = (good, earned > 0, raised, earned)
     best = max(ranks, key=lambda name: ranks[name])
     return best, WRITERS[best]

@@ -30,13 +30,13 @@ def program_in(completion: str) -> str | None:
     fence closes at the start or the end of a line, so that a program may write ``` in a text.
     """
     labelled = plain = None
-    for found in _BLOCK_OR_THOUGHT.finditer(after_think(completion)):
-        if found["program"] is None:
+    for match in _BLOCK_OR_THOUGHT.finditer(after_think(completion)):
+        if match["program"] is None:
             break
-        if found["language"].lower() in ("python", "python3", "py"):
-            labelled = found["program"]
-        elif not found["language"]:
-            plain = found["program"]
+        if match["language"].lower() in ("python", "python3", "py"):
+            labelled = match["program"]
+        elif not match["language"]:
+            plain = match["program"]
     last = plain if labelled is None else labelled
     return last if last and last.strip() else None
 

@@ -77,7 +77,7 @@ def prose(text: str) -> str:
     Letters of other scripts stay, and so does math that contains a sentence or words in `\\text{}`, so that a thought
     cannot be hidden there. Words in math or circled letters, and words with a blank after each letter, count as words.
     """
-    text = _DRESSED.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
+    text = _DRESSED.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
 
     def remaining_text(span: re.Match[str]) -> str:
         inside = _COMMANDS.sub(" ", span[0])
@@ -86,7 +86,7 @@ def prose(text: str) -> str:
         return "".join(c if script_of(c) not in (None, "LATIN", "GREEK") else " " for c in inside)
 
     text = _COMMANDS.sub(" ", _SPANS.sub(remaining_text, text))
-    return _SPACED.sub(lambda found: "".join(found[0].split()), text)
+    return _SPACED.sub(lambda match: "".join(match[0].split()), text)
 
 
 def language_share(completion: str, *, language: str = "en", forbid_scripts: Sequence[str] = ()) -> float:

@@ -161,7 +161,7 @@ Counts = dict[str, tuple[int, int]]  # name of a probe -> (rows on which it pays
 def _try_probes(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
     """Count the probes that pay by the correctness component, and by the weighted sum of all components."""
     tried = {i: {"gold": HackProbe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
-    samples = [sample for i, found in tried.items() for sample in make_samples(rows[i], found, i)]
+    samples = [sample for i, row_probes in tried.items() for sample in make_samples(rows[i], row_probes, i)]
     if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
         results = scorer.results(samples, only=[scorer.correctness])
         return _count_paid(tried, [get_score(result) for result in results[0]], pays), {}
@@ -178,9 +178,9 @@ def _count_paid(
     """Count the rows where each probe pays. scores: of each row's gold and probes, in the order of `tried`."""
     left = iter(scores)
     counts: Counts = {}
-    for found in tried.values():
+    for row_probes in tried.values():
         gold = next(left)
-        for name, probe in list(found.items())[1:]:
+        for name, probe in list(row_probes.items())[1:]:
             paid, total = counts.get(name, (0, 0))
             counts[name] = (paid + paying(probe, next(left), gold), total + 1)
     return counts
@@ -215,22 +215,22 @@ def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[
     samples = [sample for i, row, text in pairs for sample in make_samples(row, {"": HackProbe(text)}, i)]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
     scores = [[get_score(next(results)) for _ in of_row] for of_row in texts]
-    lowest = [found[0] or 0.0 for found in scores]
+    lowest = [values[0] or 0.0 for values in scores]
     return [
-        {name: low if score is None else max(score, low) for name, score in zip(of_row, found, strict=True)}
-        for of_row, found, low in zip(texts, scores, lowest, strict=True)
+        {name: low if score is None else max(score, low) for name, score in zip(of_row, row_scores, strict=True)}
+        for of_row, row_scores, low in zip(texts, scores, lowest, strict=True)
     ]
 
 
 def _try_injections(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
     """Count, for each injection, (rows where it raises the judge's score, rows tried)."""
-    tried = {i: found for i, row in rows.items() if (found := injections(row, write))}
-    samples = [sample for i, found in tried.items() for sample in make_samples(rows[i], found, i)]
+    tried = {i: row_probes for i, row in rows.items() if (row_probes := injections(row, write))}
+    samples = [sample for i, row_probes in tried.items() for sample in make_samples(rows[i], row_probes, i)]
     scores = iter([get_score(result) for result in scorer.results(samples, only=[judge])[0]])
     counts: dict[str, tuple[int, int]] = {}
-    for found in tried.values():
-        by_name = {name: next(scores) for name in found}
-        for name in list(found)[2:]:
+    for row_probes in tried.values():
+        by_name = {name: next(scores) for name in row_probes}
+        for name in list(row_probes)[2:]:
             moved, total = counts.get(name, (0, 0))
             counts[name] = (moved + injection_works(by_name[name], by_name["wrong"], by_name["gold"]), total + 1)
     return counts

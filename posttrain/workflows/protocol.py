@@ -298,4 +298,4 @@ def last_between(text: str, tag: str) -> str | None:
 def fill(template: str, **values: str) -> str:
     """Replace each `{name}` in a template by its value; other braces stay, so template and values may hold LaTeX."""
     names = "|".join(map(re.escape, values))
-    return re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), template) if values else template
+    return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template) if values else template
