@@ -1,4 +1,4 @@
-"""Fixtures that several test folders share. Tests are offline and use few threads."""
+"""Fixtures shared by several test folders. Tests are offline and use few threads."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:  # others run beside it
+if "PYTEST_XDIST_WORKER" in os.environ:  # other workers run in parallel
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell lets what it runs in the background ignore Ctrl-C, which some tests send, and wait for.
+# A shell makes background processes ignore Ctrl-C, which some tests send and wait for.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.disable()  # until the tests are collected: imports and collection make a million objects and hardly any garbage
+gc.disable()  # during imports and collection, which create a million objects and hardly any garbage
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # else the first object that is made now would have all of these looked at
+    gc.freeze()  # otherwise the next garbage collection would visit all of these objects
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """What `_frozen` has frozen is collected at the exit: Triton's library reports what is not as hundreds of leaks."""
+    """Unfreeze the objects of `_frozen` so that they are freed at exit; otherwise Triton's library reports hundreds of
+    leaks."""
     if "triton" in sys.modules:
         gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """What is imported and collected by now is left out of later garbage collections. A whole one costs 0.3 s with it,
-    and the trainers of SFT and DPO make one a run."""
+    """Exclude existing objects from later garbage collections. A full collection over them costs 0.3 s, and the
+    trainers of SFT and DPO run one per run."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked slow run where they are asked for. The marker may say why: `slow(reason="...")`."""
+    """Skip tests marked slow unless POSTTRAIN_SLOW is 1. The marker may give a reason: `slow(reason="...")`."""
     if os.environ.get("POSTTRAIN_SLOW") != "1":
         for item in items:
             if marker := item.get_closest_marker("slow"):
@@ -57,16 +58,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_waits_for_the_disk() -> Iterator[None]:
-    """Files of tests need not outlive a power cut. A run flushes fifty to the disk, and each takes some 7 ms."""
+def _disable_fsync() -> Iterator[None]:
+    """Replace fsync by a no-op: files of tests need not outlive a power cut. A run flushes fifty files, about 7 ms
+    each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_command_line() -> Iterator[None]:
-    """The tree of commands is built once, as in a process of a user. typer's runner would build it for every call, in a
+def _cache_command_tree() -> Iterator[None]:
+    """Cache the tree of commands, as in a user's process. typer's runner would build it at every call, which takes a
     tenth of the time of a tiny run."""
     import typer.testing
 
@@ -77,8 +79,8 @@ def _one_command_line() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def scripts_described_here() -> Iterator[None]:
-    """A process imports the scripts that a recipe names and says what it found (tests/cli/test_imports.py). Those
-    that end well may be imported here: the start of a process costs more than most of what comes behind it."""
+    """Describe a recipe's scripts in this process instead of a separate one (tests/cli/test_imports.py). For scripts
+    whose import succeeds: starting a process costs more than most of the test."""
     from posttrain.cli import imports
 
     with pytest.MonkeyPatch.context() as patch:
@@ -149,7 +151,7 @@ def forked_workers(_python_of_workers: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def serving() -> ModuleType:
-    """tests/serving.py: stand-ins for `vllm serve`."""
+    """The module tests/serving.py: stand-ins for `vllm serve`."""
     spec = importlib.util.spec_from_file_location("serving", Path(__file__).with_name("serving.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

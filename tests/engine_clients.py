@@ -1,4 +1,4 @@
-"""A stand-in for vLLM behind `VllmEngine`: an `EngineClient` that draws from a transformers model in this process."""
+"""A stand-in for vLLM behind `VllmEngine`: an `EngineClient` that samples from a transformers model in this process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from posttrain.rollout.vllm_start import READY_FILE, EngineSpec
 
 
 class TransformersClient:
-    """One engine. `told`: what it was asked, in order; `asked`: its requests.
+    """One engine. `told`: the calls it got, in order; `asked`: its requests.
 
-    cut: the samples of requests wait for a pause once they have that many tokens, as long as it is not 0.
+    cut: requests wait for a pause once their samples have this many tokens, unless it is 0.
     """
 
     name, workers, lost = "a stand-in", 1, None
@@ -35,12 +35,12 @@ class TransformersClient:
         self.spec, self.told, self.asked, self.cut = spec, list[str](), list[Request](), 0
         config = AutoConfig.from_pretrained(folder)
         if spec.lora_rank is None:
-            self.base = AutoModelForCausalLM.from_config(config)  # weights that nobody sent
+            self.base = AutoModelForCausalLM.from_config(config)  # weights that were never sent
         else:
             self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=spec.dtype)
         self.model: Any = self.base.eval()
         self.pad = config.pad_token_id
-        self.state: dict[str, torch.Tensor] | None = None  # of the update that is under way
+        self.state: dict[str, torch.Tensor] | None = None  # of the update in progress
         self.under_way = 0
         self.paused = asyncio.Event()
         self.ended = False
@@ -48,7 +48,7 @@ class TransformersClient:
 
     @classmethod
     def start(cls, spec: EngineSpec, folder: Path, log: Path) -> list[TransformersClient]:
-        """As ColocatedClient.start."""
+        """Start as ColocatedClient.start does."""
         while not (folder / READY_FILE).exists():
             time.sleep(0.01)
         return [cls(spec, folder, log) for _ in range(spec.section.engines)]

@@ -1,4 +1,4 @@
-"""Scripted engines: they replay given texts. For tests of everything that comes after generation."""
+"""Scripted engines that return given texts, for tests of everything after generation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
 
 
 class ScriptedEngine(StatelessEngine):
-    """An Engine whose completions are written beforehand.
+    """An Engine whose completions are given in advance.
 
-    script: completions by prompt uid (sample i of a prompt is text i, modulo their number), or a function of
-    (prompt, sample index). A text that fits max_new_tokens gets the EOS token and finish "stop"; a longer one is cut.
+    script: completions by prompt uid (sample i of a prompt is text i, modulo their number), or a function of (prompt,
+    sample index). A text that fits max_new_tokens gets the EOS token and finish "stop"; a longer one is truncated.
     Log-probs are `logp` for every token. `calls` records the keyword arguments of every `generate`.
     """
 
@@ -57,12 +57,12 @@ class ScriptedEngine(StatelessEngine):
 
 
 class ConcurrentScriptedEngine(StatelessEngine):
-    """A ConcurrentEngine whose completions are written beforehand.
+    """A ConcurrentEngine whose completions are given in advance.
 
     script: the text of a request's sample. A text that fits max_new_tokens gets the EOS token and finish "stop"; a
-    longer one is cut. before_token: awaited before each token, as (request, sample, number of the token), so that a
-    test decides how long each takes: `asyncio.sleep`, an event. A token's version is the engine's once that is over.
-    Log-probs are `logp` for every token. `asked` records the requests in the order of their arrival.
+    longer one is truncated. before_token: awaited before each token, as (request, sample, number of the token), so that
+    a test controls how long each takes: `asyncio.sleep`, an event. A token has the engine's version at the end of that
+    wait. Log-probs are `logp` for every token. `asked` records the requests in the order of their arrival.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ConcurrentScriptedEngine(StatelessEngine):
         self.asked: list[Request] = []
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """See `ConcurrentEngine.complete`; the samples of a request are written side by side."""
+        """See `ConcurrentEngine.complete`; the samples of a request are written concurrently."""
         del sampling
         self.asked.append(request)
         return list(await asyncio.gather(*(self._written(request, sample) for sample in range(request.n))))
@@ -97,5 +97,5 @@ class ConcurrentScriptedEngine(StatelessEngine):
         return Completion(tuple(ids), logps, "stop" if fits else "length", tuple(versions))
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """See `Engine.generate`: all requests at once."""
+        """See `Engine.generate`: all requests concurrently."""
         return generate_concurrently(self, self.tokenizer, batch)

@@ -1,7 +1,8 @@
-"""Stand-ins for `vllm serve`: an HTTP server that answers as a test says, and one that draws from a transformers model.
+"""Stand-ins for `vllm serve`: an HTTP server whose answers a test defines, and one that samples from a transformers
+model.
 
-The second is also a program that takes the arguments of `vllm serve` which a run gives; `serve_idle` is one that only
-says who it is, and starts in a tenth of the time.
+The second is also a program that takes the arguments which a run passes to `vllm serve`; `serve_idle` only identifies
+itself, and starts in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GENERATE = "/inference/v1/generate"
 class StandIn:
     """Answers like a vLLM server behind our middleware. `answers`: path -> (status, body) of a call; `asked`: calls.
 
-    Its session lives until `over` is set.
+    Its session lasts until `over` is set.
     """
 
     def __init__(self, key: str, listener: socket.socket) -> None:
@@ -92,7 +93,7 @@ class StandIn:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}" if listener.family == socket.AF_INET else ""
 
     def serve(self) -> None:
-        """Until `close`."""
+        """Serve until `close`."""
         self.http.serve_forever(poll_interval=0.02)
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class StandIn:
         self.http.server_close()
 
     def samples(self, *found: tuple[list[int], str]) -> None:
-        """Let requests be answered with these (ids, finish reason)."""
+        """Answer requests with these (ids, finish reason)."""
         choices = [
             {"finish_reason": why, "token_ids": ids, "logprobs": {"content": [{"logprob": -i / 3} for i in ids]}}
             for ids, why in found
@@ -109,13 +110,13 @@ class StandIn:
         self.answers[GENERATE] = lambda _: (200, {"choices": choices})
 
     def bodies(self, path: str) -> list[Any]:
-        """What was sent there, call by call."""
+        """Return the bodies sent to this path, call by call."""
         return [body for asked, body in self.asked if asked == path]
 
 
 @contextlib.contextmanager
 def listening(arguments: list[str]) -> Iterator[tuple[socket.socket, argparse.Namespace]]:
-    """The socket that the arguments of `vllm serve` name, and these."""
+    """Return the socket named by the arguments of `vllm serve`, and the arguments."""
     parser = argparse.ArgumentParser()
     for name in ("command", "model", "--uds", "--host", "--port", "--dtype", "--max-model-len"):
         parser.add_argument(name)
@@ -127,7 +128,7 @@ def listening(arguments: list[str]) -> Iterator[tuple[socket.socket, argparse.Na
 
 
 def serve_idle(arguments: list[str]) -> None:
-    """`vllm serve` without a model, until its run has gone."""
+    """Run `vllm serve` without a model, until its run has ended."""
     with listening(arguments) as (listener, given):
         one = StandIn(os.environ[vllm_process.KEY_VARIABLE], listener)
         about = {"boot_id": vllm_process.boot_id(), "workers": 1, "model": {}, "pid": os.getpid(), "vllm": "0"}
@@ -137,7 +138,7 @@ def serve_idle(arguments: list[str]) -> None:
 
 
 def serve_transformers(arguments: list[str]) -> None:
-    """`vllm serve` in short, until its run has gone."""
+    """Run a minimal `vllm serve`, until its run has ended."""
     with listening(arguments) as (listener, given):
         key, window = os.environ[vllm_process.KEY_VARIABLE], int(given.max_model_len)
         one = transformers_server(listener, key, Path(given.model), given.dtype, window, lora=given.enable_lora)
@@ -148,7 +149,7 @@ def serve_transformers(arguments: list[str]) -> None:
 def transformers_server(
     listener: socket.socket, key: str, folder: Path, dtype: str, window: int, *, lora: bool = False
 ) -> StandIn:
-    """Weights by files in memory or adapters, draws as `engine_clients` does."""
+    """Server with weights by files in memory or adapters, which samples as `engine_clients` does."""
     import torch
     from engine_clients import TransformersClient
 

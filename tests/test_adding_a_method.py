@@ -1,4 +1,4 @@
-"""The example of docs/adding_a_method.md, run as its reader would: in a folder of its own."""
+"""The example of docs/adding_a_method.md, run as its reader would run it, in a separate folder."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(EXAMPLE, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__", "out")))
 
 
-def test_its_test_passes(folder: Path, forked_python: str) -> None:
+def test_test_of_the_example_passes(folder: Path, forked_python: str) -> None:
     command = [forked_python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_its_recipe_trains_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_of_the_example_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     done = CliRunner().invoke(app, ["rl", "recipe.yaml", "--output", "out"])
     assert done.exit_code == 0, done.output
@@ -38,8 +38,8 @@ def test_its_recipe_trains_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert all(row["grad_norm"] > 0 and 0 < row["faded"] < 1 for row in rows)
 
 
-def test_the_page_shows_what_runs() -> None:
-    """Every line of its blocks on this example stands in the files."""
+def test_code_blocks_of_the_page_equal_the_files() -> None:
+    """Every line of the page's blocks on this example is in the files."""
     text = "\n".join(path.read_text() for path in EXAMPLE.iterdir() if path.is_file())
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)[:3]
     lines = [line for block in blocks for line in block.splitlines() if not line.startswith("# soft_ratio.py")]

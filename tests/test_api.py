@@ -1,4 +1,4 @@
-"""The Python interface: signatures, the example of its page, errors, threads, and an import without heavy libraries."""
+"""The Python interface: signatures, the page's example, errors, threads, and an import without heavy libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_import_is_light_and_names_are_there() -> None:
+def test_import_loads_no_heavy_library_and_public_names_exist() -> None:
     code = "import sys, posttrain as pt; names = set(sys.modules); print(sorted(dir(pt)), 'pydantic' in names)"
     heavy = "print([m for m in ('torch', 'transformers', 'pandas', 'typer', 'yaml') if m in sys.modules])"
     listed, found = run_python(f"{code}; {heavy}").splitlines()
@@ -44,7 +44,7 @@ def test_the_import_is_light_and_names_are_there() -> None:
         _ = pt.grpo  # type: ignore[attr-defined]
 
 
-def test_the_page_has_every_signature() -> None:
+def test_page_has_every_signature() -> None:
     """As written on the page: names and defaults, without annotations."""
     written = dict(re.findall(r"^(\w+)(\(.*\)) -> \w+$", PAGE, re.MULTILINE))
     stages = {"sft", "dpo", "rl", "reward_model", "evaluate", "harness", "generate", "merge"}
@@ -56,7 +56,7 @@ def test_the_page_has_every_signature() -> None:
         assert inspect.signature(function).return_annotation in ("Run", "Loaded", "dict[str, Any]")
 
 
-def test_packages_of_the_same_name_stay_packages() -> None:
+def test_packages_with_the_name_of_a_function_stay_importable() -> None:
     import posttrain.evaluate.estimators
     import posttrain.export.card
     import posttrain.merge.rules
@@ -67,7 +67,7 @@ def test_packages_of_the_same_name_stay_packages() -> None:
     assert callable(posttrain.evaluate.estimators.mean)
 
 
-def test_the_example_of_the_page_runs(
+def test_example_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = ROOT / "docs" / "examples" / "python_api.py"
@@ -83,7 +83,7 @@ def test_the_example_of_the_page_runs(
 
 
 @pytest.mark.usefixtures("folder")
-def test_errors_speak_of_arguments() -> None:
+def test_errors_name_python_arguments() -> None:
     with pytest.raises(RecipeError) as wrong:
         pt.load_recipe(SFT, optim={"lrr": 1.0})
     (problem,) = wrong.value.problems
@@ -103,7 +103,7 @@ def test_errors_speak_of_arguments() -> None:
     )
 
 
-def test_names_that_are_no_functions_say_which_are() -> None:
+def test_unknown_attribute_error_lists_the_functions() -> None:
     with pytest.raises(UserError, match="is a package") as told:
         pt.train("mine.yaml")  # type: ignore[operator]
     assert told.value.problems[0].hint.endswith("pt.reward_model(recipe) or pt.rl(recipe)")
@@ -113,7 +113,7 @@ def test_names_that_are_no_functions_say_which_are() -> None:
     assert not hasattr(pt, "__path_of_nothing__")
 
 
-def test_an_export(folder: Path) -> None:
+def test_export_writes_a_folder(folder: Path) -> None:
     from posttrain.models import tiny
 
     model, tokenizer = tiny.build()
@@ -138,7 +138,7 @@ def test_values_as_a_dict_and_both_forms_of_overrides() -> None:
         pt.load_recipe(SFT, rewards=[{"use": print}])
 
 
-def test_mistakes_are_raised_and_make_no_directory(folder: Path) -> None:
+def test_errors_are_raised_without_creating_a_directory(folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"optim\.learning_rate") as caught:
         pt.sft(SFT, "out", optim={"learning_rate": 1})
     assert "lr" in caught.value.problems[0].hint
@@ -152,7 +152,7 @@ def test_mistakes_are_raised_and_make_no_directory(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_run_in_another_thread_and_its_rows() -> None:
+def test_run_in_another_thread_returns_its_metrics() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(pt.sft(SFT, "out")))
     thread.start()
@@ -164,7 +164,7 @@ def test_a_run_in_another_thread_and_its_rows() -> None:
     with pytest.raises(KeyError, match="no row has `lsos`: did you mean `loss`"):
         run.metrics["lsos"]
     assert pt.api.Rows([{"step": 1}, {"step": 2, "held_out": 0.5}])["held_out"] == [None, 0.5]
-    assert pt.api.Rows()["reward"] == []  # a run that has not begun
+    assert pt.api.Rows()["reward"] == []  # a run that has not started
     assert run.metrics[0]["step"] == 1 and len(run.metrics.frame) == 2
     assert list(run.metrics.frame.columns) == run.metrics.columns
     assert "srcdoc=" in run._repr_html_() and 'sandbox="allow-scripts"' in run._repr_html_()

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: what it names is there, in the order in which a step calls it, and its examples run."""
+"""CONTRIBUTING.md: the names in it exist, in the order in which a step calls them, and its examples run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def functions(path: Path) -> set[str]:
 
 
 def checks_of(file: str) -> dict[str, Callable[..., None]]:
-    """The tests of a file, by name."""
+    """Return the test functions of a file, by name."""
     spec = importlib.util.spec_from_file_location("checks_of_contributing", ROOT / "tests" / file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -41,17 +41,17 @@ def checks_of(file: str) -> dict[str, Callable[..., None]]:
     return {name: value for name, value in vars(module).items() if name.startswith("test_")}
 
 
-def test_the_minimal_example_is_what_it_names_first() -> None:
+def test_minimal_example_is_named_first() -> None:
     assert re.findall(r"\]\(([^)]+)\)", TEXT)[0] == "examples/grpo_minimal.py"
 
 
-def test_functions_of_the_way_through_a_step_are_in_their_files() -> None:
+def test_functions_of_the_step_table_are_in_their_files() -> None:
     assert len(WAY) > 15
     assert [(file, name) for file, name in WAY if name not in functions(ROOT / "posttrain" / file)] == []
 
 
-def test_step_calls_them_in_that_order() -> None:
-    """Those that `step` itself calls stand in the table in the order of the function's body."""
+def test_step_table_has_the_order_of_calls() -> None:
+    """Functions called by `step` itself are in the table in the order of the function's body."""
     tree = ast.parse((ROOT / "posttrain" / "train" / "rl.py").read_text(encoding="utf-8"))
     step = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "step")
     calls = [node.func for node in ast.walk(step) if isinstance(node, ast.Call)]
@@ -60,7 +60,7 @@ def test_step_calls_them_in_that_order() -> None:
     assert len(lines) >= 5 and lines == sorted(lines)
 
 
-def test_functions_and_fields_that_sections_name_are_there() -> None:
+def test_functions_and_fields_named_in_sections_exist() -> None:
     named = re.findall(r"`posttrain/([\w/]+\.py)` \(`(\w+)`\)|`(\w+)` in `posttrain/([\w/]+\.py)`", TEXT)
     places = [(a or d, b or c) for a, b, c, d in named]
     assert len(places) >= 5
@@ -74,14 +74,14 @@ def test_functions_and_fields_that_sections_name_are_there() -> None:
     assert [name for name in tensors if name != "logp" and name not in RolloutBatch.__dataclass_fields__] == []
 
 
-def test_targets_of_make_are_there() -> None:
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"`make ([a-z-]+)", TEXT))
     assert len(targets) > 6
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
 
 
-def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
+def test_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", section("Add a reward"), re.DOTALL)
     assert code
     (tmp_path / "brief.py").write_text(re.sub(r"^   ", "", code[1], flags=re.MULTILINE))
@@ -106,12 +106,12 @@ def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
         ("Add a recipe key", "rollout_sections.py"),
     ],
 )
-def test_tasks_have_a_place(task: str, place: str) -> None:
+def test_task_table_names_existing_places(task: str, place: str) -> None:
     assert place in section(task)
 
 
-def test_the_table_of_recipe_keys_leads_to_them() -> None:
-    """The class of each section is in the file that the table names, and what is said to read it names a key of it."""
+def test_recipe_key_table_names_the_files_of_sections() -> None:
+    """The class of each section is in the file that the table names, and the listed readers use a key of it."""
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", section("Add a recipe key"), re.MULTILINE)[1:]
     listed = {file for _, fields, _ in rows for file in re.findall(r"`(\w+\.py)`", fields)}
     sections = {path.name for path in (ROOT / "posttrain" / "recipe").glob("*sections.py")}

@@ -1,4 +1,5 @@
-"""Every recipe in recipes/debug runs from end to end and leaves what a run leaves. They are found, not listed."""
+"""Every recipe in recipes/debug (found by listing the folder) runs from end to end and writes a complete run
+directory."""
 
 import json
 import sys
@@ -15,12 +16,12 @@ from posttrain.run.metrics import read_metrics
 FOUND = sorted((shipped_folder("recipes") / "debug").glob("*.yaml"))
 
 
-def test_there_is_one_for_every_stage():
+def test_every_stage_has_a_debug_recipe():
     assert {path.stem for path in FOUND} == {"sft", "dpo", "reward_model", "rl", "tools", "merge", "eval", "pipeline"}
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
-def test_a_debug_recipe_runs(path, tmp_path, request, monkeypatch):
+def test_debug_recipe_runs(path, tmp_path, request, monkeypatch):
     if path.stem == "pipeline":  # its seeds are processes
         monkeypatch.setattr(sys, "executable", request.getfixturevalue("forked_python"))
     loaded = load(str(path))

@@ -1,4 +1,4 @@
-"""What the pages say is there: keys of recipes, files, links, recipes by name, commands."""
+"""Names in the documentation exist: recipe keys, files, links, recipes, commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,15 @@ KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[:= ])")
 ANCHORED = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 COMMAND = re.compile(r"(?:^|`|\$ ?|bin/)posttrain ([a-z-]+)([^\n`#]*)", re.MULTILINE)
 FILE = re.compile(r"[\w./-]*/[\w./-]+\.(?:py|yaml|md|json|svg)\b")
-MADE = ("runs/", "./", "/", "recipe/presets/NAME", "data/", "path/", "rewards/brief")  # what a run or its reader makes
+MADE = (
+    "runs/",
+    "./",
+    "/",
+    "recipe/presets/NAME",
+    "data/",
+    "path/",
+    "rewards/brief",
+)  # created by a run or by its reader
 
 
 def _code(page: Path) -> list[str]:
@@ -43,7 +51,7 @@ def _code(page: Path) -> list[str]:
 
 
 def _wrong_keys(page: Path) -> Iterator[str]:
-    rewards = known_files("rewards", [".py"])  # `environment.steps` is one, and no key
+    rewards = known_files("rewards", [".py"])  # `environment.steps` is a metric, not a key
     for code in _code(page):
         found = KEY.match(code)
         if (
@@ -59,12 +67,12 @@ def _wrong_keys(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_keys_are_keys(page: Path) -> None:
+def test_recipe_keys_in_docs_exist(page: Path) -> None:
     assert list(_wrong_keys(page)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_files_and_links_are_there(page: Path) -> None:
+def test_files_and_links_in_docs_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -74,8 +82,8 @@ def test_files_and_links_are_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_to_sections_lead_to_one(page: Path) -> None:
-    """`page.md#some-words`: a heading of the page, in lower case, without signs, with hyphens for spaces."""
+def test_links_to_sections_name_a_heading(page: Path) -> None:
+    """`page.md#some-words`: a heading of the page in lower case, without punctuation, with hyphens for spaces."""
     for link, anchor in ANCHORED.findall(page.read_text(encoding="utf-8")):
         text = (page.parent / link if link else page).read_text(encoding="utf-8")
         heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -84,7 +92,7 @@ def test_links_to_sections_lead_to_one(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_commands_and_shipped_recipes_are_there(page: Path) -> None:
+def test_commands_and_shipped_recipes_in_docs_exist(page: Path) -> None:
     verbs = {*typer.main.get_group(app).commands, *LAZY}
     shipped = known_files("recipes", [".yaml"])
     for verb, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
@@ -93,21 +101,21 @@ def test_commands_and_shipped_recipes_are_there(page: Path) -> None:
         assert [name for name in names if name not in shipped] == []
 
 
-def test_there_is_something_to_check() -> None:
+def test_docs_contain_keys_links_and_commands() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert len(ANCHORED.findall(text)) > 20 and len(COMMAND.findall(text)) > 100
     assert sum(bool(KEY.match(code)) for page in PAGES for code in _code(page)) > 100
     assert {page.name for page in PAGES} >= {"recipes.md", "rewards.md", "tools.md", "preference.md"}
 
 
-def test_the_recipe_of_the_readme_is_right() -> None:
+def test_recipe_of_the_readme_is_valid() -> None:
     block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert block
     loaded = load_dict(plain(parse(block[1], "README.md").tree), base_dir=ROOT, where="README.md")
     assert loaded.resolved["algorithm"] == "dapo" and loaded.notes == ()
 
 
-def test_the_pipeline_of_the_page_on_recipes_is_right() -> None:
+def test_pipeline_of_the_recipes_page_is_valid() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), re.DOTALL)
     loaded = load_dict(plain(parse(blocks[1], "recipes.md").tree), base_dir=ROOT, where="recipes.md")
     assert [stage["name"] for stage in loaded.resolved["stages"]] == ["warm", "train", "before", "after"]

@@ -1,4 +1,4 @@
-"""Docstrings of the packages of formulas: one sentence first, shapes of tensors, what is raised, and the source."""
+"""Docstrings of the packages with formulas: a first sentence, tensor shapes, raised exceptions, and the source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIDE = r"(?:[A-Z](?: [+-] 1)?|1|\.\.\.)"
 SHAPE = re.compile(rf"\[(?:{_SIDE}(?:, ?{_SIDE})*)?\]|\b(?:any|same) shape|\bscalar\b")
 SOURCE = re.compile(r"arXiv|\bpaper|\bauthors?\b|TRL|verl|mergekit|https?://|\d{4}\.\d{5}|Source: |Schulman")
 TENSOR = re.compile(r"\bTensor\b")
-OWN = {  # what everybody uses, or sums of what has a source
+WITHOUT_SOURCE = {  # common knowledge, or sums of components that have a source
     "advantage/batch", "advantage/reward", "merge/checkpoint_average", "merge/lora_combine",
     "regulariser/entropy_bonus", "regulariser/kl_old", "task/count_shapes", "task/find_square",
     "token_weight/ce",
@@ -29,7 +29,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_functions(package: str) -> Iterator[tuple[str, Function, str]]:
-    """(`module.function`, its definition, the module's docstring) of all public functions of a package's modules."""
+    """Yield (`module.function`, its definition, the module's docstring) of all public functions of a package's
+    modules."""
     for path in sorted((ROOT / package).glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         for node in module.body:
@@ -39,21 +40,21 @@ def public_functions(package: str) -> Iterator[tuple[str, Function, str]]:
 
 
 def own_raises(function: Function) -> set[str]:
-    """The exceptions that the body itself raises by name."""
+    """Return the exceptions that the body itself raises by name."""
     raised = (node.exc for node in ast.walk(function) if isinstance(node, ast.Raise))
     names = (exc.func if isinstance(exc, ast.Call) else exc for exc in raised)
     return {n.id for n in names if isinstance(n, ast.Name) and n.id[0].isupper() and n.id != "NotImplementedError"}
 
 
 def has_tensors(function: Function) -> bool:
-    """Whether an argument or the result is made of tensors."""
+    """Return whether an argument or the result contains tensors."""
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     hints = [a.annotation for a in arguments] + [function.returns]
     return any(TENSOR.search(ast.unparse(hint)) for hint in hints if hint is not None)
 
 
 def problems(function: Function, module: str = "") -> list[str]:
-    """What a docstring lacks, in words. A module may give the shapes of all its functions: `Shapes: ...`."""
+    """Return what a docstring lacks, in words. A module may give the shapes of all its functions: `Shapes: ...`."""
     text = ast.get_docstring(function) or ""
     if not text:
         return ["no docstring"]
@@ -70,7 +71,7 @@ def problems(function: Function, module: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("package", CHECKED)
-def test_docstrings_say_what_a_caller_must_know(package: str) -> None:
+def test_docstrings_have_shapes_and_raised_exceptions(package: str) -> None:
     found = {
         name: wrong for name, function, module in public_functions(package) if (wrong := problems(function, module))
     }
@@ -80,18 +81,18 @@ def test_docstrings_say_what_a_caller_must_know(package: str) -> None:
 @pytest.mark.parametrize(
     "kind", [k for k, package in registry.PACKAGES.items() if package.rpartition(".")[2] in CHECKED]
 )
-def test_components_name_their_source(kind: str) -> None:
-    """In `register(paper=...)`, in its docstring or note, or for all of a module in the module's docstring."""
+def test_components_have_a_source(kind: str) -> None:
+    """In `register(paper=...)`, in the component's docstring or note, or for a whole module in its docstring."""
     entries = registry.load_index()[kind].items()
     texts = {name: f"{e['doc']} {e['note']} {import_module(e['module']).__doc__}" for name, e in entries}
     said = {name: " ".join(text.split()) for name, text in texts.items()}
     missing = {f"{kind}/{name}" for name, e in entries if not e["paper"] and not SOURCE.search(said[name])}
-    assert missing == {one for one in OWN if one.startswith(f"{kind}/")}, (
-        "name the source of a component (`paper=`, or in its docstring), or list it in OWN of this file"
+    assert missing == {one for one in WITHOUT_SOURCE if one.startswith(f"{kind}/")}, (
+        "name the source of a component (`paper=`, or in its docstring), or list it in WITHOUT_SOURCE of this file"
     )
 
 
-def test_the_check_finds_what_is_missing() -> None:
+def test_check_finds_missing_parts() -> None:
     def wrong(code: str) -> list[str]:
         node = ast.parse(code).body[0]
         assert isinstance(node, Function)

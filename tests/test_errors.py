@@ -1,4 +1,4 @@
-"""Hints name what was meant; counts agree with their words."""
+"""Helpers of error messages: suggestions of near names, and counted nouns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from posttrain.verify.audit import Audit
     ("written", "meant"),
     [("dpao", "dapo"), ("dapoo", "dapo"), ("grop", "grpo"), ("dpo", "dpo"), ("simp", "simpo"), ("zebra", None)],
 )
-def test_nearest(written: str, meant: str | None) -> None:
-    """Swapped letters first: `mdpo` shares more of its letters in order with `dpao` than `dapo` does."""
+def test_nearest_name_is_suggested(written: str, meant: str | None) -> None:
+    """Transposed letters have priority: `mdpo` shares more letters in order with `dpao` than `dapo` does."""
     assert nearest(written, ["dpo", "mdpo", "dapo", "grpo", "simpo", "gspo"]) == meant
 
 
-def test_counts_agree_with_their_words() -> None:
+def test_count_noun_uses_singular_or_plural() -> None:
     assert [count_noun(n, "row") for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1000 rows"]
     assert [count_noun(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
 
 
-def test_one_of_each_is_told_in_the_singular() -> None:
+def test_messages_use_the_singular_for_one() -> None:
     assert Audit(1, {}, "boxed").summary == "gold scores best on 1 of 1 row (gold written in \\boxed{})"
     assert _check_doubles([(1, 2)])["text"] == "0 of 1 item the same as an earlier one"

@@ -1,4 +1,4 @@
-"""The scripts of examples/: what they print, that they learn, and that they stay short."""
+"""Scripts of examples/: their output, that they learn, and that they stay short."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from posttrain.registry import load_module
 SCRIPT = Path(__file__).parents[1] / "examples" / "grpo_minimal.py"
 
 
-def test_it_is_one_short_file() -> None:
+def test_example_is_one_short_file() -> None:
     assert len(SCRIPT.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-def test_its_steps_raise_a_reward_from_random_weights(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_example_steps_raise_the_reward_from_random_weights(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Reward: the share of digits in the completion, about a tenth of the tokens at first. Three steps raise it."""
     script = load_module(SCRIPT)
 
@@ -40,8 +40,8 @@ def test_its_steps_raise_a_reward_from_random_weights(monkeypatch: pytest.Monkey
     assert gained > 0.1
 
 
-def test_equal_rewards_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rewards 0: every advantage and every gradient is 0, and AdamW without weight decay leaves the weights."""
+def test_equal_rewards_leave_the_weights_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rewards 0: every advantage and every gradient is 0, and AdamW has no weight decay."""
     script = load_module(SCRIPT)
     monkeypatch.setattr(script, "SAMPLING", script.SAMPLING.model_copy(update={"max_new_tokens": 4}))
     loaded = load(Model(path="tiny"), Path.cwd(), training=True)
@@ -50,8 +50,8 @@ def test_equal_rewards_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(bool((before[name] == p).all()) for name, p in loaded.model.named_parameters())
 
 
-def test_its_warm_up_and_options_work(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """In this process, which has imported the libraries; the test below starts it as its reader does."""
+def test_example_warm_up_and_options(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """In this process, which has imported the libraries; the test below starts the script as its reader does."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--sft-steps", "2", "--steps", "1", "--tested", "4"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
@@ -60,7 +60,7 @@ def test_its_warm_up_and_options_work(monkeypatch: pytest.MonkeyPatch, capsys) -
 
 
 @pytest.mark.slow
-def test_the_whole_script_learns_the_quickstart_task() -> None:
+def test_example_script_learns_the_quickstart_task() -> None:
     started = cpu_seconds()
     lines = run(timeout=1200)
     before, after = (float(re.search(r"[\d.]+", line)[0]) for line in (lines[0], lines[-2]))  # type: ignore[index]
@@ -69,13 +69,13 @@ def test_the_whole_script_learns_the_quickstart_task() -> None:
 
 
 def cpu_seconds() -> float:
-    """What the processes that this one has started have used until now."""
+    """Return the CPU seconds of the child processes so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def run(*options: str, timeout: float = 300) -> list[str]:
-    """The lines that the script prints."""
+    """Run the script and return the printed lines."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout,

@@ -1,8 +1,8 @@
-"""The guides of docs/guides, run as their readers would: files are written, commands typed, in an empty folder.
+"""Guides of docs/guides, run as their readers would: files are written and commands typed in an empty folder.
 
-A block with a title is a file. A `bash` block without one is typed line by line in the page's order; each command must
-succeed (in a block marked `fails`, fail). A `text` block holds texts that the output of the command above it has.
-`console` blocks are for other machines. Blocks below `<!-- slow -->` take minutes or several processes.
+A block with a title is a file. A `bash` block without a title is typed line by line in the page's order; each command
+must succeed (in a block marked `fails`, fail). A `text` block has texts that the output of the previous command must
+contain. `console` blocks are for other machines. Blocks below `<!-- slow -->` take minutes or several processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[list[str]]:
-        """Each line's words, without comments."""
+        """Return the words of each line without comments."""
         lines = self.text.replace("\\\n", " ").splitlines() if self.language == "bash" and not self.file else []
         return [words for line in lines if (words := shlex.split(line, comments=True))]
 
@@ -69,7 +69,8 @@ def run_page(page: Path, folder: Path, python: str, *, slow: bool) -> Iterator[l
 
 
 def type_in(command: list[str], folder: Path, python: str) -> tuple[int, str]:
-    """(exit code, output) of a command: in this process, but for those that start several. python: see conftest.py."""
+    """Return (exit code, output) of a command, run in this process unless it starts several. python: see
+    conftest.py."""
     program, *arguments = command
     if program == "posttrain" and "--gpus" not in arguments and arguments[0] != "run":
         result = CliRunner().invoke(app, arguments, prog_name="posttrain")
@@ -86,7 +87,7 @@ def type_in(command: list[str], folder: Path, python: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_there_are_six_guides_with_commands() -> None:
+def test_six_guides_have_commands() -> None:
     assert [page.stem for page in GUIDES] == [
         "cluster", "first_hour", "from_trl", "maths_data", "my_preferences", "my_tools",
     ]  # fmt: skip
@@ -98,7 +99,7 @@ def test_there_are_six_guides_with_commands() -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_its_quick_commands_run(
+def test_quick_commands_of_the_guide_run(
     page: Path, tmp_path: Path, forked_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -107,14 +108,16 @@ def test_its_quick_commands_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in GUIDES if any(b.slow for b in blocks(p))], ids=lambda page: page.stem)
-def test_all_its_commands_run(page: Path, tmp_path: Path, forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_commands_of_the_guide_run(
+    page: Path, tmp_path: Path, forked_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     typed = list(run_page(page, tmp_path, forked_python, slow=True))
     assert len(typed) == sum(len(block.commands) for block in blocks(page))
 
 
-def test_recipes_of_commands_for_other_machines_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the `console` block types is validated with its values, though not run."""
+def test_recipes_of_commands_for_other_machines_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes of `console` blocks are validated with their values, but not run."""
     monkeypatch.chdir(tmp_path)
     page = next(page for page in GUIDES if page.stem == "cluster")
     for block in blocks(page):

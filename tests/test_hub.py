@@ -1,4 +1,4 @@
-"""What can be known of a hub id before a run: the local cache, the hub's answer, and when nobody can say."""
+"""Checks of a hub id before a run: the local cache, the hub's answer, and no connection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A hub on this machine that answers every question with this status; the paths asked for stand behind it."""
+    """A local hub that answers every request with this status and records the requested paths."""
     answers = [200]
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,20 +48,18 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("code", "why"), [(200, ""), (404, "has no such model"), (401, "has no such model"), (403, ""), (500, "")]
 )
-def test_what_the_hub_answers(code: int, why: str, status: list[int]) -> None:
+def test_missing_or_private_repository_from_the_hubs_status(code: int, why: str, status: list[int]) -> None:
     status[0] = code
     assert why in hub.explain_missing("org/x", "model") and bool(why) == bool(hub.explain_missing("org/x", "model"))
 
 
-def test_with_a_token_what_is_not_seen_may_be_private(status: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_repository_may_be_private_with_a_token(status: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     status[0] = 404
     monkeypatch.setenv("HF_TOKEN", "x")
     assert hub.explain_missing("org/x", "dataset") == ""
 
 
-def test_nobody_is_asked_where_the_cache_holds_it_or_it_is_forbidden(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_is_not_asked_for_cached_ids_or_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_request_status", lambda _url: pytest.fail("asked"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert hub.explain_missing("org/x", "model") == "HF_HUB_OFFLINE=1 is set, and the local cache does not have it"
@@ -72,13 +70,13 @@ def test_nobody_is_asked_where_the_cache_holds_it_or_it_is_forbidden(
     assert hub.explain_missing("org/x", "dataset") == ""
 
 
-def test_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_connection_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = hub._request_status
     monkeypatch.setattr(hub, "_request_status", lambda _url: asked("http://127.0.0.1:1/x"))
     assert "cannot be reached, and the local cache does not have it" in hub.explain_missing("org/x", "model")
 
 
-def test_modules_of_a_cached_model_are_known_and_those_of_experts_are_not(cache: Path) -> None:
+def test_module_names_of_a_cached_model_except_experts(cache: Path) -> None:
     folder = cache / "hub" / "models--org--x" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     index = folder / "model.safetensors.index.json"

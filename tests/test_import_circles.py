@@ -1,4 +1,4 @@
-"""No module of posttrain needs itself, on whatever way: imports in functions count, those for types alone do not."""
+"""No module of posttrain imports itself indirectly; imports in functions count, imports for types do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """All import statements below, but for those under `if TYPE_CHECKING`."""
+    """Yield all import statements below, except those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
@@ -29,7 +29,7 @@ def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def needed_modules(tree: ast.AST, known: Mapping[str, Path]) -> set[str]:
-    """The modules of posttrain that the statements of a file name."""
+    """Return the modules of posttrain named by the statements of a file."""
     found = set[str]()
     for statement in imports(tree):
         if isinstance(statement, ast.Import):
@@ -41,14 +41,14 @@ def needed_modules(tree: ast.AST, known: Mapping[str, Path]) -> set[str]:
     return found & set(known)
 
 
-def test_there_are_no_circles_of_imports() -> None:
+def test_no_import_cycles() -> None:
     files = {module_name(path): path for path in ROOT.rglob("*.py") if "shipped" not in path.parts}
     graph = {name: needed_modules(ast.parse(path.read_text()), files) - {name} for name, path in files.items()}
     assert len(graph["posttrain.train.rl"]) > 10
     TopologicalSorter(graph).prepare()
 
 
-def test_a_circle_through_a_function_would_be_seen() -> None:
+def test_check_finds_a_cycle_through_a_function() -> None:
     known = {"posttrain.a": Path(), "posttrain.b": Path()}
     texts = {
         "posttrain.a": "def f():\n    from posttrain import b\n",

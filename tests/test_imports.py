@@ -1,4 +1,4 @@
-"""Who may import whom. The arrows of the architecture, checked on the syntax tree of every module."""
+"""Allowed imports between packages: the arrows of the architecture, checked on the syntax tree of every module."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def part_of(path: Path) -> str:
 
 
 def imported_parts(node: ast.AST) -> set[str]:
-    """The first-level parts of posttrain that an import statement names."""
+    """Return the first-level packages of posttrain named by an import statement."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [a.name for a in node.names]
@@ -92,7 +92,7 @@ def imported_parts(node: ast.AST) -> set[str]:
     return {n.split(".")[1] for n in names if n.startswith("posttrain.")}
 
 
-def test_the_map_names_every_part() -> None:
+def test_map_names_every_package() -> None:
     text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     parts = {f"{p.name}/" for p in ROOT.iterdir() if (p / "__init__.py").is_file()}
     parts |= {p.name for p in ROOT.glob("*.py") if not p.name.startswith("__")}
@@ -106,7 +106,7 @@ def test_the_table_of_train_names_its_modules() -> None:
     assert set(re.findall(r"`(\w+)`", table)) == modules
 
 
-def test_every_import_points_along_an_arrow() -> None:
+def test_every_import_is_allowed_by_the_map() -> None:
     files = sorted(p for p in ROOT.rglob("*.py") if "shipped" not in p.parts)
     assert len(files) > 40
     wrong = []
@@ -121,7 +121,7 @@ def test_every_import_points_along_an_arrow() -> None:
     assert wrong == []
 
 
-def test_the_command_line_imports_nothing_heavy_at_module_level() -> None:
+def test_command_line_imports_no_heavy_library_at_module_level() -> None:
     files = sorted((ROOT / "cli").glob("*.py"))
     assert files
     wrong = []
@@ -133,12 +133,12 @@ def test_the_command_line_imports_nothing_heavy_at_module_level() -> None:
 
 
 def at_module_level(name: str) -> set[str]:
-    """All modules that the import of this one of ours names, those of other packages by their first part."""
+    """Return all modules imported by one of our modules; other packages by their first part."""
     found, left = set[str](), [name]
     while left:
         path = ROOT.parent / left.pop().replace(".", "/")
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        nodes = ast.parse(file.read_text()).body if file.is_file() else []  # no file: a name in a module
+        nodes = ast.parse(file.read_text()).body if file.is_file() else []  # not a file but a name in a module
         names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -149,15 +149,15 @@ def at_module_level(name: str) -> set[str]:
     return found
 
 
-def test_rl_does_not_wait_for_libraries_that_it_has_no_use_for() -> None:
-    """`datasets` brings pandas, TRL brings its trainers: seconds at every start."""
+def test_rl_does_not_import_unused_libraries() -> None:
+    """`datasets` imports pandas, TRL imports its trainers: seconds at every start."""
     slow = {"datasets", "pandas", "trl", "accelerate"}
     assert {"posttrain.train.update", "torch", "transformers"} <= at_module_level("posttrain.train.rl")
     assert not at_module_level("posttrain.train.rl") & slow
     assert {"datasets", "trl"} <= at_module_level("posttrain.train.sft")
 
 
-def test_an_import_against_an_arrow_would_be_seen() -> None:
+def test_check_finds_a_forbidden_import() -> None:
     node = ast.parse("from posttrain.recipe.rl_sections import Loss").body[0]
     assert imported_parts(node) - ALLOWED["loss"] == {"recipe"}
     node = ast.parse("from posttrain import pipeline").body[0]

@@ -1,4 +1,4 @@
-"""benchmarks/methods.py: what it runs is fair, and its page says what its figures say."""
+"""benchmarks/methods.py: methods are compared fairly, and the page matches its figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def figures(**accuracy: list[float]) -> dict[str, Any]:
     return {"settings": {"lr": 1e-3, "steps": 3, "seeds": [0, 1]}, "models": models, "curves": curves}
 
 
-def test_methods_differ_in_their_algorithm_alone(methods: Any) -> None:
+def test_methods_differ_only_in_their_algorithm(methods: Any) -> None:
     recipe = methods.pipeline(methods.METHODS, [0, 1, 2], 3e-4, 30, 2)
     stages = load_dict(recipe, base_dir=ROOT, where="test").resolved["stages"]
     trained = [stage for stage in stages if stage["stage"] == "rl"]
@@ -43,11 +43,12 @@ def test_methods_differ_in_their_algorithm_alone(methods: Any) -> None:
         assert all(stage[key] == trained[0][key] for stage in trained), key
     assert trained[0]["rollout"]["max_gen_batches"] == 1
     chosen = [{key: stage[key] for key in ("keep", "advantage", "loss", "kl")} for stage in trained]
-    assert all(a != b for n, a in enumerate(chosen) for b in chosen[:n])  # and each is a method of its own
+    assert all(a != b for n, a in enumerate(chosen) for b in chosen[:n])  # and all methods differ
 
 
-def test_intervals_are_over_problems_by_seed_and_of_their_means(methods: Any, tmp_path: Path) -> None:
-    """Seed 0 solves the first problem, seed 1 the second: 0.5 each; every problem's mean is 0.5, a width of 0."""
+def test_intervals_by_seed_and_pooled_over_seeds(methods: Any, tmp_path: Path) -> None:
+    """Seed 0 solves the first problem, seed 1 the second: 0.5 each; every problem's mean is 0.5, an interval of width
+    0."""
     for seed, right in enumerate([(8, 0), (0, 8)]):
         folder = tmp_path / f"{seed}"
         folder.mkdir()
@@ -65,7 +66,7 @@ def test_intervals_are_over_problems_by_seed_and_of_their_means(methods: Any, tm
         methods.measured([tmp_path / "0", tmp_path / "1"])
 
 
-def test_it_claims_what_every_seed_shows(methods: Any) -> None:
+def test_claims_hold_on_every_seed(methods: Any) -> None:
     """a is above b in all pairs of seeds; c overlaps with both."""
     said = methods.seen(figures(sft=[0.1, 0.2], a=[0.8, 0.9], b=[0.5, 0.6], c=[0.55, 0.85]))
     assert "(`a`, 0.850)" in said and "(`b`, 0.550) it is 0.300" in said
@@ -74,8 +75,8 @@ def test_it_claims_what_every_seed_shows(methods: Any) -> None:
     assert "other: none (of 1 pairs)" in methods.seen(figures(sft=[0.1, 0.2], a=[0.5, 0.7], b=[0.6, 0.8]))
 
 
-def test_the_page_is_written_from_the_figures(methods: Any, tmp_path: Path) -> None:
-    """docs/methods_study.md and its curves are what figures.json gives today."""
+def test_page_is_up_to_date_with_the_figures(methods: Any, tmp_path: Path) -> None:
+    """docs/methods_study.md and its curves equal the output for figures.json."""
     found = json.loads((STUDY / "figures.json").read_text())
     methods.write(found, tmp_path)
     assert (tmp_path / "methods_study.md").read_text() == (ROOT / "docs" / "methods_study.md").read_text()

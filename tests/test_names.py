@@ -18,7 +18,7 @@ IRREGULAR = frozenset(
     understood undone woken won worn written
     """.split()  # noqa: SIM905
 )
-# Verbs and nouns that end as participles do.
+# Verbs and nouns that look like participles.
 OTHER_WORDS = frozenset(
     """
     bed embed exceed feed need proceed red seed shed speed succeed anything bring everything king nothing ring
@@ -42,7 +42,7 @@ def is_bare_participle(name: str) -> bool:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All of them, those inside of others too, but for properties, which are read like fields."""
+    """Yield all functions, including nested ones, except properties, which are read like fields."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
@@ -62,6 +62,6 @@ def test_no_function_is_named_by_a_bare_participle() -> None:
     assert not ALLOWED - named, "no longer there: take it off the list"
 
 
-def test_the_check_sees_participles_and_nothing_else() -> None:
+def test_check_finds_participles_only() -> None:
     assert all(map(is_bare_participle, ("told", "_heard", "sharing", "measured", "kept")))
     assert not any(map(is_bare_participle, ("seed", "string", "read_rows", "run", "measure", "sort_by_length")))

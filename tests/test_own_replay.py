@@ -1,4 +1,4 @@
-"""The example of docs/replay.md, run as its reader would: in a folder of its own."""
+"""The example of docs/replay.md, run as its reader would run it, in a separate folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "docs" / "examples" / "best_of_prompt"
 
 
-def test_its_recipe_replays_the_best(tmp_path: Path) -> None:
+def test_recipe_of_the_example_replays_the_best(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(EXAMPLE, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__")))
     done = CliRunner().invoke(app, ["rl", str(folder / "recipe.yaml"), "--output", str(folder / "out")])
     assert done.exit_code == 0, done.output
@@ -27,7 +27,7 @@ def test_its_recipe_replays_the_best(tmp_path: Path) -> None:
     assert all(sample["reward"] == 1 for sample in samples if "sampled_in_step" in sample)
 
 
-def test_the_page_shows_what_runs() -> None:
+def test_code_blocks_of_the_page_equal_the_files() -> None:
     text = "\n".join(path.read_text() for path in EXAMPLE.iterdir() if path.is_file())
     page = (ROOT / "docs" / "replay.md").read_text()
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)[1:3]

@@ -1,4 +1,4 @@
-"""The example of docs/samplers.md, run as its reader would: in a folder of its own."""
+"""The example of docs/samplers.md, run as its reader would run it, in a separate folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "docs" / "examples" / "easiest_first"
 
 
-def test_its_recipe_draws_unequal_groups(tmp_path: Path) -> None:
+def test_recipe_of_the_example_samples_unequal_groups(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(EXAMPLE, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__")))
     done = CliRunner().invoke(app, ["rl", str(folder / "recipe.yaml"), "--output", str(folder / "out")])
     assert done.exit_code == 0, done.output
@@ -25,7 +25,7 @@ def test_its_recipe_draws_unequal_groups(tmp_path: Path) -> None:
     assert all(row["sampler/largest_group"] == 4 and row["sampler/prompts"] == 4 for row in rows)
 
 
-def test_the_page_shows_what_runs() -> None:
+def test_code_blocks_of_the_page_equal_the_files() -> None:
     text = "\n".join(path.read_text() for path in EXAMPLE.iterdir() if path.is_file())
     page = (ROOT / "docs" / "samplers.md").read_text()
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)[1:3]

@@ -1,4 +1,4 @@
-"""What is installed: extras and pins; images, workflows and hooks name what pyproject.toml and the Makefile have."""
+"""Packaging: extras and pins; images, workflows and hooks use names from pyproject.toml and the Makefile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.cli import doctor
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-PINNED = {"cpu": set(EXTRAS) - {"vllm"}, "cuda": set(EXTRAS)}  # vLLM's wheels for a CPU are another package
+PINNED = {"cpu": set(EXTRAS) - {"vllm"}, "cuda": set(EXTRAS)}  # vLLM's CPU wheels are a separate package
 PYTHONS = ("3.11", "3.12", "3.13")
 
 
@@ -33,7 +33,7 @@ def pins(kind: str) -> list[Requirement]:
 
 
 def pins_of(kind: str, python: str) -> Iterator[tuple[str, str]]:
-    """Package and version of every pin that holds on Linux with this Python."""
+    """Return package and version of every pin that applies on Linux with this Python."""
     machine = {
         **{"python_version": python, "python_full_version": f"{python}.0", "os_name": "posix"},
         **{"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"},
@@ -45,7 +45,7 @@ def pins_of(kind: str, python: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", PINNED)
-def test_every_pin_is_one_version(kind: str) -> None:
+def test_every_pin_is_an_exact_version(kind: str) -> None:
     for pin in pins(kind):
         assert [one.operator for one in pin.specifier] == ["=="] and "*" not in str(pin.specifier), str(pin)
 
@@ -62,7 +62,7 @@ def test_each_declared_package_has_one_pin_within_its_range(kind: str, python: s
         assert need.specifier.contains(versions[name]), f"constraints/{kind}.txt pins {versions[name]}: {need}"
 
 
-def test_python_versions_that_are_tried_are_allowed() -> None:
+def test_tested_python_versions_are_allowed() -> None:
     allowed = Requirement(f"python{PROJECT['requires-python']}").specifier
     classified = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one}
     assert classified == set(PYTHONS)
@@ -76,17 +76,17 @@ def test_vllm_of_ci_is_within_the_range_of_the_extra() -> None:
 
 
 def test_train_needs_no_compiler() -> None:
-    """reasoning-gym requires pycosat, which PyPI has as source alone: no other extra that users take may bring it."""
+    """reasoning-gym requires pycosat, which PyPI has only as source: no other user extra may depend on it."""
     assert [extra for extra, needs in EXTRAS.items() if any("reasoning-gym" in one for one in needs)] == ["gym"]
 
 
-def test_doctor_names_the_extra_that_brings_a_package() -> None:
+def test_doctor_names_the_extra_of_a_package() -> None:
     for package, (extra, _) in doctor.PACKAGES.items():
         if not extra.startswith("pip "):
             assert package in {Requirement(one).name for one in EXTRAS[extra]}, package
 
 
-def test_extras_that_commands_and_documents_name_exist() -> None:
+def test_extras_named_in_commands_and_docs_exist() -> None:
     named: dict[str, str] = {}
     for path in [*ROOT.glob("*.md"), *ROOT.rglob("docs/**/*.md"), *ROOT.rglob("posttrain/**/*.py"), ROOT / "Makefile"]:
         if path.name == "CHANGELOG.md":
@@ -127,7 +127,7 @@ def stages() -> dict[str, Stage]:
 
 
 def ancestry(name: str) -> list[Stage]:
-    """A stage and those that it is made from."""
+    """Return a stage and its ancestors."""
     known = stages()
     chain = []
     while name in known:
@@ -137,7 +137,7 @@ def ancestry(name: str) -> list[Stage]:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_image_installs_extras_that_exist_with_the_pins_of_its_kind(kind: str) -> None:
+def test_image_installs_existing_extras_with_its_pins(kind: str) -> None:
     (install, own) = [step for step in stages()[f"build-{kind}"].arguments("RUN") if "uv pip install" in step]
     extras = set(re.findall(r"--extra (\S+)", install))
     assert {"train"} <= extras <= PINNED[kind]
@@ -147,7 +147,7 @@ def test_an_image_installs_extras_that_exist_with_the_pins_of_its_kind(kind: str
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_image_takes_the_environment_alone_and_ends_with_a_user_without_rights(kind: str) -> None:
+def test_image_copies_only_the_environment_and_runs_as_a_plain_user(kind: str) -> None:
     final = stages()[kind]
     assert final.arguments("COPY") == [f"--from=build-{kind} /opt/venv /opt/venv"]
     assert final.steps[-1][0] == "USER" and int(final.steps[-1][1]) >= 1000
@@ -157,8 +157,8 @@ def test_an_image_takes_the_environment_alone_and_ends_with_a_user_without_right
     assert python in PYTHONS
 
 
-def test_packages_are_installed_before_the_code_is_copied() -> None:
-    """So that a change of the code leaves the layers of the packages in the cache."""
+def test_packages_are_installed_before_the_code_is_copied_in() -> None:
+    """A change of the code then keeps the package layers in the cache."""
     for kind in ("cpu", "cuda"):
         copied = [rest for stage in reversed(ancestry(f"build-{kind}")) for name, rest in stage.steps if name == "COPY"]
         assert copied == ["pyproject.toml ./", "constraints ./constraints", ". ."]
@@ -167,7 +167,7 @@ def test_packages_are_installed_before_the_code_is_copied() -> None:
         assert names == ["RUN", "COPY", "RUN"]
 
 
-def test_the_context_holds_what_the_wheel_is_built_from() -> None:
+def test_build_context_contains_the_wheels_sources() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in lines
     sent = {line[1:] for line in lines if line.startswith("!")}
@@ -187,7 +187,7 @@ def make_targets() -> set[str]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """File and shell text of every step that runs something."""
+    """Yield file and shell text of every step that runs a command."""
     for path in WORKFLOWS:
         for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
             yield from ((path.name, step["run"]) for step in job["steps"] if "run" in step)
@@ -216,7 +216,7 @@ def test_workflows_run_on_python_versions_that_are_declared() -> None:
     assert ["3.11", "3.13"] in matrices  # the tests
 
 
-def test_everyone_has_the_ruff_and_the_vllm_of_the_pins() -> None:
+def test_ruff_and_vllm_versions_equal_the_pins_everywhere() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     (rev,) = [one["rev"] for one in hooks if "ruff" in one["repo"]]
     assert rev == f"v{dict(pins_of('cpu', '3.11'))['ruff']}"

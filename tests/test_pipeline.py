@@ -1,4 +1,4 @@
-"""Order, references, resuming and the table of a pipeline, with runners that only write down what they were given."""
+"""Pipelines: order, references, resuming and the table, with runners that only record their recipes."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ STAGES = [
 
 
 class Runners:
-    """Stands for every stage: records (stage's directory, recipe) and writes what an evaluation leaves behind."""
+    """Stand-ins for all stages: record (stage's directory, recipe) and write the results of an evaluation."""
 
     def __init__(self):
         self.calls = []
@@ -79,8 +79,8 @@ def run(tmp_path, stages=STAGES, resume=False, **more):
         return pipeline.run_stage(loaded.recipe, directory)
 
 
-def test_a_runner_is_imported_without_collections_and_left_out_of_later_ones(tmp_path, monkeypatch):
-    """But what is garbage before is not kept, as a model of the stage before would be on a GPU."""
+def test_runner_import_is_frozen_for_garbage_collection(tmp_path, monkeypatch):
+    """Existing garbage is not frozen, since it may be the model of the previous stage on a GPU."""
 
     class Model:
         def __init__(self):
@@ -116,7 +116,7 @@ def test_references_become_models_files_and_minutes(tmp_path, runners):
 
 
 @pytest.mark.usefixtures("runners")
-def test_a_stage_s_recipe_runs_alone(tmp_path):
+def test_recipe_of_a_stage_runs_alone(tmp_path):
     from posttrain.recipe.load import load
 
     run(tmp_path)
@@ -125,7 +125,7 @@ def test_a_stage_s_recipe_runs_alone(tmp_path):
 
 
 @pytest.mark.parametrize("error", [RunError("boom"), Interrupted("stopped after step 1 of 2")])
-def test_resume_goes_on_at_the_stage_that_did_not_finish(tmp_path, runners, error, capsys):
+def test_resume_continues_at_the_unfinished_stage(tmp_path, runners, error, capsys):
     runners.fail["rl"] = error
     with pytest.raises(type(error)):
         run(tmp_path)
@@ -137,8 +137,8 @@ def test_resume_goes_on_at_the_stage_that_did_not_finish(tmp_path, runners, erro
     assert [p.name for p in (tmp_path / "out" / "seed-0" / "sft" / "logs").iterdir()] == ["attempt_1"]
 
 
-def test_ctrl_c_in_the_last_step_of_a_stage_begins_no_other(tmp_path, runners):
-    """The stage has nothing left to stop and ends; the pipeline must not take that for an order to go on."""
+def test_ctrl_c_in_the_last_step_of_a_stage_starts_no_other(tmp_path, runners):
+    """The stage has nothing left to stop and ends normally; the pipeline must still stop."""
     whole = runners.run
 
     def asked(recipe, directory):
@@ -156,7 +156,7 @@ def test_ctrl_c_in_the_last_step_of_a_stage_begins_no_other(tmp_path, runners):
     assert runners.names == ["sft", "rl", "longer", "acc-sft", "acc-rl"]
 
 
-def test_what_was_computed_with_another_recipe_is_not_taken_over(tmp_path, runners):
+def test_results_of_another_recipe_are_not_reused(tmp_path, runners):
     runners.fail["acc-rl"] = RunError("boom")
     with pytest.raises(RunError):
         run(tmp_path)
@@ -164,12 +164,12 @@ def test_what_was_computed_with_another_recipe_is_not_taken_over(tmp_path, runne
         run(tmp_path, [STAGES[0], {**STAGES[1], "optim": {"lr": 0.5}}, *STAGES[2:]], resume=True)
     with pytest.raises(UserError, match=r"run.steps was 2, is 3"):  # it is finished: rl started from its 2 steps
         run(tmp_path, [{**STAGES[0], "run": {"steps": 3}}, *STAGES[1:]], resume=True)
-    run(tmp_path, [*STAGES, {**STAGES[4], "name": "acc-rl-again"}], resume=True)  # a stage more is no contradiction
+    run(tmp_path, [*STAGES, {**STAGES[4], "name": "acc-rl-again"}], resume=True)  # an additional stage is allowed
     assert runners.names == ["sft", "rl", "longer", "acc-sft", "acc-rl", "acc-rl", "acc-rl-again"]
 
 
 @pytest.mark.usefixtures("runners")
-def test_results_of_a_stage_that_ran_again_are_not_mixed_with_older_ones(tmp_path):
+def test_results_of_a_repeated_stage_replace_older_ones(tmp_path):
     import shutil
 
     run(tmp_path)
@@ -178,14 +178,14 @@ def test_results_of_a_stage_that_ran_again_are_not_mixed_with_older_ones(tmp_pat
         run(tmp_path, resume=True)
 
 
-def test_a_time_can_only_be_taken_from_a_stage_that_trains(tmp_path):
+def test_minutes_can_only_reference_a_training_stage(tmp_path):
     done = {"m": pipeline.FinishedStage(tmp_path, {"model": "x"}, skipped=False)}
     with pytest.raises(RecipeError, match="stage:m has no training time"):
         pipeline.resolve_references({"run": {"max_minutes": "stage:m"}}, done)
 
 
 @pytest.mark.usefixtures("runners")
-def test_the_table_compares_with_the_first(tmp_path):
+def test_table_compares_with_the_first_model(tmp_path):
     """19 of 20 problems go from 0.25 to 1, one stays at 0.5: the mean difference is 19 * 0.75 / 20 = 0.7125."""
     summary = run(tmp_path, table=["acc-sft", "acc-rl"])
     before, after = summary["table"]
@@ -208,8 +208,8 @@ def evaluation(folder, values):
     return folder
 
 
-def test_seeds_are_pooled_problem_by_problem(tmp_path):
-    """Seeds [0, 1, 1, 1] and [1, 1, 0, None] average to [.5, 1, .5, 1]: mean .75. A seed's own mean leaves None out."""
+def test_seeds_are_pooled_by_problem(tmp_path):
+    """Seeds [0, 1, 1, 1] and [1, 1, 0, None] average to [.5, 1, .5, 1]: mean .75. A seed's own mean excludes None."""
     runs = {s: evaluation(tmp_path / s, v) for s, v in {"0": [0, 1, 1, 1], "1": [1, 1, 0, None]}.items()}
     other = {s: evaluation(tmp_path / f"other{s}", [0.5] * 4) for s in "01"}
     rows = closing_table({"a": runs, "b": other})
@@ -245,8 +245,8 @@ def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
     ], "no interval was computed, so no sentence speaks of them"
 
 
-def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path, forked_python, monkeypatch):
-    """The child's mistake (exit 2) becomes ours, with the seed, its message and where its whole output is."""
+def test_error_of_a_seed_process_is_raised(tmp_path, forked_python, monkeypatch):
+    """The child's error (exit 2) is raised here with the seed, its message and the path of its full output."""
     monkeypatch.setattr(sys, "executable", forked_python)
     merge = {"name": "m", "stage": "merge", "merge_method": "linear", "models": [{"model": "./no-such-model"}]}
     with pytest.raises(UserError) as error:
@@ -255,8 +255,8 @@ def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path, forked_pytho
     assert str(tmp_path / "out" / "logs" / "attempt_1" / "seed-") in str(error.value)
 
 
-def test_a_stage_with_vllm_runs_in_a_process_of_its_own(tmp_path, forked_python, monkeypatch):
-    """Its results are those of the same stage in this process; its output is logged beside its directory."""
+def test_stage_with_vllm_runs_in_a_separate_process(tmp_path, forked_python, monkeypatch):
+    """Its results equal those of the same stage in this process; its output is logged beside its directory."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
     stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
     recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
@@ -279,7 +279,7 @@ def test_which_stages_use_vllm(tmp_path):
         assert not pipeline.uses_vllm(load_dict(stage, base_dir=tmp_path, where="test").recipe)
 
 
-def test_the_error_of_a_stage_apart_is_told(tmp_path, forked_python, monkeypatch):
+def test_error_of_a_separate_stage_is_raised(tmp_path, forked_python, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("")
     stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
     recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
@@ -289,7 +289,7 @@ def test_the_error_of_a_stage_apart_is_told(tmp_path, forked_python, monkeypatch
         pipeline.run_seed(recipe, tmp_path / "run", 0)
 
 
-def test_a_pipeline_respects_omp_num_threads(tmp_path, monkeypatch) -> None:
+def test_pipeline_respects_omp_num_threads(tmp_path, monkeypatch) -> None:
     recipe = types.SimpleNamespace(stages=[], base_dir=tmp_path, seeds=[0, 1], parallel=2)
     directory = types.SimpleNamespace(logs=tmp_path, path=tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

@@ -1,4 +1,4 @@
-"""The quickstart's task: what its rows say, that test problems are in no training set, and that its recipe is right."""
+"""The quickstart's task: contents of its rows, held-out test problems, and a valid recipe."""
 
 import json
 import zlib
@@ -23,7 +23,7 @@ def test_a_solution_adds_column_by_column():
     assert solution(999, 111) == "<think>9+1+0=10 9+1+1=11 9+1+1=11</think><answer>1110</answer>"
 
 
-def test_a_forgotten_carry_is_followed_through_and_the_leading_one_is_kept():
+def test_forgotten_carry_propagates_and_the_leading_digit_is_kept():
     """758 + 367 without carries: 8+7 = 15 -> 5; 5+6+0 = 11 -> 1; 7+3+0 = 10 -> 10 in front."""
     forgetful = function("solution")(758, 367, lambda: True)
     assert forgetful == "<think>8+7+0=15 5+6+0=11 7+3+0=10</think><answer>1015</answer>"
@@ -36,7 +36,7 @@ def test_demonstrations_are_right_as_often_as_carries_are_remembered():
     assert all("<answer>" in r["completion"] for r in rows)
 
 
-def test_test_problems_are_in_no_training_set():
+def test_test_problems_are_not_in_training_sets():
     tested = {r["prompt"] for r in function("held_out")(500, 0)}
     trained = {r["prompt"] for r in function("problems")(4000, 0)}
     shown = {r["prompt"] for seed in (0, 1) for r in function("demonstrations")(19200, seed)}
@@ -45,7 +45,7 @@ def test_test_problems_are_in_no_training_set():
     assert all(zlib.crc32(p.removesuffix("=?").encode()) % 10 == 0 for p in tested)
 
 
-def test_rows_depend_on_the_seed_alone():
+def test_rows_depend_only_on_the_seed():
     make = function("problems")
     assert make(5, 3) == make(5, 3) != make(5, 4)
     assert make(9, 3)[:5] == make(5, 3)
@@ -66,14 +66,14 @@ def test_pairs_are_a_right_and_a_wrong_completion_of_one_prompt(tmp_path):
     assert function("pairs")(2, 0, str(file)) == found[:2]
 
 
-def test_the_coin_is_fair_and_blind():
+def test_random_reward_is_fair_and_ignores_the_answer():
     coin = function("coin", "quickstart_random")
     texts = [function("solution")(a, b) for a in range(100, 999, 13) for b in range(100, 999, 17)]
     heads = sum(map(coin, texts)) / len(texts)
     assert heads == pytest.approx(0.5, abs=0.03)
 
 
-def test_the_controls_differ_from_rl_in_one_thing_each():
+def test_controls_differ_from_rl_in_one_setting_each():
     stages = {stage["name"]: stage for stage in load("quickstart", stage="run").resolved["stages"]}
     rl, coin, longer = stages["rl"], stages["rl-coin"], stages["sft-longer"]
     assert {key for key in rl if rl[key] != coin[key]} == {"name", "rewards"}

@@ -1,4 +1,4 @@
-"""Secrets of a recipe are shown and saved nowhere: in values, in texts, and in a run directory."""
+"""Secrets of a recipe are never shown or saved: in values, in texts, and in a run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.redact import is_variable, redacted_text, without_secrets
 SECRET = "sk-aVerySecretKey123"
 
 
-def test_values_under_the_names_of_secrets() -> None:
+def test_values_of_secret_keys_are_hidden() -> None:
     given = {
         "api_key": SECRET,
         "max_new_tokens": 4,
@@ -29,7 +29,7 @@ def test_values_under_the_names_of_secrets() -> None:
     assert without_secrets("http://me:word@host/v1") == "http://***@host/v1"
 
 
-def test_the_text_of_a_recipe_stays_but_for_its_secrets() -> None:
+def test_only_secrets_are_hidden_in_a_recipes_text() -> None:
     text = f"""# api keys: see below
 rewards:
   - {{use: a.py:b, params: {{api_key: {SECRET}, limit: 3, "password": "x y"}}}}  # a comment
@@ -47,8 +47,8 @@ rewards:
     )
 
 
-def test_a_run_whose_reward_takes_a_key_leaves_it_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on with --resume, which compares the recipe with what is saved."""
+def test_run_writes_no_api_key_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also resumes, which compares the recipe with the saved one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OTHER_API_KEY", SECRET)
     Path("own.py").write_text(
@@ -84,7 +84,7 @@ run: {{steps: 1}}
     assert "api_key: '***'" in Path("out/recipe.yaml").read_text()
 
 
-def test_a_key_in_the_place_of_its_variable_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_given_instead_of_its_variable_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     reward = (
         "{use: judge.rating, params: {endpoint: {url: 'http://127.0.0.1:9/v1', model: m, key_env: " + SECRET + "}}}"

@@ -1,4 +1,4 @@
-"""Words in `needs` of a user's component: those that something provides, and no others."""
+"""Words in `needs` of a user's component: provided ones are accepted, others refused."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def mine(batch, logp):
 """
 
 
-def test_an_unknown_word_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_word_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "typo.py").write_text(LOSS.format(name="a_typo", word="ref_logprob"))
     with pytest.raises(UserError, match="loss `a_typo` needs `ref_logprob`, which nothing measures") as told:
         registry.resolve("loss", "typo.py:mine", tmp_path)
     assert "did you mean `ref_logp`" in str(told.value) and "old_logp" in str(told.value)
 
 
-def test_what_something_provides_is_taken(tmp_path: Path) -> None:
+def test_provided_words_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(LOSS.format(name="a_right_one", word="ref_logp"))
     assert registry.resolve("loss", "right.py:mine", tmp_path).needs == ("ref_logp",)
 
 
-def test_every_field_of_a_batch_is_known_and_preferences_have_words_of_their_own() -> None:
-    """Fields that are made from others (padding of answers and prompts) come with those, and those of steps that are
-    rows only with `advantage.steps`."""
+def test_every_batch_field_is_a_known_need() -> None:
+    """Derived fields (padding of answers and prompts) come with their sources, and fields of step rows only with
+    `advantage.steps`."""
     fields = {field.name for field in dataclasses.fields(RolloutBatch)}
     steps = {"trajectory_ids", "trajectory_tokens", "step_ids", "state_ids", "dones"}
     assert fields - registry.allowed_needs("loss") <= {"answer_mask", "prompt_mask"} | steps

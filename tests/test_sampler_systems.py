@@ -1,5 +1,5 @@
-"""Published systems over the prompt samplers and `data.select`, through the command line on a tiny model: what each is
-for has happened, not only that it ended. Three steps each, a few more where a prompt must come twice."""
+"""Published systems over prompt samplers and `data.select`, through the command line on a tiny model: each test checks
+the system's effect. Three steps each, more if a prompt must be sampled twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def ran(
     folder: Path, algorithm: str, steps: int = 3, *, name: str = "run", **changes: Any
 ) -> tuple[list[Values], list[Values]]:
-    """Metrics and all samples of a run of the preset."""
+    """Return metrics and all samples of a run of the preset."""
     recipe: Values = {
         "stage": "rl",
         "algorithm": algorithm,
@@ -62,7 +62,7 @@ def read_samples(run: Path) -> list[Values]:
 
 
 def numbers(samples: list[Values], step: int) -> set[int]:
-    """The rows of rows.jsonl that a step drew."""
+    """Return the rows of rows.jsonl that a step sampled."""
     return {n for n in range(12) for s in samples if s["step"] == step and f"[{n}]" in s["prompt"]}
 
 
@@ -76,8 +76,8 @@ def test_groups_outside_the_band_are_replaced(folder: Path) -> None:
     assert rates and all(0.2 <= rate <= 0.8 for rate in rates)
 
 
-def test_a_value_head_picks_the_prompts(folder: Path) -> None:
-    """With the warm-up over, it has learnt, and the prompts are others than the next of the uniform order."""
+def test_value_head_selects_the_prompts(folder: Path) -> None:
+    """After the warm-up it has learned, and the prompts differ from the next ones of the uniform order."""
     sampler = {"use": "pcl", "candidate_factor": 2, "warmup_steps": 1, "value_lr": 0.05}
     metrics, samples = ran(folder, "pcl", 3, sampler=sampler)
     assert all(row["sampler/value_loss"] >= 0 for row in metrics)
@@ -95,7 +95,7 @@ def test_bins_of_difficulty_get_unequal_weights_and_rollouts(folder: Path) -> No
     assert samples
 
 
-def test_the_stage_advances(folder: Path) -> None:
+def test_curriculum_stage_advances(folder: Path) -> None:
     """Of three stages by the column: nothing above 0.3 in the first step, something in the last."""
     sampler = {"use": "curriculum_stage", "column": "difficulty", "temperature": 0.1}
     _, samples = ran(folder, "curriculum_stage", 3, sampler=sampler)
@@ -103,7 +103,7 @@ def test_the_stage_advances(folder: Path) -> None:
     assert hardest[0] <= 0.3 < hardest[1] <= 0.6 < hardest[2]
 
 
-def test_what_greedy_decoding_solves_is_left_out(folder: Path) -> None:
+def test_prompts_solved_by_greedy_decoding_are_skipped(folder: Path) -> None:
     metrics, _ = ran(folder, "self_curation")
     assert all(row["sampler/measured"] >= 4 for row in metrics)
     assert any(row["sampler/prompts"] < 4 for row in metrics) and any(
@@ -111,7 +111,7 @@ def test_what_greedy_decoding_solves_is_left_out(folder: Path) -> None:
     )
 
 
-def test_what_drives_the_kl_up_is_set_aside_and_comes_back(folder: Path) -> None:
+def test_prompts_with_high_kl_are_set_aside_and_return(folder: Path) -> None:
     sampler = {"use": "taco", "interval": 3, "threshold": 1e-3, "band": False}
     metrics, samples = ran(folder, "taco", 4, sampler=sampler)
     assert max(row["signal/dropped"] for row in metrics) > 0
@@ -121,7 +121,7 @@ def test_what_drives_the_kl_up_is_set_aside_and_comes_back(folder: Path) -> None
     assert numbers(samples, 4) & before, "handed back after the third step"
 
 
-def test_rollouts_go_where_rewards_differ(folder: Path) -> None:
+def test_rollouts_are_allocated_to_prompts_with_different_rewards(folder: Path) -> None:
     metrics, samples = ran(folder, "xrpo", rollout={"group_size": 6})
     assert any(row["sampler/largest_group"] > row["sampler/smallest_group"] for row in metrics)
     assert all(row["rollout/rows"] == 24 and row["sampler/smallest_group"] >= 3 for row in metrics)
@@ -151,8 +151,8 @@ def measured(run: Path) -> dict[str, float]:
     return {row["uid"]: row["accuracy"] for row in problems}
 
 
-def test_pools_shrink_to_the_hardest(folder: Path) -> None:
-    """DRIVE: each phase trains on problems of the phase before, those with the lowest pass rate by the newest model."""
+def test_pools_shrink_to_the_hardest_problems(folder: Path) -> None:
+    """DRIVE: each phase trains on the problems of the previous phase with the lowest pass rate by the newest model."""
     run = pipeline("drive_tiny", folder)
     first, second = measured(stage(run, "rates-1")), measured(stage(run, "rates-2"))
     pools = asked(stage(run, "hard-1")), asked(stage(run, "hard-2"))
@@ -163,8 +163,8 @@ def test_pools_shrink_to_the_hardest(folder: Path) -> None:
     assert all(second[uid] <= kept[-1] for uid in pools[1])
 
 
-def test_easy_rows_are_imitated_and_hard_ones_explored(folder: Path) -> None:
-    """DeReason: the two sides share no row, and each has its scores."""
+def test_easy_rows_train_sft_and_hard_rows_train_rl(folder: Path) -> None:
+    """DeReason: the two stages share no row, and each has its scores."""
     run = pipeline("dereason_tiny", folder)
     source = {"source": "data/scored_sums.py:rows", "size": 56}
     rows = {row["uid"]: row["reasoning"] for row in load_rows(Data.model_validate(source), Path("recipes").resolve())}
@@ -173,7 +173,7 @@ def test_easy_rows_are_imitated_and_hard_ones_explored(folder: Path) -> None:
     assert read_metrics(stage(run, "easy"))[-1]["loss"] < read_metrics(stage(run, "easy"))[0]["loss"]
 
 
-def test_benchmarks_are_left_out_and_the_band_is_kept(folder: Path) -> None:
+def test_benchmark_rows_are_excluded_and_the_band_is_kept(folder: Path) -> None:
     """Light-R1: the first eight rows are the benchmark's; RL trains on pass rates from 0.2 to 0.625."""
     run = pipeline("light_r1_tiny", folder)
     source = Data.model_validate({"source": "data/scored_sums.py:rows", "size": 56})
@@ -185,9 +185,9 @@ def test_benchmarks_are_left_out_and_the_band_is_kept(folder: Path) -> None:
 
 
 def test_tasks_that_succeed_get_fewer_and_shorter_rollouts(folder: Path) -> None:
-    """DART: four tasks a step and four in all, so each comes in every step. What was right often has fewer rollouts
-    than four, down to two; what was ever right is cut at 1.5 times its longest success, as the state of the step before
-    says."""
+    """DART: four tasks per step and four in total, so each comes in every step. Often solved tasks have fewer than four
+    rollouts, down to two; solved tasks are truncated at 1.5 times their longest success, as stored in the previous
+    step's state."""
     rows = [json.dumps({"prompt": f"[{i}] {i}+{i}=", "difficulty": 0}) for i in range(4)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     sampler = {"use": "by_task", "above": 0.3, "least": 2, "slack": 1.5, "shortest": 2, "window": 8}

@@ -1,4 +1,4 @@
-"""Temporary folders: gone at the end, and after a kill at the next start; those of living processes stay."""
+"""Temporary folders: removed at the end, and after a kill at the next start; folders of living processes stay."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def holder() -> tuple[subprocess.Popen[str], Path]:
-    """A process with a folder of its own."""
+    """A process with its own folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_is_gone_at_the_end(temporary: Path) -> None:
+def test_folder_is_removed_at_the_end(temporary: Path) -> None:
     with scratch("engine") as folder:
         (folder / "file").write_text("x")
         assert folder.parent == temporary and folder.name.startswith(f"posttrain-{os.getuid()}-engine-")
@@ -45,7 +45,7 @@ def test_a_folder_is_gone_at_the_end(temporary: Path) -> None:
     again.close()
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(temporary: Path) -> None:
+def test_only_folders_of_killed_processes_are_removed(temporary: Path) -> None:
     dead, left = holder()
     living, kept = holder()
     try:
@@ -64,8 +64,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(temporary: Path)
         living.communicate("\n")
 
 
-def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's process leaves when its stdin ends and when its run's connection does, which is often both."""
+def test_folder_can_be_closed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's process closes it when its stdin ends and when its run's connection ends, often simultaneously."""
     folder, close, closed = Scratch("engine"), os.close, list[int]()
 
     def slow(descriptor: int) -> None:
@@ -73,7 +73,7 @@ def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         time.sleep(0.2)
         close(descriptor)
 
-    folder.path.rmdir()  # so that no descriptor but the lock's is closed
+    folder.path.rmdir()  # so that only the lock's descriptor is closed
     monkeypatch.setattr(os, "close", slow)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""The documentation site: its navigation, the generated reference, its links, and the strict build."""
+"""The documentation site: navigation, generated reference, links, and the strict build."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pages(site: tuple[ModuleType, ModuleType]) -> dict[str, str]:
 
 
 def navigation(hooks: ModuleType) -> list[str]:
-    """The pages of the navigation, in order."""
+    """Return the pages of the navigation, in order."""
 
     def below(entry: object) -> list[str]:
         if isinstance(entry, str):
@@ -102,7 +102,7 @@ def test_docstrings_become_markdown(site: tuple[ModuleType, ModuleType]) -> None
     assert as_markdown("One:\na   first\nb   second\nEnd.") == "One:\n\n```text\na   first\nb   second\n```\n\nEnd."
 
 
-def test_links_hold_on_the_site(site: tuple[ModuleType, ModuleType]) -> None:
+def test_links_work_on_the_site(site: tuple[ModuleType, ModuleType]) -> None:
     """README is the home page; a page stays a page, a file of the code becomes a page that shows it."""
     rewrite, relative = site[1].rewrite, os.path.relpath
     assert rewrite("[a](docs/runs.md#x) [b](SECURITY.md)", "index.md", relative) == "[a](runs.md#x) [b](security.md)"
@@ -115,7 +115,7 @@ def test_links_hold_on_the_site(site: tuple[ModuleType, ModuleType]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no mkdocs here: make docs")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -140,9 +140,7 @@ def test_images_are_few_and_small(screenshots: ModuleType) -> None:
     assert all(20_000 < image.stat().st_size <= screenshots.LARGEST for image in images)
 
 
-def test_without_a_browser_the_message_says_what_to_install(
-    screenshots: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_browser_raises_with_an_install_hint(screenshots: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screenshots.shutil, "which", lambda _: None)
     with pytest.raises(SystemExit, match=r"apt-get install chromium.*stay as they are"):
         screenshots.find_browser()

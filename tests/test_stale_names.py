@@ -26,7 +26,7 @@ MEANT = {  # the test asserts that it is missing; an invented package; the examp
 
 @functools.cache
 def module_of(name: str) -> ModuleType | None:
-    """The module of that name; None if there is none, or if a package that it needs is not installed."""
+    """Return the module of that name; None if it does not exist, or if a package that it needs is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -34,14 +34,16 @@ def module_of(name: str) -> ModuleType | None:
 
 
 def lacks(module: ModuleType, name: str) -> bool:
-    """Whether it is neither a name of the module nor a module in it, which may need what is not installed."""
+    """Return whether `name` is neither a name in the module nor a submodule, which may need packages that are not
+    installed."""
     if hasattr(module, name):
         return False
     return not hasattr(module, "__path__") or importlib.util.find_spec(f"{module.__name__}.{name}") is None
 
 
 def modules_in(nodes: list[ast.AST]) -> dict[str, ModuleType]:
-    """The modules of posttrain that code imports, by the name that it gives them; none that it binds again."""
+    """Return the modules of posttrain that code imports, by their name in the code, except names that are bound
+    again."""
     found: dict[str, ModuleType | None] = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "posttrain" and not node.level:
@@ -54,7 +56,7 @@ def modules_in(nodes: list[ast.AST]) -> dict[str, ModuleType]:
 
 
 def scripts_in(nodes: list[ast.AST]) -> Iterator[ast.AST]:
-    """Strings of several lines that are Python and speak of posttrain: what tests hand to a process of its own."""
+    """Yield multi-line strings that are Python and mention posttrain: scripts that tests run in separate processes."""
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
@@ -70,7 +72,7 @@ def scripts_in(nodes: list[ast.AST]) -> Iterator[ast.AST]:
 
 
 def find_stale(tree: ast.AST) -> Iterator[str]:
-    """What code names of modules of posttrain, or replaces in them by `setattr`, and is not there."""
+    """Yield names of posttrain's modules that code uses, or replaces with `setattr`, and that do not exist."""
     nodes = list(ast.walk(tree))
     modules = modules_in(nodes)
     for node in nodes:
@@ -94,13 +96,13 @@ def list_tracked(*endings: str) -> list[str]:
     return listed.split() or pytest.skip("no checkout of git")
 
 
-def test_code_names_what_is_there() -> None:
+def test_names_used_in_code_exist() -> None:
     trees = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in list_tracked("*.py")}
     found = {(file, name) for file, tree in trees.items() for name in find_stale(tree)}
     assert found - MEANT == set(), "a function or module has another name or place now"
 
 
-def test_docs_import_what_is_there() -> None:
+def test_imports_in_docs_exist() -> None:
     found = []
     for file in list_tracked("*.md"):
         for module, names in IMPORT.findall((ROOT / file).read_text("utf-8")):
@@ -122,5 +124,5 @@ def test_docs_import_what_is_there() -> None:
         ("'''from posttrain on,\nall is prose'''", []),
     ],
 )
-def test_the_check_finds_what_is_stale(code: str, found: list[str]) -> None:
+def test_check_finds_stale_names(code: str, found: list[str]) -> None:
     assert list(find_stale(ast.parse(code))) == found

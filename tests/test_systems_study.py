@@ -1,4 +1,4 @@
-"""benchmarks/miniatures.py: arms differ in what the claim says alone, and the page says what the results say."""
+"""benchmarks/miniatures.py: arms differ only in what the claim says, and the page matches the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tasks() -> Any:
     return load_module(ROOT / "benchmarks" / "miniature_data.py")
 
 
-def test_arms_differ_in_the_keys_of_the_claim_alone(study: Any, tmp_path: Path) -> None:
+def test_arms_differ_only_in_the_keys_of_the_claim(study: Any, tmp_path: Path) -> None:
     for name, one in study.MINIATURES.items():
         load_dict(study.start(one), base_dir=ROOT, where=name)
         arms = [study.arm(one, adds, tmp_path, [0, 1, 2], 1, 3) for _, adds in (one.claimed, one.control)]
@@ -41,7 +41,7 @@ def test_arms_differ_in_the_keys_of_the_claim_alone(study: Any, tmp_path: Path) 
         assert trained[0] != trained[1]
 
 
-def test_an_interval_is_students(study: Any) -> None:
+def test_interval_is_students(study: Any) -> None:
     """1, 2, 3: mean 2, s = 1, so half of the width is 4.303 / sqrt(3) = 2.4843."""
     found = study.interval([1.0, 2.0, 3.0])
     assert found == {"mean": 2.0, "low": pytest.approx(2 - 2.4843, abs=1e-4), "high": pytest.approx(4.4843, abs=1e-4)}
@@ -51,19 +51,19 @@ def test_an_interval_is_students(study: Any) -> None:
     ("low", "high", "said"),
     [(0.1, 0.2, "shown"), (-0.2, -0.1, "denied"), (-0.1, 0.3, "not shown"), (0, 0, "not shown")],
 )
-def test_a_verdict_is_where_the_interval_lies(study: Any, low: float, high: float, said: str) -> None:
+def test_verdict_follows_the_interval(study: Any, low: float, high: float, said: str) -> None:
     assert study.verdict({"mean": (low + high) / 2, "low": low, "high": high}) == said
 
 
-def test_the_control_samples_at_least_as_many_tokens(study: Any) -> None:
-    """8 prompts x 8 rollouts of 35 tokens are 2,240 a step: 10,000 tokens take 5 steps (4 are 8,960)."""
+def test_control_samples_at_least_as_many_tokens(study: Any) -> None:
+    """8 prompts x 8 rollouts of 35 tokens are 2,240 per step: 10,000 tokens take 5 steps (4 are 8,960)."""
     one = study.MINIATURES["hints"]
     assert one.training["rollout"]["prompts_per_step"] * one.training["rollout"]["group_size"] == 64
     assert study.steps_for(10_000, one, 35.0) == 5
     assert study.sampled({"trained": 5, "without_signal": 2, "replaced": 3, "context": 100}) == 10
 
 
-def test_sums_have_the_carries_that_they_should(tasks: Any) -> None:
+def test_sums_have_the_requested_carries(tasks: Any) -> None:
     """458+367: 15 and 12, two carries; 120+345 none; 205+106 one."""
     assert [tasks.count_carries(a, b) for a, b in ((458, 367), (120, 345), (205, 106))] == [2, 0, 1]
     trained, held = tasks.sums(30, 0, fewest=1), tasks.sums(30, 0, fewest=1, held_out=True)
@@ -76,7 +76,7 @@ def test_sums_have_the_carries_that_they_should(tasks: Any) -> None:
     assert not {row["prompt"] for row in trained} & {row["prompt"] for row in held}
 
 
-def test_a_demonstration_follows_its_hint(tasks: Any) -> None:
+def test_demonstration_follows_its_hint(tasks: Any) -> None:
     rows = tasks.sum_demonstrations(200, 0, forget=1.0, hinted=0.5)
     hinted = [row for row in rows if "\n" in row["prompt"]]
     assert 60 < len(hinted) < 140
@@ -89,8 +89,8 @@ def test_a_demonstration_follows_its_hint(tasks: Any) -> None:
         assert row in hinted or right == (tasks.count_carries(a, b) == 0)
 
 
-def test_a_carried_thought_goes_on(tasks: Any) -> None:
-    """Two steps are 4 tokens; what was carried and what follows it are the end of the one right text. 7DMq!: 7+3 = 0,
+def test_carried_thought_continues(tasks: Any) -> None:
+    """Two steps are 4 tokens; the carried text and its continuation are the end of the only right text. 7DMq!: 7+3 = 0,
     0+2 = 2, 2+1 = 3, 3+0 = 3, and again 6, 8, 9, 9, 2, 4, 5, 5."""
     assert tasks.ask([7, 3, 2, 1, 0]) == "7DMq!=?" and tasks.total_after([7, 3, 2, 1, 0], 12) == 5
     text = "<think>a0b2c3d3e6f8g9h9i2j4k5l5</think><answer>5</answer>"
@@ -108,8 +108,8 @@ def test_a_carried_thought_goes_on(tasks: Any) -> None:
     assert len({row["prompt"] for row in (*trained, *held)}) == 100
 
 
-def test_the_page_is_written_from_the_results(study: Any, tmp_path: Path) -> None:
-    """docs/systems_study.md is what the committed results give today, with every miniature that there is."""
+def test_page_is_up_to_date_with_the_results(study: Any, tmp_path: Path) -> None:
+    """docs/systems_study.md equals the output for the committed results, with every miniature."""
     for name in study.MINIATURES:
         file = RESULTS / f"miniature_{name}.json"
         shutil.copy(file, tmp_path)
@@ -122,7 +122,7 @@ def test_the_page_is_written_from_the_results(study: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_every_miniature_runs(study: Any, tmp_path: Path) -> None:
+def test_miniature_runs(study: Any, tmp_path: Path) -> None:
     """All arms through the command line, with two seeds and hardly any training; the page has a row for each."""
     folders = [f"--{name}={tmp_path}" for name in ("output", "results", "docs")]
     command = [sys.executable, str(ROOT / "benchmarks" / "miniatures.py"), "--smoke", "--seeds", "0,1", *folders]

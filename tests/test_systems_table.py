@@ -1,4 +1,4 @@
-"""docs/systems.yaml: presets and lines of every system load, its tests exist, and the page is made of it."""
+"""docs/systems.yaml: presets and lines of every system load, its tests exist, and the page is generated from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ finally:
 SYSTEMS = table.read_table()
 NAMES = [system.system for system in SYSTEMS]
 MODEL: dict[str, Any] = {"model": {"path": "tiny"}, "run": {"steps": 3}}
-AROUND: dict[str, Any] = {  # what a recipe of the stage needs beside the lines of a system
+AROUND: dict[str, Any] = {  # what a recipe of the stage needs in addition to the lines of a system
     "rl": {**MODEL, "data": {"source": "rows.jsonl"}, "rewards": [{"use": "math.accuracy"}]},
     "dpo": {**MODEL, "data": {"source": "pairs.jsonl"}},
     "sft": {**MODEL, "data": {"source": "rows.jsonl"}},
@@ -34,14 +34,15 @@ AROUND: dict[str, Any] = {  # what a recipe of the stage needs beside the lines 
 }
 
 
-def test_titles_are_there_once() -> None:
+def test_titles_are_unique() -> None:
     assert len(SYSTEMS) >= 154
     assert len(set(NAMES)) == len(NAMES)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=NAMES)
-def test_what_runs_it_loads(system: Any, tmp_path: Path) -> None:
-    """Or the entry says why nothing does. Presets load as `algorithm`, lines as a recipe that has them."""
+def test_presets_and_lines_load(system: Any, tmp_path: Path) -> None:
+    """Or the entry gives a reason for having none. Presets load as `algorithm`, lines as a recipe that contains
+    them."""
     assert system.is_offered or system.missing
     assert not system.is_offered or system.tests
     for name in system.presets:
@@ -51,18 +52,18 @@ def test_what_runs_it_loads(system: Any, tmp_path: Path) -> None:
         load(f"{ROOT}/recipes/{system.shipped}.yaml")
     if system.recipe:
         stage = system.recipe["stage"]
-        loaded = load_dict(merged(AROUND.get(stage, {}), system.recipe), base_dir=tmp_path, where=system.system)
+        loaded = load_dict(merge_sections(AROUND.get(stage, {}), system.recipe), base_dir=tmp_path, where=system.system)
         assert loaded.recipe.stage == stage
 
 
-def merged(around: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
-    """Sections key by key; of lists those of the lines."""
+def merge_sections(around: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
+    """Merge sections key by key; lists are replaced by those of the lines."""
     both = {k: {**around[k], **v} for k, v in lines.items() if isinstance(v, dict) and k in around}
     return {**around, **lines, **both}
 
 
 def example(name: str) -> dict[str, Any]:
-    """What only the user of the preset knows, and the rewards that it reads."""
+    """Return values known only to the user of the preset, and the rewards that it reads."""
     found = presets.preset(name)
     return {**found.example, **({"rewards": found.rewards} if found.rewards else {})}
 
@@ -73,12 +74,12 @@ def functions_of(file: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_the_tests_that_it_names_exist() -> None:
+def test_named_tests_exist() -> None:
     named = {test for system in SYSTEMS for test in system.tests}
     assert (
         named and [test for test in sorted(named) if test.split("::")[1] not in functions_of(test.split("::")[0])] == []
     )
 
 
-def test_the_page_is_made_of_the_table() -> None:
+def test_page_is_generated_from_the_table() -> None:
     assert table.PAGE.read_text(encoding="utf-8") == table.page(SYSTEMS), "run `make index`"

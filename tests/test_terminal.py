@@ -1,4 +1,4 @@
-"""No control character of a text reaches the terminal; texts in files stay exact."""
+"""No control character of a text reaches the terminal; texts in files are unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOSTILE = {
 
 
 def raw(text: str) -> list[str]:
-    """Characters that would act on a terminal."""
+    """Return the characters that would act on a terminal."""
     bidi = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     return [
         c
@@ -69,7 +69,7 @@ def test_control_characters_are_escaped_everywhere(name: str, capsys: pytest.Cap
     terminal.say(text)
     terminal.note(text)
     printed = capsys.readouterr()
-    assert raw(plain) == [], plain  # some of them rich itself leaves out
+    assert raw(plain) == [], plain  # rich itself drops some of them
     first = ord(raw(text)[0])
     for output in (printed.out, printed.err, terminal.bold(text)):
         assert raw(output) == [], output
@@ -77,18 +77,18 @@ def test_control_characters_are_escaped_everywhere(name: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("text", ["plain", "two\nlines\tand a tab", "Zürich 東京 🦊 e\u0301 👩\u200d🚀", "שלום", ""])
-def test_other_text_stays(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert escape_control_characters(text) == text
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_json_stays_exact(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_unchanged(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     terminal.say(json.dumps({"text": HOSTILE[name]}, ensure_ascii=False))
     assert json.loads(capsys.readouterr().out) == {"text": HOSTILE[name]}
 
 
-def test_nothing_prints_past_it() -> None:
-    """Every print in the package goes through `terminal`, but for programs that run elsewhere."""
+def test_all_output_goes_through_the_terminal_module() -> None:
+    """Except prints of programs that run elsewhere."""
     root, found = Path(posttrain.__file__).parent, []
     elsewhere = {"terminal.py", "registry.py", "recipe/schema.py", "verify/jail.py", "run/watchdog.py"}
     for path in sorted(root.rglob("*.py")):
@@ -154,11 +154,11 @@ def test_commands_show_no_control_characters(
 
 
 @pytest.mark.parametrize("text", ["\U0001f468‍\U0001f469‍\U0001f467", "می‌خواهم", "❤️", "日本語 é ﷽"])
-def test_what_scripts_and_emoji_need_stays(text: str) -> None:
+def test_characters_for_scripts_and_emoji_are_kept(text: str) -> None:
     assert escape_control_characters(text) == text
 
 
-def test_escapes_are_those_of_json() -> None:
+def test_escapes_equal_json_escapes() -> None:
     text = "\x1b\u200b\U000e0041\ud800"
     assert escape_control_characters(text) == "\\u001b\\u200b\\udb40\\udc41\\ud800"
     assert json.loads(f'"{escape_control_characters(text)}"') == text

@@ -1,4 +1,4 @@
-"""The examples of docs/tools.md, run as their reader would: in a folder of their own."""
+"""The examples of docs/tools.md, run as their reader would run them, in a separate folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["game", "convert"])
-def test_the_recipes_run(name: str, folder: Path) -> None:
+def test_recipes_of_the_page_run(name: str, folder: Path) -> None:
     loaded = load(str(folder / f"{name}.yaml"))
     untrained = pytest.raises(RunError, match="nothing was trained")  # no random model converts a temperature
     with (
@@ -44,14 +44,14 @@ def test_the_recipes_run(name: str, folder: Path) -> None:
         assert "fahrenheit" in samples[0]["prompt"]  # the template tells of the tool
 
 
-def test_the_tool_does_what_its_examples_say(folder: Path) -> None:
+def test_tool_passes_its_examples(folder: Path) -> None:
     script = load_module(folder / "temperature.py")
     for given, expected in script.EXAMPLES:
         assert script.fahrenheit(**given) == expected
 
 
-def test_the_page_shows_what_runs() -> None:
-    """Every line of its blocks stands in the files."""
+def test_code_blocks_of_the_page_equal_the_files() -> None:
+    """Every line of the page's blocks is in the files."""
     text = "\n".join(path.read_text() for path in EXAMPLE.iterdir() if path.is_file())
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]

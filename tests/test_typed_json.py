@@ -1,4 +1,4 @@
-"""Values that JSON does not know come back as they were."""
+"""Round trip of values that JSON cannot represent."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from posttrain.typed_json import dumps, loads
     ],
     ids=repr,
 )
-def test_it_comes_back(value: Any) -> None:
+def test_values_are_restored(value: Any) -> None:
     found = loads(dumps(value))
     assert found == value and type(found) is type(value) and repr(found) == repr(value)
 
 
-def test_arrays_and_what_is_not_equal_to_itself() -> None:
+def test_arrays_and_nan_are_restored() -> None:
     array = np.array([[1, 2], [3, 4]], dtype=np.int8)
     found = loads(dumps(array))
     assert found.dtype == array.dtype and (found == array).all()
     assert repr(loads(dumps([float("nan"), float("-inf")]))) == "[nan, -inf]"
 
 
-def test_subclasses_become_what_they_are_made_of() -> None:
+def test_subclasses_become_their_base_type() -> None:
     class Kind(StrEnum):
         A = "a"
 
@@ -55,12 +55,12 @@ def test_plain_json_reads_as_json(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), [lambda: 1], {"a": type}, {object(): 1}])
-def test_what_could_not_come_back_is_refused(value: Any) -> None:
+def test_unrestorable_values_raise(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be written as JSON"):
         dumps(value)
 
 
 @pytest.mark.parametrize("text", ['{"__type__": "os.system", "value": "id"}', '{"__type__": [], "value": 1}', "{"])
-def test_unknown_marks_are_refused(text: str) -> None:
+def test_unknown_marks_raise(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         loads(text)

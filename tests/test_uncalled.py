@@ -1,4 +1,5 @@
-"""No dead code: what nothing in the package, the shelves, the docs or the benchmarks calls is listed here, and why."""
+"""No dead code: functions that nothing in the package, the shelves, the docs or the benchmarks calls are listed here
+with a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CALLERS = ("posttrain", "rewards", "tools", "recipes", "docs", "benchmarks")
 FOR_TESTS = {
     "run/samples.py": {"read_samples"},
 }
-FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
+FORMULAS = {  # formulas of papers, tested by tests/vectors; not reachable by a command or recipe
     "advantage/thinking_modes.py": {"tool_ledger"},
     "curriculum/difficulty.py": {"learnability"},
     "data/pairs.py": {"generalisation_factor"},
@@ -34,7 +35,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def mentioned(node: ast.AST) -> Iterator[str]:
-    """The names that code uses: as such, of something, imported, or in a short text such as `module:function`."""
+    """Return the names that code uses: as a name, as an attribute, imported, or in a short text such as
+    `module:function`."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
             yield part.id
@@ -47,7 +49,7 @@ def mentioned(node: ast.AST) -> Iterator[str]:
 
 
 def defined(node: ast.AST, *, methods: bool = True) -> Iterator[Definition]:
-    """Functions and classes; without methods of a class with bases, which may be called by what it inherits from."""
+    """Return functions and classes, without methods of a class with bases, which its base class may call."""
     for part in ast.iter_child_nodes(node):
         if isinstance(part, Definition):
             if not part.name.startswith(("__", "_repr_")) and (methods or isinstance(part, ast.ClassDef)):
@@ -62,7 +64,7 @@ def is_called(node: Definition, used: Counter[str]) -> bool:
     return used[node.name] > own or any(REGISTERED.search(ast.unparse(one)) for one in node.decorator_list)
 
 
-def test_what_nothing_calls_is_listed_here() -> None:
+def test_uncalled_functions_are_listed() -> None:
     files = [path for folder in CALLERS for path in sorted((ROOT.parent / folder).rglob("*.py"))]
     trees = {path: ast.parse(path.read_text()) for path in files}
     used = Counter(name for tree in trees.values() for name in mentioned(tree))

@@ -1,4 +1,5 @@
-"""The wheel stands alone: unpacked elsewhere, it runs a shipped recipe with shipped rewards from another folder."""
+"""The wheel is self-contained: unpacked elsewhere, it runs a shipped recipe with shipped rewards from another
+folder."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_recipes_and_rewards_ship(unpacked: Path) -> None:
         assert shipped
 
 
-def test_the_tables_of_other_tools_words_ship(unpacked: Path) -> None:
+def test_tables_of_other_tools_ship(unpacked: Path) -> None:
     tables = Path("posttrain/recipe/foreign/tables")
     assert {path.name for path in (unpacked / tables).glob("*.yaml")} == {
         p.name for p in (ROOT / tables).glob("*.yaml")
@@ -52,7 +53,7 @@ def test_the_tables_of_other_tools_words_ship(unpacked: Path) -> None:
     assert list((ROOT / tables).glob("*.yaml"))
 
 
-def test_a_shipped_recipe_runs_from_another_folder(unpacked: Path, tmp_path: Path) -> None:
+def test_shipped_recipe_runs_from_another_folder(unpacked: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a folder with spaces"
     folder.mkdir()
     where = run(unpacked, folder, "recipe", "list", "--json").stdout
