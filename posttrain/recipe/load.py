@@ -145,12 +145,22 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
     Raises RecipeError with all problems; WrongRecipe if the recipe could be read. Paths in the recipe are looked up in
     the folder of the loaded file.
     """
+    if whole := _join_split_path(path_or_name, overrides):
+        what = f"no recipe `{path_or_name}`: the path has blanks, at which the shell splits it"
+        raise RecipeError(what, hint=f"write it in quotes: {shlex.quote(whole)}")
     path = locate(path_or_name, stage)
     document = layers.read_chain(path)
     problems = document.problems
     tree = layers.apply(document.tree, overrides, problems)
     model = _stage_of(tree, stage, display_path(path), problems)
     return _finish(tree, model, document, problems, path)
+
+
+def _join_split_path(first: str, others: Sequence[str]) -> str:
+    """Return the path of an existing file that the shell has split at its blanks into `first` and the first of
+    `others`; "" if there is none."""
+    wholes = (" ".join([first, *others[: n + 1]]) for n in range(len(others)))
+    return "" if Path(first).expanduser().exists() else next((w for w in wholes if Path(w).expanduser().is_file()), "")
 
 
 def locate_file(path: Path) -> Path:

@@ -156,9 +156,12 @@ def pass_rates(batch: RolloutBatch) -> list[list[float]]:
 
 
 def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
-    """Estimate the share of groups with correct and wrong answers if groups were larger: group size -> share."""
+    """Estimate the share of groups with correct and wrong answers if groups were larger: group size -> share.
+
+    Empty if all answers are right or all are wrong: the estimate would be that of the prior alone.
+    """
     found = correct_by_group(batch)
-    if not found or size < 2:
+    if size < 2 or sum(c for c, _ in found) in (0, sum(k for _, k in found)):
         return {}
     return {
         n * size: math.fsum(probability_mixed(c, k, n * size) for c, k in found) / len(found)

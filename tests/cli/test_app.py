@@ -163,6 +163,19 @@ def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[.
     assert "simpo" not in known and "`posttrain methods list --kind preset` lists all" in known  # simpo is for dpo
 
 
+def test_a_path_with_blanks_is_to_be_quoted(call: Callable[..., Any]) -> None:
+    Path("my runs").mkdir()
+    Path("my runs/my rl.yaml").write_text("stage: sft\n")
+    for words in (
+        ("rl", "my", "runs/my", "rl.yaml", "run.steps=3"),
+        ("recipe", "validate", "my", "runs/my", "rl.yaml"),
+    ):
+        result = call(*words)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("no recipe `my`: the path has blanks, at which the shell splits it\n")
+        assert "hint: write it in quotes: 'my runs/my rl.yaml'" in result.stderr
+
+
 def test_layers_that_a_model_does_not_have_are_told_with_their_line(call: Callable[..., Any]) -> None:
     Path("m.yaml").write_text(
         "stage: merge\nmerge_method: passthrough\nslices:\n  - sources: [{model: tiny, layer_range: [0, 99]}]\n"

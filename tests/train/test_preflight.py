@@ -14,7 +14,7 @@ from posttrain.batch import RolloutBatch
 from posttrain.cli.app import app
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load, load_dict
-from posttrain.train.preflight import advice, generation_rounds, pass_rates, probability_mixed
+from posttrain.train.preflight import advice, generation_rounds, larger_groups, pass_rates, probability_mixed
 
 RECIPE = {
     "stage": "rl",
@@ -87,6 +87,14 @@ def test_refill_rounds_follow_from_the_share_of_kept_groups() -> None:
     assert generation_rounds(one_of_three, 8) == 3 and generation_rounds(one_of_three, 2) == 2
     assert generation_rounds(batch([0] * 6, groups, [False] * 6), 4) == 4
     assert generation_rounds(batch([0] * 6, groups), 4) == 1
+
+
+def test_larger_groups_are_not_estimated_from_the_prior_alone() -> None:
+    """With 4 answers, all wrong, it promised both kinds in four groups of ten if there were 8."""
+    groups = [0, 0, 1, 1]
+    assert larger_groups(batch([0] * 4, groups), 2) == larger_groups(batch([1] * 4, groups), 2) == {}
+    found = larger_groups(batch([1, 0, 0, 0], groups), 2)
+    assert found[2] < found[4] and 0 < found[2] < 1
 
 
 def report(**changes: Any) -> dict[str, Any]:
