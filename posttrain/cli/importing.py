@@ -4,6 +4,7 @@ out.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,7 +72,8 @@ def import_recipe(
     if output is not None and output.exists():
         raise UserError(f"{output} exists and is not overwritten", hint="give another --output")
     if output is not None and not output.parent.is_dir():
-        raise UserError(f"there is no directory {output.parent}")
+        hint = f"mkdir -p {shlex.quote(str(output.parent))}"
+        raise UserError(f"there is no directory {output.parent}", hint=hint)
     base_dir = (output.parent if output else Path.cwd()).resolve()
     wanted = stage.replace("-", "_") if stage else None
     foreign = source.read(locate_file(file), source.parse_tool_name(tool) if tool else None, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -185,7 +186,8 @@ def copy(
     if target.exists():
         raise UserError(f"{target} exists and is not overwritten", hint="give another FILE")
     if not target.parent.is_dir():
-        raise UserError(f"there is no directory {target.parent}")
+        hint = f"mkdir -p {shlex.quote(str(target.parent))}"
+        raise UserError(f"there is no directory {target.parent}", hint=hint)
     schema = shipped_folder("recipes") / "schema.json"
     lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
     if lines and lines[0].startswith(MODELINE):
@@ -194,7 +196,7 @@ def copy(
     for relative, absolute in _find_relative_files(tree, source.parent).items():
         written = rf"(?<![\w./-]){re.escape(relative)}(?![\w./-])"
         text = re.sub(written, str(absolute).replace("\\", r"\\"), text)
-        say(f"{relative} stays where it is: {absolute}")
+        say(f"{relative} is not copied; the copy names it by its full path, {absolute}")
     target.write_text(text, encoding="utf-8")
     say(f"copied {source} to {target}")
 

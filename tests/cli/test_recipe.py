@@ -95,6 +95,8 @@ def test_copy(call: Call, folder: Path) -> None:
     assert (again.exit_code, "not overwritten" in again.stderr) == (2, True)
     assert call("recipe", "copy", "debug/sft", "no/where.yaml").exit_code == 2
     assert call("recipe", "copy", "quickstrat").exit_code == 2
+    missing = call("recipe", "copy", "debug/rl", "new dir/x.yaml")
+    assert missing.exit_code == 2 and missing.stderr.endswith("no directory new dir\n  hint: mkdir -p 'new dir'\n")
 
 
 def test_schema(call: Call) -> None:
