@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import require_field, require_rewards
 from posttrain.advantage.steps import REWARD, split_into_steps
-from posttrain.advantage.tokens import reverse_scan
+from posttrain.advantage.tokens import returns_of_scored_rows, reverse_scan
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
@@ -35,7 +35,7 @@ def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> 
     rows = steps.batch
     values, dones = require_field(rows.values, "values")[:, 0], require_field(rows.dones, "dones")
     found = step_terms(rows.components[REWARD], values, dones, gamma=gamma, lam=lam)
-    return Credit(steps.spread(found.advantages), steps.spread(found.returns))
+    return Credit(steps.spread(found.advantages), returns_of_scored_rows(batch, steps.spread(found.returns)))
 
 
 @dataclass(frozen=True)

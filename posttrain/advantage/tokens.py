@@ -63,10 +63,10 @@ def gae(
 
     With lam 1 and gamma 1 the advantage is the future rewards minus the value; long chains of thought often use lam 1.
     whiten: (A - mean) / sqrt(variance + 1e-8) over all trained tokens. The returns that the value model learns are not
-    whitened.
+    whitened, and NaN in rows without a score, from which it learns nothing.
     """
     found = gae_terms(batch, gamma=gamma, lam=lam, whiten=whiten)
-    return Credit(found.advantages, found.returns)
+    return Credit(found.advantages, returns_of_scored_rows(batch, found.returns))
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ def baseline_terms(
 def scored_mask(batch: RolloutBatch) -> Tensor:
     """Return the mask [N,T] without rows whose reward is NaN."""
     return batch.mask if batch.rewards is None else batch.mask & ~batch.rewards.isnan()[:, None]
+
+
+def returns_of_scored_rows(batch: RolloutBatch, returns: Tensor) -> Tensor:
+    """Return the returns [N,T] with NaN in rows whose reward is NaN: a critic would otherwise learn 0 there."""
+    return returns if batch.rewards is None else returns.masked_fill(batch.rewards.isnan()[:, None], torch.nan)
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:

@@ -20,7 +20,13 @@ from posttrain.advantage.group import (
     require_rewards,
 )
 from posttrain.advantage.steps import mark_first_trained, number_turns
-from posttrain.advantage.tokens import earned_by_turn, reverse_scan, scored_mask, token_rewards
+from posttrain.advantage.tokens import (
+    earned_by_turn,
+    returns_of_scored_rows,
+    reverse_scan,
+    scored_mask,
+    token_rewards,
+)
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.errors import UserError
 from posttrain.options import ScoreName, TextColumn
@@ -301,7 +307,7 @@ def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: f
     ended = torch.arange(width, device=turn.device) >= last
     found = critic_terms(by_turn, values[0], values[1], ended, w=w, gamma=gamma, lam=lam)
     advantages, returns = (torch.where(mask, x.gather(1, turn), 0.0) for x in (found.advantages, found.returns))
-    return Credit(advantages, returns)
+    return Credit(advantages, returns_of_scored_rows(batch, returns))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ HINTS = {  # by the most frequent cause of dropped groups
     "right and wrong answers": "see what `keep` asks for",
     "answers that could not be scored": "see what the rewards need",
 }
+MORE_PROMPTS = "use more prompts, or a lower rollout.prompts_per_step"
 
 
 class DynamicSamplingBuffer:
@@ -60,10 +61,13 @@ class DynamicSamplingBuffer:
         batches = count_noun(self.batches, "generation batch", "generation batches")
         found = self._dropped.most_common()
         passed = f"only {len(self._refill.selected)}" if self._refill.selected else "none"
+        causes = "all passed: the sampler named too few prompts"
+        if found:
+            causes = "of those that did not pass, " + ", ".join(f"{n} had {what}" for what, n in found)
         return RunError(
             f"{passed} of {count_noun(self._refill.want, 'group')} passed `keep` in {batches}",
-            allowed="of those that did not pass, " + ", ".join(f"{n} had {what}" for what, n in found),
-            hint=f"{HINTS[found[0][0]]}; rollout.max_gen_batches allows more batches",
+            allowed=causes,
+            hint=f"{HINTS[found[0][0]] if found else MORE_PROMPTS}; rollout.max_gen_batches allows more batches",
         )
 
 

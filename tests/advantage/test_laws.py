@@ -193,6 +193,18 @@ def test_the_order_of_rows_does_not_matter(kind: str, name: str) -> None:
     torch.testing.assert_close(shuffled, outcome(kind, name, batch())[order])
 
 
+@pytest.mark.parametrize("name", ["gae", "step_gae", "mc_critic", "extended_gae"])
+def test_unscored_row_has_no_return_for_the_critic_to_learn(name: str) -> None:
+    """A return of 0 would pull the critic's values towards 0 wherever a reward has no score."""
+    rewards = REWARDS.clone()
+    rewards[1] = torch.nan
+    found = registry.get("advantage", name).function(batch(rewards=rewards))
+    assert isinstance(found, Credit)
+    assert bool(found.returns[1].isnan().all())
+    scored = torch.arange(12) != 1
+    assert bool(found.returns[scored][MASK[scored]].isfinite().all())
+
+
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in BY_SEARCH])
 def test_unscored_row_gets_zero_and_changes_no_other_row(name: str) -> None:
     """The tokens, length and other fields of the unscored row have no influence."""

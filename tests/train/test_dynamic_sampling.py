@@ -36,6 +36,15 @@ def test_too_few_groups_raise_with_counts() -> None:
     assert "hint: warm up with SFT" in str(told.value)
 
 
+def test_too_few_prompts_of_a_sampler_raise_although_every_group_has_passed() -> None:
+    buffer = preset_objective("dapo").sampling_buffer(3, 2)
+    buffer.add(batch([1, 0], [0, 0]))
+    with pytest.raises(RunError, match="only 2 of 3 groups passed `keep` in 2 generation batches") as told:
+        buffer.add(batch([0, 1], [1, 1]))
+    assert "all passed: the sampler named too few prompts" in str(told.value)
+    assert "hint: use more prompts" in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("correct", "found"),
     [
