@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,29 @@ HEAVY = {"torch", "transformers", "trl", "datasets", "peft", "vllm"}
 FIVE = "stage: sft\nmodel: {path: tiny, lora: {rank: 4.5}}\nrun: {seed: 4.7, steps: 1}\noptim: {lrr: 1}\nfoo: 1\n"
 
 
-def modules_after(*arguments: str) -> tuple[int, set[str]]:
-    """The exit code of a command in a fresh process, and all modules that it loaded."""
-    code = (
-        "import sys, json\nfrom posttrain.cli.app import app\n"
-        f"try:\n    app({list(arguments)!r}, prog_name='posttrain')\nexcept SystemExit as end:\n    code = end.code\n"
-        "print(); print(json.dumps([code, sorted(sys.modules)]))"
-    )
+def modules_after(*commands: Sequence[str]) -> list[tuple[int, set[str]]]:
+    """Of commands in a fresh process, the exit code of each and all modules that are loaded by then."""
+    code = "import sys, json\nfrom posttrain.cli.app import app\ndone = []\n"
+    for words in commands:
+        code += (
+            f"try:\n    app({list(words)!r}, prog_name='posttrain')\nexcept SystemExit as end:\n    code = end.code\n"
+        )
+        code += "done.append([code, list(sys.modules)])\n"
+    code += "print(); print(json.dumps(done))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    exit_code, names = json.loads(done.stdout.splitlines()[-1])
-    return exit_code, set(names)
+    return [(exit_code, set(names)) for exit_code, names in json.loads(done.stdout.splitlines()[-1])]
 
 
 def test_help_loads_nothing_but_typer() -> None:
     """Neither torch nor what only commands need: --help is to take a third of a second."""
-    code, loaded = modules_after("--help")
+    ((code, loaded),) = modules_after(["--help"])
     assert code == 0
     assert not loaded & (HEAVY | {"pydantic", "yaml", "rich", "posttrain.recipe.load", "posttrain.cli.reward"})
 
 
 def test_a_recipe_error_does_not_load_torch() -> None:
     Path("five.yaml").write_text(FIVE, encoding="utf-8")
-    code, loaded = modules_after("sft", "five.yaml")
+    ((code, loaded),) = modules_after(["sft", "five.yaml"])
     assert code == 2
     assert "posttrain.recipe.load" in loaded
     assert not loaded & HEAVY
@@ -50,12 +51,11 @@ def test_a_recipe_error_does_not_load_torch() -> None:
 
 def test_light_commands_do_not_load_torch() -> None:
     """What looks at rows renders them with the chat template, for which transformers is imported without torch."""
-    for arguments in (["recipe", "show", "r.yaml"], ["methods", "show", "dapo"]):
-        code, loaded = modules_after(*arguments)
-        assert (code, loaded & HEAVY) == (0, set()), arguments
-    for arguments in (["recipe", "validate", "r.yaml"], ["sft", "r.yaml", "--dry-run"]):
-        code, loaded = modules_after(*arguments)
-        assert (code, loaded & HEAVY - {"transformers"}) == (0, set()), arguments
+    shown = ["recipe", "show", "r.yaml"], ["methods", "show", "dapo"]
+    checked = ["recipe", "validate", "r.yaml"], ["sft", "r.yaml", "--dry-run"]
+    done = modules_after(*shown, *checked)
+    assert [(code, loaded & HEAVY) for code, loaded in done[:2]] == [(0, set())] * 2
+    assert [(code, loaded & HEAVY - {"transformers"}) for code, loaded in done[2:]] == [(0, set())] * 2
 
 
 def test_help_shows_every_command_under_a_heading(call: Callable[..., Any]) -> None:

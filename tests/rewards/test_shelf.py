@@ -13,6 +13,8 @@ from posttrain.path_resolution import shipped_folder
 from posttrain.verify.examples import read_examples, run_examples
 from posttrain.verify.load import first_argument_is_completion, load_script
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SCRIPTS = sorted(shipped_folder("rewards").glob("*.py"))
 BORROWED = {"reasoning_gym"}  # declared dependencies that a script may import
 

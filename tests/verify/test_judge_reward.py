@@ -15,6 +15,8 @@ from posttrain.verify.load import load_reward
 from posttrain.verify.score import Sample
 from posttrain.verify.trial import try_rewards
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 Stub = Callable[..., Any]
 
 

@@ -13,6 +13,8 @@ from posttrain.verify.reward_hacking_probes import HackProbe, mutations, pays, p
 from posttrain.verify.reward_test_cases import WRITERS, Writer
 from posttrain.verify.trial import Trial, as_json, try_rewards
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ROWS: list[dict[str, Any]] = [{"uid": f"r{n}", "prompt": "q", "answer": str(n)} for n in (7, 12, -3, 45)]
 HEAD = "import re\ndef last(text):\n    found = re.findall(r'-?[0-9]+', text.rpartition('</think>')[2])\n"
 HEAD += "    return found[-1] if found else ''\n"
