@@ -168,7 +168,7 @@ def test_run_in_another_thread_returns_its_metrics() -> None:
     assert run.metrics[0]["step"] == 1 and len(run.metrics.frame) == 2
     assert list(run.metrics.frame.columns) == run.metrics.columns
     assert "srcdoc=" in run._repr_html_() and 'sandbox="allow-scripts"' in run._repr_html_()
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(UserError, match="holds a run already"):
         pt.sft(SFT, "out")
     assert pt.sft(SFT, "out", resume=True, run__steps=3).metrics["step"] == [1, 2, 3]
 
