@@ -4,7 +4,7 @@ Where a rule is written:
 
 - type and range of one value: the type of its field; for the argument of a component, arguments.yaml (`ranges`)
 - what a key requires or excludes, and what makes it idle: marks at its field (`Refused`, `Idle`, `NoImages`), which
-  requirements.py evaluates; for the argument of a component, arguments.yaml (`refused`)
+  requirements.py evaluates; for the argument of a component, arguments.yaml (`refused`, `idle`)
 - a key of a shared section that a stage never uses: the mark `Unused` at its field (validate.py refuses the key)
 - what a component needs from the recipe, and what it cannot be combined with: needs.yaml
 - comparisons over lists, and names that must exist: functions here, in objective_checks.py and in merging.py

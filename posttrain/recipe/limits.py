@@ -15,6 +15,7 @@ MAX_DIGITS = 100  # maximum length of a number in characters
 
 _TABLE = read_table(Path(__file__).with_name("arguments.yaml"))
 ARGUMENTS: Mapping[str, Mapping[str, float]] = {name: limits for limits, names in _TABLE["ranges"] for name in names}
+IDLE: Mapping[str, Sequence[Mapping[str, str]]] = _TABLE["idle"]
 REFUSED: Mapping[str, Sequence[Sequence[str]]] = _TABLE["refused"]
 T = TypeVar("T")
 
@@ -28,6 +29,12 @@ def argument_limits(kind: str, component: str, argument: str) -> dict[str, Any]:
 def argument_marks(kind: str, component: str, argument: str) -> Sequence[Sequence[str]]:
     """Return the rows of `Refused` marks of a component's argument: what it cannot be combined with."""
     return _find(REFUSED, kind, component, argument, ())
+
+
+@functools.cache
+def idle_argument_marks(kind: str, component: str, argument: str) -> Sequence[Mapping[str, str]]:
+    """Return the fields of the `Idle` marks of a component's argument: when it has no effect."""
+    return _find(IDLE, kind, component, argument, ())
 
 
 def _find(table: Mapping[str, T], kind: str, component: str, argument: str, default: T) -> T:

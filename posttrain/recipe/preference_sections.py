@@ -11,12 +11,6 @@ class PairLossSection(ComponentSection):
     """The preference loss."""
 
     kinds: ClassVar = ("pair_loss",)
-    idle_arguments: ClassVar = {
-        "dpo": {
-            "nll_reduction": Idle("nll_weight = 0", "with nll_weight 0", "write `nll_weight`, or remove it", note=True)
-        },
-        "f_dpo": {"alpha": Idle("divergence = js|forward_kl|reverse_kl", "with divergence {divergence}", note=True)},
-    }
     use: str = "dpo"
 
     @property

@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from posttrain import registry
 from posttrain.errors import Problem, count_noun
-from posttrain.recipe.limits import argument_marks
+from posttrain.recipe.limits import argument_marks, idle_argument_marks
 from posttrain.recipe.section import ComponentSection, Idle, NoImages, Refused
 from posttrain.recipe.tree import Node, Path_, follow, format_path
 
@@ -184,7 +184,8 @@ def _marks_of(section: BaseModel, above: Sequence[Idle]) -> Iterator[tuple[str, 
         kind = registry.find_kind(section.kinds, section.use)
         for name in section.params:
             yield from ((name, Refused(*row)) for row in argument_marks(kind, section.use, name))
-        yield from section.idle_arguments.get(section.use, {}).items()
+            idle = idle_argument_marks(kind, section.use, name)
+            yield from ((name, Idle(one["when"], one["why"], one.get("right", "remove it"), note=True)) for one in idle)
 
 
 def _is_changed(section: BaseModel, key: str) -> bool:

@@ -124,9 +124,6 @@ class Advantage(ComponentSection):
     """The advantage estimator, which turns rewards into advantages."""
 
     kinds: ClassVar = ("advantage",)
-    idle_arguments: ClassVar = {
-        "group": dict.fromkeys(("eps", "ddof"), Idle("scale = none", "with scale none", note=True))
-    }
     use: Annotated[
         str,
         Refused(

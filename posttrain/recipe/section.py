@@ -160,7 +160,6 @@ class ComponentSection(Section):
     """
 
     kinds: ClassVar[tuple[registry.Kind, ...]]  # kinds of component allowed in this section
-    idle_arguments: ClassVar[Mapping[str, Mapping[str, Idle]]] = {}  # component -> argument -> when it has no effect
     use: str
     _params: dict[str, Any] = PrivateAttr(default_factory=dict)
 

@@ -23,7 +23,6 @@ class SftObjective(ComponentSection):
     """Token weights of the sum of negative log-probs."""
 
     kinds: ClassVar = ("token_weight",)
-    idle_arguments: ClassVar = {"pear": {"block": Idle("level = token|sequence", "with level {level}", note=True)}}
     use: str = "ce"
     divide_by: Annotated[
         Literal["tokens", "weights"] | None,

@@ -349,11 +349,13 @@ def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> 
     """Yield (surrounding sections, mark) for every mark of a section and its subsections."""
     chain = (*around, model)
     if issubclass(model, ComponentSection):
-        yield from ((chain, mark) for arguments in model.idle_arguments.values() for mark in arguments.values())
         for name, entry in model.registered_components().items():
             kind = registry.find_kind(model.kinds, name)
-            rows = [row for argument in entry["params"] for row in limits.argument_marks(kind, name, argument)]
-            yield from ((chain, Refused(*row)) for row in rows)
+            for argument in entry["params"]:
+                yield from ((chain, Refused(*row)) for row in limits.argument_marks(kind, name, argument))
+                yield from (
+                    (chain, Idle(row["when"], row["why"])) for row in limits.idle_argument_marks(kind, name, argument)
+                )
     for field in model.model_fields.values():
         yield from ((chain, mark) for mark in field.metadata if isinstance(mark, Idle | Refused))
         for inner in keys.models(field.annotation):
