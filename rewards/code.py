@@ -140,9 +140,10 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     return None if row.get("answer") is None else f"<think>so</think>\n```python\n{row['answer']}\n```"
 
 
-_ROWS = [
+_ROWS: list[dict[str, Any]] = [
     {"prompt": "Add.", "tests": _TESTS, "answer": "a, b = map(int, input().split())\nprint(a + b)"},
     {"prompt": "Double.", "tests": [{"input": "4", "output": "8"}], "answer": "print(int(input()) * 2)"},
+    {"prompt": "Write `add`.", "tests": _CALLS, "answer": "def add(a, b):\n    return a + b"},
 ]
 
 ROWS = {
