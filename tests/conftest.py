@@ -116,7 +116,7 @@ def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Python:
         code = "import gc, runpy, sys; gc.disable(); runpy.run_path(sys.argv[1], run_name='__main__')"
         server = subprocess.Popen(
             [sys.executable, "-c", code, str(program), modules, options, str(folder / "socket"), python],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**environment, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
         )  # fmt: skip
         assert server.stdout is not None and server.stdout.readline() == b"\n"

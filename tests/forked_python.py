@@ -57,7 +57,7 @@ def serve(modules: str, options: str, path: str, client: str) -> None:
     Path(client).write_text(text, encoding="utf-8")
     Path(client).chmod(0o700)
     print(flush=True)
-    while True:
+    while select.select([listener, 0], [], [])[0] == [listener]:  # stdin ends with who started this
         caller, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
