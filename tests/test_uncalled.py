@@ -19,7 +19,7 @@ FOR_TESTS = {
 FORMULAS = {  # formulas of papers, tested by tests/vectors; not reachable by a command or recipe
     "advantage/thinking_modes.py": {"tool_ledger"},
     "curriculum/difficulty.py": {"learnability"},
-    "data/pairs.py": {"generalisation_factor"},
+    "data/pairs.py": {"generalization_factor"},
     "loss/distill.py": {"sampled_distill", "sampled_logp"},
     "loss/nash.py": {"accelerated_policy", "mirror_prox", "nash_step"},
     "loss/regularise.py": {"tempered_reference"},

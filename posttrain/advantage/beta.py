@@ -34,14 +34,14 @@ def beta_norm(
     centering, 3/2 is division by the std up to a constant; the spread of the pass rates decides where between the two
     the batch lies. Rewards are scaled by (R - reward_min) / (reward_max - reward_min). A reward outside of that range
     has no Beta density and is refused, so a penalty below 0 needs a lower reward_min. This is BNPO, not TRL's `bnpo`.
-    See `beta_normalised`.
+    See `beta_normalized`.
     """
-    return beta_normalised(batch, reward_min=reward_min, reward_max=reward_max, weight_max=weight_max).advantages
+    return beta_normalized(batch, reward_min=reward_min, reward_max=reward_max, weight_max=weight_max).advantages
 
 
 @dataclass(frozen=True)
-class BetaNormalised:
-    """Result of `beta_normalised`.
+class BetaNormalized:
+    """Result of `beta_normalized`.
 
     advantages [N]; weights [K] by group, in ascending order of the group ids; alpha and beta of the density.
     """
@@ -52,9 +52,9 @@ class BetaNormalised:
     beta: Tensor
 
 
-def beta_normalised(
+def beta_normalized(
     batch: RolloutBatch, *, reward_min: float = 0.0, reward_max: float = 1.0, weight_max: float = 1e6
-) -> BetaNormalised:
+) -> BetaNormalized:
     """Compute the advantages of `beta_norm`, with the group weights and the parameters of the fitted density.
 
     Over the groups mu = mean(p), var = var(p), unbiased; s = mu (1 - mu) / var - 1; alpha = max(1 + s mu / 3, 1), beta
@@ -79,7 +79,7 @@ def beta_normalised(
     log_density = log_density + torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
     weights = (-log_density).exp().clamp(max=weight_max)
     advantages = torch.where(scored, (rewards - p[key]) * weights[key], 0.0)
-    return BetaNormalised(advantages, weights, alpha, beta)
+    return BetaNormalized(advantages, weights, alpha, beta)
 
 
 def _fit_beta(p: Tensor) -> tuple[Tensor, Tensor]:

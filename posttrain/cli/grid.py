@@ -226,7 +226,7 @@ def rank_settings(
         describe_ranking,
         measure_setting,
         rank_rows,
-        summarise_settings,
+        summarize_settings,
     )
     from posttrain.run.atomic_io import read_json
     from posttrain.run.table import settings_table
@@ -248,7 +248,7 @@ def rank_settings(
                 if table
                 else measure_setting([run for run in settings[row["setting"]].values() if run in done], criterion),
             }
-            for row in summarise_settings(summaries, names)
+            for row in summarize_settings(summaries, names)
         ],
         criterion,
     )

@@ -349,7 +349,7 @@ def format_pair(
     return next((f for f in rotated if not well_formed(f) and extract(f) == extract(text)), None)
 
 
-def generalisation_factor(gain_id: Sequence[float], gain_ood: Sequence[float], *, beta: float = 2.0) -> list[float]:
+def generalization_factor(gain_id: Sequence[float], gain_ood: Sequence[float], *, beta: float = 2.0) -> list[float]:
     """Compute (1 + b^2) g h / (b^2 g + h), or 0 if the divisor is 0.
 
     g, h: gains over the base in and out of distribution.

@@ -152,7 +152,7 @@ def probe_contamination(
     by_ratio: dict[float, list[tuple[str, Record]]] = {}
     for (ratio, _, text), record in found:
         by_ratio.setdefault(ratio, []).append((text, record))
-    return [_summarise_ratio(ratio, rows, probe) for ratio, rows in by_ratio.items()]
+    return [_summarize_ratio(ratio, rows, probe) for ratio, rows in by_ratio.items()]
 
 
 def get_problem_text(prompt: Prompt) -> str:
@@ -164,7 +164,7 @@ def get_problem_text(prompt: Prompt) -> str:
     return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
 
 
-def _summarise_ratio(ratio: float, rows: Sequence[tuple[str, Record]], probe: Contamination) -> dict[str, Any]:
+def _summarize_ratio(ratio: float, rows: Sequence[tuple[str, Record]], probe: Contamination) -> dict[str, Any]:
     """Return the row of one ratio from its texts and records."""
     texts, records = [text for text, _ in rows], [record for _, record in rows]
     found = contamination_check(texts, [r["completion"] for r in records], ratio=ratio, unit=probe.unit)

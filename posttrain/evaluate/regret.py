@@ -60,7 +60,7 @@ class Solved(NamedTuple):
     payoff: float
 
 
-def minimise_regret(game: Node, iterations: int) -> Solved:
+def minimize_regret(game: Node, iterations: int) -> Solved:
     """Run `iterations` rounds of regret matching with simultaneous updates of all players.
 
     With one player per side the average policy approaches an equilibrium at rate 1 / sqrt(iterations); with more

@@ -83,7 +83,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         **({"trained_on": trained} if trained else {}),
         **({} if agreed is None else {"consensus": agreed}),
         **({} if seen is None else {"contamination": seen}),
-        **(summarise_best_of(records, recipe) if settings.best_of else {}),
+        **(summarize_best_of(records, recipe) if settings.best_of else {}),
         **({"stability": compute_stability(records, recipe)} if settings.stability else {}),
         **({"labels": label_report(records, golds, settings.labels)} if settings.labels else {}),
         **({"habits": compute_habit_rates([r["completion"] for r in records])} if settings.habits else {}),
@@ -99,7 +99,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     return summary
 
 
-def summarise_best_of(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
+def summarize_best_of(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
     """Return the summary's keys `best_of` and, for the report, `tables`."""
     by, settings = recipe.eval.best_of or WEIGHTED_SUM, recipe.eval
     rows = best_of(records, by, level=settings.level, resamples=settings.bootstrap, seed=recipe.run.seed)

@@ -35,7 +35,7 @@ def seed_interval(values: Sequence[float]) -> dict[str, float | int | None]:
     return {"mean": mean, "low": mean - half, "high": mean + half, "runs": runs}
 
 
-def summarise_settings(
+def summarize_settings(
     summaries: Mapping[str, Mapping[str, Mapping[str, Any] | None]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return one row per setting of {setting: {seed: summary of the run, None if it failed}}.

@@ -12,7 +12,7 @@ from posttrain.errors import ModelError
 from posttrain.models.lineage import RESOLVED
 from posttrain.run.atomic_io import read_json
 
-_QUANTISED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
+_QUANTIZED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
 MODEL_FILES = ("config.json", "adapter_config.json")
 TRAININGS = ("sft", "dpo", "rl", "reward_model")  # stages that save a model
 
@@ -44,7 +44,7 @@ def find_source(given: str) -> Source:
     """
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        return Source(given, _slug(_QUANTISED.sub("", given.rpartition("/")[2])))
+        return Source(given, _slug(_QUANTIZED.sub("", given.rpartition("/")[2])))
     if (folder / RESOLVED).is_file():
         final = folder / "final"
         if not _is_model(final):

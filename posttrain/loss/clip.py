@@ -88,7 +88,7 @@ def token_advantages(batch: RolloutBatch, logp: Tensor) -> Tensor:
     return advantages.unsqueeze(-1) if advantages.dim() == 1 else torch.where(batch.mask, advantages, 0.0)
 
 
-def behaviour_logp(batch: RolloutBatch, logp: Tensor) -> Tensor:
+def behavior_logp(batch: RolloutBatch, logp: Tensor) -> Tensor:
     """Return the log-probs reported by the engine [N,T], 0 where masked.
 
     Where the engine reported none, old_logp stands in, or the detached logp without old_logp.
@@ -98,9 +98,9 @@ def behaviour_logp(batch: RolloutBatch, logp: Tensor) -> Tensor:
     return torch.where(batch.mask, torch.where(known.isnan(), old_logp, known), 0.0)
 
 
-def log_ratio_to_behaviour(batch: RolloutBatch, logp: Tensor) -> Tensor:
+def log_ratio_to_behavior(batch: RolloutBatch, logp: Tensor) -> Tensor:
     """Return logp minus the log-probs reported by the engine [N,T], 0 where the mask is 0."""
-    return torch.where(batch.mask, logp, 0.0) - behaviour_logp(batch, logp)
+    return torch.where(batch.mask, logp, 0.0) - behavior_logp(batch, logp)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

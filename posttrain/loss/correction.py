@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.batch import Correction, RolloutBatch, Selection, row_mean
 from posttrain.loss.clip import (
     bounded_exp,
-    log_ratio_to_behaviour,
+    log_ratio_to_behavior,
     token_advantages,
     token_log_ratio,
     token_ratio,
@@ -87,7 +87,7 @@ def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float =
     mismatch together. A row is kept if A >= 0 or kl <= threshold; with per-token advantages, its tokens with A < 0 are
     masked. threshold 0.5 is TRL's example; the paper does not state one. Stats: `seq_kl`, `off_policy_kept`.
     """
-    gap = log_ratio_to_behaviour(batch, logp.detach())
+    gap = log_ratio_to_behavior(batch, logp.detach())
     if batch.rollout_logp is not None:
         gap = torch.where(batch.rollout_logp.isnan(), 0.0, gap)
     seq_kl = -row_mean(gap, batch.mask).nan_to_num(nan=0.0)
@@ -118,7 +118,7 @@ def minirl(
     detached. Where the engine reported no log-prob, old_logp stands in. clip_high null means clip_low. The weights
     contain the whole correction: do not combine with `tis`.
     """
-    total = bounded_exp(log_ratio_to_behaviour(batch, logp.detach()))
+    total = bounded_exp(log_ratio_to_behavior(batch, logp.detach()))
     ratio = token_ratio(batch, logp.detach())
     advantages = token_advantages(batch, logp)
     high = clip_low if clip_high is None else clip_high
@@ -138,7 +138,7 @@ def engine_ratio(batch: RolloutBatch, logp: Tensor, level: Level) -> tuple[Tenso
     d is 0 where a log-prob is unknown or masked.
     """
     logp = logp.detach()
-    d = log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)
+    d = log_ratio_to_behavior(batch, logp) - token_log_ratio(batch, logp)
     if level == "token":
         return d, bounded_exp(d)
     row = d.sum(-1) if level == "sequence" else row_mean(d, batch.mask)

@@ -14,10 +14,10 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.loss.clip import (
     LOG_RATIO_LIMIT,
-    behaviour_logp,
+    behavior_logp,
     bounded_exp,
     clip_stats,
-    log_ratio_to_behaviour,
+    log_ratio_to_behavior,
     token_advantages,
     token_log_ratio,
     token_ratio,
@@ -58,7 +58,7 @@ def decoupled_ppo(
     """
     high = clip_low if clip_high is None else clip_high
     current = torch.where(batch.mask, logp, 0.0)
-    behaviour = torch.maximum(behaviour_logp(batch, logp), current.detach() - math.log(cap))
+    behaviour = torch.maximum(behavior_logp(batch, logp), current.detach() - math.log(cap))
     gap = token_log_ratio(batch, logp)
     proximal = (current - gap).detach()
     clipped = gap.clamp(math.log1p(-clip_low) if clip_low < 1 else -LOG_RATIO_LIMIT, math.log1p(high))
@@ -100,7 +100,7 @@ def ppo_ewma(
     del decay  # used by the averaged weights, see `ewma_step`
     if batch.prox_logp is None:
         raise ValueError("ppo_ewma needs the log-probs of the averaged policy (prox_logp)")
-    rows = batch.replace(rollout_logp=behaviour_logp(batch, logp), old_logp=batch.prox_logp)
+    rows = batch.replace(rollout_logp=behavior_logp(batch, logp), old_logp=batch.prox_logp)
     return decoupled_ppo(rows, logp, clip_low=clip_low, clip_high=clip_high, cap=cap)
 
 
@@ -122,9 +122,9 @@ def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
     fresh row has c = 1: PPO's clip. c - clip may be negative. r is the full ratio: do not combine with `tis`. Stats are
     those of `clip`, with `ratio` = exp(logp - old_logp) of this update.
     """
-    ratio = bounded_exp(log_ratio_to_behaviour(batch, logp))
+    ratio = bounded_exp(log_ratio_to_behavior(batch, logp))
     current = token_ratio(batch, logp)
-    centre = bounded_exp(log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)).detach()
+    centre = bounded_exp(log_ratio_to_behavior(batch, logp) - token_log_ratio(batch, logp)).detach()
     advantages = token_advantages(batch, logp)
     clipped = torch.minimum(torch.maximum(ratio, centre - clip), centre + clip)
     values = torch.maximum(-advantages * ratio, -advantages * clipped)

@@ -68,7 +68,7 @@ def p3o(
     prompt. Make one update per step: sequence ratios explode. Stat: `p3o/ratio`.
     """
     log_ratio = token_log_ratio(batch, logp).sum(-1)
-    rewards = regularised_rewards(batch, _old_logp(batch, logp), beta=beta).to(log_ratio.dtype)
+    rewards = regularized_rewards(batch, _old_logp(batch, logp), beta=beta).to(log_ratio.dtype)
     first, second = pairs(batch)
     reward_gap = rewards[first] - rewards[second]
     if variant == "v1":
@@ -151,7 +151,7 @@ def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, T
     return first, second
 
 
-def regularised_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:
+def regularized_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:
     """Return reward - beta * sum over the row of logp - ref_logp [N], detached."""
     return (_require_rewards(batch) - beta * log_ratio_to_reference(batch, logp).sum(-1)).detach()
 

@@ -40,7 +40,7 @@ def bradley_terry(
     return RankingLoss(losses, (gap.detach() > 0).to(gap.dtype))
 
 
-def centre_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
+def center_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
     """Return losses of pairs [P,K] minus the mean of the prompt's other pairs; 0 for the only pair of a prompt.
 
     prompt [P]: index of each pair's prompt, from 0.
@@ -58,7 +58,7 @@ def best_response(
     From PARL (arXiv 2308.02585); u = (scores - start_scores) / temperature, limited to +-limit. The best response to a
     reward r under a KL penalty `temperature` is ref * exp(r / temperature), so the log-odds that a pair is sampled
     change with the sum of its sides' rewards. scores, start_scores [P,K]: that sum now, and under the model that the
-    policy has optimised. excess [P,K]: A, the pair's loss under that model by `centre_by_prompt`. At the start,
+    policy has optimised. excess [P,K]: A, the pair's loss under that model by `center_by_prompt`. At the start,
     mean(loss) + mean(this) has the gradient of the bilevel objective, d/dr E_{pairs ~ policy(r)} loss(r). Beyond the
     limit a pair only gets gradients that lead back.
     """

@@ -67,7 +67,7 @@ def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
     elif place.kind == "hub":
         folder = _download(place, base_dir)
     else:
-        folder = _materialise(name, base_dir, scratch / f"input-{len(list(scratch.glob('input-*')))}")
+        folder = _materialize(name, base_dir, scratch / f"input-{len(list(scratch.glob('input-*')))}")
     config = _read_config(folder)
     if "quantization_config" in config:
         raise MergeError(
@@ -95,7 +95,7 @@ def _download(place: Place, base_dir: Path) -> Path:
         raise not_found(place, base_dir, cause) from cause
 
 
-def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
+def _materialize(name: str, base_dir: Path, folder: Path) -> Path:
     """Load the model densely on the CPU, with an adapter folded in, and save it.
 
     Both steps are verified: folding by the logits of the base with the adapter, saving by the logits of plain

@@ -41,7 +41,7 @@ def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.S
     stored = {id(state[tied[name]]) for name in tied if tied[name] in state}
     seen: set[int] = set()
     for name, tensor in state.items():
-        if ".lora_" in name or ".quant_state." in name or _is_quantisation_state(name) or id(tensor) in seen:
+        if ".lora_" in name or ".quant_state." in name or _is_quantization_state(name) or id(tensor) in seen:
             continue
         if name in tied and id(tensor) in stored:
             continue
@@ -74,7 +74,7 @@ def drain_stream(model: Any, stream: Iterator[Any]) -> None:
         pass
 
 
-def _is_quantisation_state(name: str) -> bool:
+def _is_quantization_state(name: str) -> bool:
     return name.endswith((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")) or ".quant_state" in name
 
 

@@ -221,7 +221,7 @@ class RlRecipe(ToolUseStage, Tracked):
         return any(section.is_function for _, section in self.components())
 
     @property
-    def weighs_behaviour(self) -> bool:
+    def weighs_behavior(self) -> bool:
         """Whether a component may read the log-probs of the sampling policy (a user's function may)."""
         return "rollout_logp" in self.reads or any(section.is_function for _, section in self.active_components())
 

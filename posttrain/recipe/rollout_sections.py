@@ -178,12 +178,12 @@ class Rollout(EngineSection, Sampling):
         int,
         Field(ge=0, le=8),
         Refused(
-            "staleness = 1 and not loss.is_group_loss and not weighs_behaviour",
+            "staleness = 1 and not loss.is_group_loss and not weighs_behavior",
             f"the rollouts are an update old, and {UNWEIGHED}",
             WEIGH,
         ),
         Refused(
-            "staleness > 1 and not loss.is_group_loss and not weighs_behaviour",
+            "staleness > 1 and not loss.is_group_loss and not weighs_behavior",
             f"the rollouts are {{staleness}} updates old, and {UNWEIGHED}",
             WEIGH,
         ),

@@ -21,7 +21,7 @@ NO_LOGP = "vLLM then reports no log-probs of the policy, and {} rollouts cannot 
 def cut_distribution(cut: str) -> tuple[Refused, Refused]:
     """Return the marks of `top_p` and `top_k`, which truncate vLLM's distribution when `cut` holds: rollouts that are
     trained on later need log-probs."""
-    old = f"staleness and engine = vllm and {cut} and weighs_behaviour"
+    old = f"staleness and engine = vllm and {cut} and weighs_behavior"
     return (
         Refused(old, NO_LOGP.format("old"), "remove it, or write `rollout.staleness: 0`"),
         Refused(f"replay and engine = vllm and {cut}", NO_LOGP.format("stored"), "remove it, or `replay`"),

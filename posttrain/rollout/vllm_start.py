@@ -345,14 +345,14 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         values |= {"tensor_parallel_size": section.tensor_parallel, "distributed_executor_backend": EXECUTOR}
     if not torch.cuda.is_available():  # vLLM rewinds a half-read prompt's generator, which a CPU's cannot
         values["enable_chunked_prefill"] = False
-    if spec.image_ids and _can_normalise_in_tower():  # random weights would overwrite its mean and deviation
+    if spec.image_ids and _can_normalize_in_tower():  # random weights would overwrite its mean and deviation
         values["mm_device_do_normalize"] = False
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
     return values | {"enable_lora": True, "max_loras": spec.adapters, "max_lora_rank": lora_slot(spec.lora_rank)}
 
 
-def _can_normalise_in_tower() -> bool:
+def _can_normalize_in_tower() -> bool:
     """Return whether this vLLM can leave the normalisation of pixels to the vision tower (0.32 can)."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 

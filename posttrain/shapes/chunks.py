@@ -79,7 +79,7 @@ async def think_in_chunks(
     needs=("shared_reward",),
     note="For thinking without tools: the paper summarises conversations with tools. Its instruction is not known.",
 )
-async def summarise_context(
+async def summarize_context(
     asked: Asked, *, max_summaries: int = 5, instruction: str = SUMMARISE, answer_tokens: int = 512
 ) -> list[Row]:
     """SUPO: when a completion fills max_new_tokens, the policy writes a summary after `instruction` and continues from

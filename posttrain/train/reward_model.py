@@ -22,7 +22,7 @@ from posttrain.evaluate.reward_report import label_report, pair_report, show, ta
 from posttrain.loss.reward_model import (
     best_response,
     bradley_terry,
-    centre_by_prompt,
+    center_by_prompt,
     gaussian_nll,
     mixture_round,
     reseed_assignment,
@@ -194,7 +194,7 @@ class RewardTrainer(RunLoop, Trainer):
         margin = torch.tensor([item.margin for item in items]).to(scores)[:, None]
         losses = bradley_terry(scores[0::2], scores[1::2], margin).losses
         sums = scores[0::2] + scores[1::2]
-        return {"scores": sums.tolist(), "excess": centre_by_prompt(losses, self.prompts.to(losses.device)).tolist()}
+        return {"scores": sums.tolist(), "excess": center_by_prompt(losses, self.prompts.to(losses.device)).tolist()}
 
     def row_weights(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the weights [rows of the batch, heads]; for labels, 0 if a row lacks one."""

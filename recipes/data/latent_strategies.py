@@ -21,7 +21,7 @@ import numpy as np
 from posttrain.data.pairs import best_worst
 from posttrain.errors import DataError
 from posttrain.evaluate.clusters import k_means
-from posttrain.evaluate.regret import Move, Played, Solved, empirical_game, minimise_regret
+from posttrain.evaluate.regret import Move, Played, Solved, empirical_game, minimize_regret
 
 BATCH = 16
 Call = Mapping[str, Any]
@@ -52,7 +52,7 @@ def pairs(
     if not played:
         raise DataError("no finished game with speeches", where=run, hint="raise workflow.max_prompt_tokens")
     named = name_strategies(played, model, clusters, seed)
-    solved = minimise_regret(empirical_game([record(*one) for one in zip(played, named, strict=True)]), iterations)
+    solved = minimize_regret(empirical_game([record(*one) for one in zip(played, named, strict=True)]), iterations)
     found = [row for one in zip(played, named, strict=True) for row in pair_turns(*one, solved)]
     if not found:
         raise DataError(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from posttrain.advantage.beta import beta_norm, beta_normalised
+from posttrain.advantage.beta import beta_norm, beta_normalized
 from posttrain.advantage.episodes import step_gae, step_terms
 from posttrain.advantage.group import rloo
 from posttrain.batch import RolloutBatch
@@ -45,7 +45,7 @@ def test_only_scored_row_of_a_group_gets_zero() -> None:
 
 def test_beta_parameters_for_symmetric_pass_rates() -> None:
     """p = (1/4, 3/4): mu 1/2, var 1/8, s = 1/4 / (1/8) - 1 = 1, a = b = 1/2, alpha = beta = 7/6."""
-    found = beta_normalised(batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
+    found = beta_normalized(batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
     assert (found.alpha.item(), found.beta.item()) == pytest.approx((7 / 6, 7 / 6))
     density = math.gamma(7 / 3) / math.gamma(7 / 6) ** 2 * (3 / 16) ** (1 / 6)
     assert found.weights.tolist() == pytest.approx([1 / density] * 2)
@@ -55,7 +55,7 @@ def test_beta_parameters_for_symmetric_pass_rates() -> None:
 def test_alpha_beta_of_three_halves_equal_the_std_up_to_a_constant() -> None:
     """alpha = beta = 3/2: f = (8 / pi) sqrt(p (1 - p)). Pass rates 0, 1/2, 1: mu 1/2, var 1/4: s = 0 -> 1, not 3/2; for
     3/2 s = 3: var 1/16, so p = 1/4, 1/2, 3/4."""
-    found = beta_normalised(batch([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]))
+    found = beta_normalized(batch([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]))
     assert (found.alpha.item(), found.beta.item()) == pytest.approx((1.5, 1.5))
     assert found.weights[1].item() == pytest.approx(math.pi / 8 / 0.5)
 

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.cli.grid import visible_gpus
 from posttrain.errors import RecipeError
-from posttrain.evaluate.setting_ranks import seed_interval, summarise_settings
+from posttrain.evaluate.setting_ranks import seed_interval, summarize_settings
 from posttrain.recipe.grid import grid, split_values
 
 Call = Callable[..., Any]
@@ -60,7 +60,7 @@ def test_the_interval_over_seeds_is_student_s() -> None:
 
 
 def test_a_run_that_failed_is_left_out_of_its_row() -> None:
-    rows = summarise_settings({"a": {"0": {"loss_last": 1.0}, "1": None}}, ["loss_last"])
+    rows = summarize_settings({"a": {"0": {"loss_last": 1.0}, "1": None}}, ["loss_last"])
     assert (rows[0]["runs"], rows[0]["of"], rows[0]["loss_last"]["mean"]) == (1, 2, 1.0)
 
 

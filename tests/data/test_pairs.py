@@ -135,7 +135,7 @@ def test_a_format_pair_keeps_the_answer() -> None:
 
 def test_generalisation_factor() -> None:
     """b = 2: 5 * 1 * 2 / (4 + 2); no gain at all is 0."""
-    assert pairs.generalisation_factor([1, 0], [2, 0]) == pytest.approx([5 / 3, 0])
+    assert pairs.generalization_factor([1, 0], [2, 0]) == pytest.approx([5 / 3, 0])
 
 
 def test_repeated_pairs() -> None:

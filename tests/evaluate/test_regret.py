@@ -15,7 +15,7 @@ from posttrain.evaluate.regret import (
     Played,
     empirical_game,
     match_regrets,
-    minimise_regret,
+    minimize_regret,
 )
 
 
@@ -37,7 +37,7 @@ def kuhn() -> Node:
 def test_kuhns_poker_is_worth_a_loss_of_an_eighteenth() -> None:
     """Kuhn 1950: the first player loses 1/18 a hand. The second calls a bet with the middle card, and bluffs with the
     low one, in 1 of 3; the first bets the high card three times as often as it bluffs with the low one."""
-    found = minimise_regret(kuhn(), 1500)
+    found = minimize_regret(kuhn(), 1500)
     assert found.payoff == pytest.approx(-1 / 18, abs=2e-3)
     assert found.policy[1, "b"]["b"] == pytest.approx(1 / 3, abs=0.03)
     assert found.policy[0, "c"]["b"] == pytest.approx(1 / 3, abs=0.03)
@@ -54,7 +54,7 @@ def test_stone_that_counts_twice() -> None:
         first: Decision(1, -1, "second", {other: Ended(pays.get((first, other), 0)) for other in "rps"})
         for first in "rps"
     }
-    found = minimise_regret(Decision(0, 1, "first", second), 3000)
+    found = minimize_regret(Decision(0, 1, "first", second), 3000)
     for state in ("first", "second"):
         assert list(found.policy[state].values()) == pytest.approx([1 / 4, 1 / 2, 1 / 4], abs=0.02)
     assert found.payoff == pytest.approx(0, abs=1e-3)
@@ -68,12 +68,12 @@ def test_one_walk_by_hand() -> None:
     )
     assert match_regrets({"a": 0.25, "b": -0.25}) == {"a": 1.0, "b": 0.0}
     assert match_regrets({"a": -1.0, "b": -2.0}) == {"a": 0.5, "b": 0.5}
-    found = minimise_regret(coin, 2)
+    found = minimize_regret(coin, 2)
     assert found.policy["h"] == {"a": 0.75, "b": 0.25} and found.policy["t"] == {"a": 0.25, "b": 0.75}
     assert found.values["h"] == {"a": 1.0, "b": 0.0}
     assert found.payoff == pytest.approx(0.5 * 0.75 - 0.5 * 0.25)
     with pytest.raises(ValueError, match="different moves"):
-        minimise_regret(Decision(0, 1, "x", {"a": Decision(0, 1, "x", {"b": Ended(0)})}), 1)
+        minimize_regret(Decision(0, 1, "x", {"a": Decision(0, 1, "x", {"b": Ended(0)})}), 1)
 
 
 def test_recorded_games_span_a_game() -> None:
@@ -86,7 +86,7 @@ def test_recorded_games_span_a_game() -> None:
         Played((Move(0, 1, "seer", "accuse"), Move(1, 1, ("villager", "accuse"), "doubt")), -1.0),
         Played((Move(0, 1, "seer", "silent"), Move(1, 1, ("villager", "silent"), "doubt")), -1.0),
     ]
-    found = minimise_regret(empirical_game(games), 100)
+    found = minimize_regret(empirical_game(games), 100)
     assert found.values["villager", "accuse"] == {"doubt": -1.0, "repeat": 1.0}
     assert found.policy["seer"]["accuse"] > 0.95 and found.payoff > 0.9
     assert list(found.values["villager", "silent"]) == ["doubt"]

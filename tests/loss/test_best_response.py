@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from posttrain.loss.reward_model import best_response, bradley_terry, centre_by_prompt
+from posttrain.loss.reward_model import best_response, bradley_terry, center_by_prompt
 
 TEMPERATURE = 0.5
 
@@ -34,7 +34,7 @@ def test_expected_gradient_equals_autograd_through_the_best_response() -> None:
     for first, second in itertools.product(chances, repeat=2):
         chosen, rejected = (rewards[[first[side], second[side]]][:, None] for side in (0, 1))
         losses, sums = bradley_terry(chosen, rejected).losses, chosen + rejected
-        excess = centre_by_prompt(losses.detach(), torch.tensor([0, 0]))
+        excess = center_by_prompt(losses.detach(), torch.tensor([0, 0]))
         term = best_response(excess, sums, sums.detach(), temperature=TEMPERATURE)
         assert term.log_odds.tolist() == [[0.0], [0.0]]
         chance = (chances[first] * chances[second]).detach()
@@ -46,7 +46,7 @@ def test_expected_gradient_equals_autograd_through_the_best_response() -> None:
 
 def test_losses_are_centered_by_the_prompts_other_pairs() -> None:
     """Losses 1, 2, 6 of one prompt: 1 - 4, 2 - 3.5, 6 - 1.5; the other prompt's single pair gets 0."""
-    found = centre_by_prompt(torch.tensor([[1.0], [5.0], [2.0], [6.0]]), torch.tensor([0, 1, 0, 0]))
+    found = center_by_prompt(torch.tensor([[1.0], [5.0], [2.0], [6.0]]), torch.tensor([0, 1, 0, 0]))
     assert found[:, 0].tolist() == [-3.0, 0.0, -1.5, 4.5]
 
 
