@@ -228,7 +228,7 @@ def generate_shaped(
                 queries = (SampleQuery(ids, limit, shape.images(prompt, ids), adapter, greedy) for ids, limit in pairs)
                 found = await draw_all(tuple(queries))
                 drawn.append(sum(len(completion.ids) for completion in found))
-                return found
+                return [c._replace(by_text=_has_stop_string(shape, sampling.stop, c)) for c in found]
 
             async def grade_rows(rows: Sequence[Row]) -> list[Grade]:
                 return await grade_all(as_rollouts(rows)) if rows else []
@@ -243,6 +243,12 @@ def generate_shaped(
     found = [rollout for rows in made for rollout in rows]
     _group_calls(found, group_stride)
     return found
+
+
+def _has_stop_string(shape: Shape, stops: Sequence[str], completion: Sampled) -> bool:
+    """Return whether a completion ended with a stop string: it is sampled no further than its first one."""
+    text = shape.decode(completion.ids) if stops else ""
+    return completion.finish == "stop" and any(stop in text for stop in stops)
 
 
 def _group_calls(rollouts: Sequence[Rollout], group_stride: int) -> None:

@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 
 class Sampled(NamedTuple):
-    """A completion of one prompt by the engine. version: policy version at its first token."""
+    """A completion of one prompt by the engine. version: policy version at its first token. by_text: it ended with a
+    stop string, which is text that the model wrote, and not with an EOS token."""
 
     segment: Segment
     finish: FinishReason
     version: int = 0
+    by_text: bool = False
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Sampled tokens, including the stop token."""
+        """Sampled tokens, including the EOS token."""
         return self.segment.ids
 
     def first(self, count: int) -> Segment:
@@ -42,8 +44,8 @@ class Sampled(NamedTuple):
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Sampled tokens without the stop token."""
-        return self.ids[:-1] if self.finish == "stop" else self.ids
+        """Sampled tokens without the EOS token."""
+        return self.ids[:-1] if self.finish == "stop" and not self.by_text else self.ids
 
 
 class Draw(Protocol):

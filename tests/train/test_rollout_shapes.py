@@ -25,7 +25,7 @@ from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
-from posttrain.rollout.engine import GenerationBatch
+from posttrain.rollout.engine import Completion, GenerationBatch
 from posttrain.shapes.budgets import answer_at_budgets
 from posttrain.shapes.exits import count_tokens_before, draw_cuts
 from posttrain.shapes.protocol import Row
@@ -310,6 +310,33 @@ def test_concurrent_engine_gets_each_follow_up_request(tmp_path: Path) -> None:
     assert {request.ids for request in engine.asked[2:]} == {(5, 6, *found[0].ids[:3]), (5, 6, found[0].ids[0])}
     assert found[0].text == "7778" and found[0].finish == "stop" and found[0].versions[0] == found[0].version == 0
     assert found[0].versions[3:] == (1, 1) and found[0].logps == (-1.0,) * 5
+
+
+@pytest.mark.parametrize(("stop", "end"), [(["!"], ""), (["!"], "<eos>"), ([], "<eos>")])
+def test_shape_reads_a_stop_string_as_text_and_no_eos_token(tmp_path: Path, stop: list[str], end: str) -> None:
+    """What the model has written ends with `!` if that was the stop string, and before the EOS token otherwise."""
+    tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
+    text = "7" if end else "7!"
+    ids = (*tokenizer.encode(text, add_special_tokens=False), *([tokenizer.eos_token_id] if end else []))
+    engine: Any = ConcurrentScriptedEngine(lambda *_: text, tokenizer)
+
+    async def complete(request: Any, sampling: Sampling) -> list[Completion]:
+        del sampling
+        return [Completion(ids, (-1.0,) * len(ids), "stop")] * request.n
+
+    engine.complete = complete
+    seen: list[str] = []
+
+    async def read(asked: Any) -> list[Row]:
+        (found,) = await asked.sample([asked.prompt])
+        seen.append(asked.decode(found.written))
+        return [Row(asked.prompt, (found.segment,), found.finish)]
+
+    shape = Shape("read", read, tokenizer, own_group=False, room=0)
+    sampling = Sampling(max_new_tokens=6, stop=stop)
+    batch = GenerationBatch([Prompt("a", {}, "xy", (5, 6))], 1, sampling, 3, [0])
+    generate_shaped(engine, shape, batch, group_stride=100, grade=lambda _: [], metrics={})
+    assert seen == [text]
 
 
 def test_evaluation_uses_the_rollout_shape(ran: Callable[..., list[Values]], home: Path, cli: Any) -> None:
