@@ -110,7 +110,7 @@ def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Python:
     forked_python.py). Variables that no import reads may differ."""
 
     @contextlib.contextmanager
-    def start(environment: Mapping[str, str], modules: str = TRAINING, options: str = "-m -c") -> Iterator[str]:
+    def start(environment: Mapping[str, str], modules: str = TRAINING, options: str = "-m -c -P") -> Iterator[str]:
         folder = tmp_path_factory.mktemp("python")
         program, python = Path(__file__).with_name("forked_python.py"), str(folder / "python")
         code = "import gc, runpy, sys; gc.disable(); runpy.run_path(sys.argv[1], run_name='__main__')"

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,14 +250,20 @@ def test_resumed_run_syncs_in_its_first_step(recipe: Any, opened: Opened, monkey
 
 
 def test_killed_server_ends_the_run_which_resumes(
-    serving: ModuleType, recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    serving: ModuleType,
+    forked_python: str,
+    recipe: Any,
+    opened: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """SIGKILL while step 3 updates: the run ends at the following sync, saved; it resumes with a new server of its own,
     which samples for step 4."""
     program = Path(str(serving.__file__))
-    root = f"import gc, sys, runpy; gc.disable(); sys.path[:0] = [{{root!r}}, {str(program.parent)!r}]; "
-    run = f"sys.argv.insert(1, '{{parent}}'); runpy.run_path({str(program)!r}, run_name='__main__')"
+    root = f"import os, sys, runpy; sys.path[:0] = [{{root!r}}, {str(program.parent)!r}]; "
+    run = f"sys.argv.insert(1, str(os.getppid())); runpy.run_path({str(program)!r}, run_name='__main__')"
     monkeypatch.setattr(local_server, "_ENTRY", root + run)
+    monkeypatch.setattr(local_server, "sys", SimpleNamespace(executable=forked_python))
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
     monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
     elsewhere = recipe(save_every=None, engine="vllm", vllm={"server": {"devices": [1]}})
