@@ -1,4 +1,4 @@
-"""The command line called in this process, in an empty folder, with a stage runner that a test chooses."""
+"""Fixtures that call the command line in this process, in an empty folder, with a stage runner chosen by the test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SFT = "stage: sft\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe `r.yaml` and its `rows.jsonl` in it."""
+    """The working directory with a recipe `r.yaml` and its `rows.jsonl`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(SFT, encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A hub that has every name. A test writes why one cannot be had: `hub["org/x"] = "..."`."""
+    """A hub that has every id. A test sets the reason for a missing one: `hub["org/x"] = "..."`."""
     absent: dict[str, str] = {}
     monkeypatch.setattr("posttrain.hub.explain_missing", lambda name, _kind: absent.get(name, ""))
     return absent
@@ -33,7 +33,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture
 def call() -> Callable[..., Any]:
-    """`call("sft", "r.yaml")` -> typer's result (exit_code, stdout, stderr)."""
+    """`call("sft", "r.yaml")` returns typer's result (exit_code, stdout, stderr)."""
 
     def invoke(*arguments: str) -> Any:
         return CliRunner().invoke(app, list(arguments), prog_name="posttrain")
@@ -43,7 +43,7 @@ def call() -> Callable[..., Any]:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put a function in the place of `run_stage`."""
+    """Replace `run_stage` by a function."""
 
     def replace(function: Callable[..., Any]) -> None:
         monkeypatch.setattr("posttrain.pipeline.run_stage", function)

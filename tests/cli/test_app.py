@@ -22,7 +22,7 @@ FIVE = "stage: sft\nmodel: {path: tiny, lora: {rank: 4.5}}\nrun: {seed: 4.7, ste
 
 
 def modules_after(*commands: Sequence[str]) -> list[tuple[int, set[str]]]:
-    """Of commands in a fresh process, the exit code of each and all modules that are loaded by then."""
+    """Return the exit code of a command in a fresh process, and all modules that it loaded."""
     code = "import sys, json\nfrom posttrain.cli.app import app\ndone = []\n"
     for words in commands:
         code += (
@@ -34,14 +34,14 @@ def modules_after(*commands: Sequence[str]) -> list[tuple[int, set[str]]]:
     return [(exit_code, set(names)) for exit_code, names in json.loads(done.stdout.splitlines()[-1])]
 
 
-def test_help_loads_nothing_but_typer() -> None:
-    """Neither torch nor what only commands need: --help is to take a third of a second."""
+def test_help_imports_only_typer() -> None:
+    """Neither torch nor modules that only commands need: --help must take a third of a second."""
     ((code, loaded),) = modules_after(["--help"])
     assert code == 0
     assert not loaded & (HEAVY | {"pydantic", "yaml", "rich", "posttrain.recipe.load", "posttrain.cli.reward"})
 
 
-def test_a_recipe_error_does_not_load_torch() -> None:
+def test_recipe_error_does_not_load_torch() -> None:
     Path("five.yaml").write_text(FIVE, encoding="utf-8")
     ((code, loaded),) = modules_after(["sft", "five.yaml"])
     assert code == 2
@@ -50,7 +50,7 @@ def test_a_recipe_error_does_not_load_torch() -> None:
 
 
 def test_light_commands_do_not_load_torch() -> None:
-    """What looks at rows renders them with the chat template, for which transformers is imported without torch."""
+    """Commands that read rows render them with the chat template, for which transformers is imported without torch."""
     shown = ["recipe", "show", "r.yaml"], ["methods", "show", "dapo"]
     checked = ["recipe", "validate", "r.yaml"], ["sft", "r.yaml", "--dry-run"]
     done = modules_after(*shown, *checked)
@@ -80,19 +80,19 @@ def test_version(call: Callable[..., Any]) -> None:
     assert call("--version").stdout.strip() == __version__
 
 
-def test_a_mistyped_verb_is_corrected(call: Callable[..., Any]) -> None:
+def test_mistyped_command_gets_a_suggestion(call: Callable[..., Any]) -> None:
     result = call("evl", "r.yaml")
     assert result.exit_code == 2
     assert "did you mean `posttrain eval`?" in result.stderr
 
 
-def test_the_module_runs() -> None:
+def test_python_m_posttrain_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "posttrain", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == __version__
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    """`posttrain methods list | head -1`: the reader goes, and no traceback comes."""
+def test_closed_pipe_is_no_error() -> None:
+    """`posttrain methods list | head -1`: the reader exits, and no traceback is printed."""
     command = f"{shlex.quote(sys.executable)} -m posttrain recipe schema | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout == "{\n"
@@ -100,7 +100,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def pages(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
-    """Every command of the line, groups before what they hold."""
+    """Return every command of the command line, groups before their commands."""
     yield path
     for name in getattr(command, "commands", {}):
         inner = command.commands[name] if name not in LAZY else typer.main.get_group(lazy(name))
@@ -112,7 +112,7 @@ def lazy(name: str) -> typer.Typer:
     return app
 
 
-def test_help_pages_look_alike(call: Callable[..., Any]) -> None:
+def test_help_pages_are_complete_and_uniform(call: Callable[..., Any]) -> None:
     """Whole sentences, no Python types (`<str>`, `<int range>`), no braces; each argument and option has a sentence."""
     for page in pages(typer.main.get_command(app)):
         told = call(*page, "--help").stdout
@@ -125,8 +125,8 @@ def test_help_pages_look_alike(call: Callable[..., Any]) -> None:
         assert "..." not in table.partition("Commands:")[2], page
 
 
-def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[..., Any]) -> None:
-    """A model without a prompt, a mistyped reward, completions that are none, a recipe that does not train."""
+def test_argument_of_the_wrong_kind_gets_a_hint(call: Callable[..., Any]) -> None:
+    """A model without a prompt, a mistyped reward, invalid completions, a recipe that does not train."""
     Path("rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     for arguments, what, hint in (
         (("generate", "tiny"), "`tiny` is a model, and no prompt is given", '--prompt "..."'),
@@ -176,7 +176,7 @@ def test_a_path_with_blanks_is_to_be_quoted(call: Callable[..., Any]) -> None:
         assert "hint: write it in quotes: 'my runs/my rl.yaml'" in result.stderr
 
 
-def test_layers_that_a_model_does_not_have_are_told_with_their_line(call: Callable[..., Any]) -> None:
+def test_missing_layers_of_a_model_are_reported_with_their_line(call: Callable[..., Any]) -> None:
     Path("m.yaml").write_text(
         "stage: merge\nmerge_method: passthrough\nslices:\n  - sources: [{model: tiny, layer_range: [0, 99]}]\n"
     )
@@ -185,7 +185,7 @@ def test_layers_that_a_model_does_not_have_are_told_with_their_line(call: Callab
     assert "m.yaml:4:23  slices.0: layer_range [0, 99] of tiny, which has 2 layers" in result.stderr
 
 
-def test_the_runs_of_a_sweep_are_listed_where_its_folder_is_named(call: Callable[..., Any]) -> None:
+def test_runs_of_a_sweep_are_listed_if_its_folder_is_named(call: Callable[..., Any]) -> None:
     for place, values in {
         "runs/sweep": {"stage": "sft"},
         "runs/sweep/optim.lr=1/seed-0": {"stage": "sft", "optim": {"lr": 1}},

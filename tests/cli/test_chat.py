@@ -23,7 +23,7 @@ from posttrain.recipe.sections import Data
 
 
 class Talk:
-    """A conversation that answers with given pieces."""
+    """A conversation that answers with given text chunks."""
 
     name = "model"
     opens_thought = False
@@ -60,7 +60,7 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-def test_thoughts_are_divided_wherever_the_pieces_break() -> None:
+def test_thoughts_are_split_off_at_any_chunk_boundary() -> None:
     text = "a<think>b<c</think>d<e"
     for size in range(1, len(text)):
         divided = ThoughtSplitter()
@@ -70,7 +70,7 @@ def test_thoughts_are_divided_wherever_the_pieces_break() -> None:
     assert list(ThoughtSplitter(inside=True).add("x</think>y")) == [("thought", "x"), ("answer", "y")]
 
 
-def test_thoughts_are_folded_and_shown_when_asked_for(monkeypatch, capsys) -> None:
+def test_thoughts_are_folded_and_shown_on_request(monkeypatch, capsys) -> None:
     talk: Any = Talk(["<think>why", " not</think>", "42", end()], ["<think>so</think>1", end()])
     type_lines(monkeypatch, "q", "/think", "/think on", "again")
     Chat([talk]).run()
@@ -78,7 +78,7 @@ def test_thoughts_are_folded_and_shown_when_asked_for(monkeypatch, capsys) -> No
     assert out == "[thinking ...] 42\n[thought] so\n1\n" and "why not" in err
 
 
-def test_escapes_of_the_model_are_shown_and_never_run(monkeypatch, capsys) -> None:
+def test_escape_sequences_of_the_model_are_printed_as_text(monkeypatch, capsys) -> None:
     talk: Any = Talk(["\x1b]0;pwned\x07\x1b[2J", end()])
     type_lines(monkeypatch, "q")
     Chat([talk]).run()
@@ -86,7 +86,7 @@ def test_escapes_of_the_model_are_shown_and_never_run(monkeypatch, capsys) -> No
     assert "\x1b" not in out and "\\u001b]0;pwned\\u0007\\u001b[2J" in out
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch, capsys) -> None:
+def test_ctrl_c_stops_only_the_answer(monkeypatch, capsys) -> None:
     before = signal.getsignal(signal.SIGINT)
     first: Any = Talk()
 
@@ -107,7 +107,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch, capsys) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_commands(monkeypatch, capsys, tmp_path: Path) -> None:
+def test_chat_commands(monkeypatch, capsys, tmp_path: Path) -> None:
     talk: Any = Talk(["1", end()])
     file = tmp_path / "talk.jsonl"
     lines = ("/help", "/nothing", "/prompt", "/system be good", f"/save {file}", "/save /no/such/place", "/save")
@@ -129,7 +129,7 @@ def test_tools_by_name_or_from_a_recipe() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_picture_is_shown_with_the_next_message() -> None:
+def test_image_is_sent_with_the_next_message() -> None:
     """The saved conversation is a row that sft trains on."""
     Pillow.new("RGB", (40, 24), "red").save("red one.png")
     typed = "/image red one.png\nwhat?\nand?\n/image red one.png\n/image\nnone?\n/save talk.jsonl\n/image none.png\n"
@@ -154,7 +154,7 @@ def test_piped_lines_are_answered_by_two_models_side_by_side() -> None:
     assert "tiny: greedy, at most 8 tokens per turn; chat template: '<bos><|user|>...<|assistant|>'" in found.stderr
 
 
-def test_a_run_directory_with_a_model_of_a_short_window(tmp_path: Path) -> None:
+def test_run_directory_of_a_model_with_a_short_window(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from posttrain.models import tiny
@@ -173,7 +173,7 @@ def test_a_run_directory_with_a_model_of_a_short_window(tmp_path: Path) -> None:
     assert gone.exit_code == 2 and "has no trained model" in gone.stderr
 
 
-def test_mistakes_are_told_before_a_model_is_loaded() -> None:
+def test_errors_are_reported_before_a_model_is_loaded() -> None:
     for arguments, what in (
         (["chat", "no/such/folder/here"], "no/such/folder/here"),
         (["chat", "tiny", "--tools", "calculater"], "calculator"),

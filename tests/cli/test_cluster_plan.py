@@ -1,4 +1,4 @@
-"""`posttrain plan` for a cluster: what it says of large models that are configurations only, and the page's tables."""
+"""`posttrain plan` for a cluster: predictions for large models given only as configurations, and the page's tables."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def row(name: str, gpus: int, servers: str, found: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tables_of_the_page(call: Any, name: str) -> None:
-    """64 and 16 cards, divided in several ways between training and engines."""
+def test_tables_of_the_page_equal_the_predictions(call: Any, name: str) -> None:
+    """64 and 16 GPUs, split in several ways between training and engines."""
     overrides, splits = MODELS[name]
     page = PAGE.read_text(encoding="utf-8")
     for gpus, servers in splits:
@@ -57,14 +57,14 @@ def test_the_tables_of_the_page(call: Any, name: str) -> None:
         assert (line := row(name, gpus, servers, found)) in page, line
 
 
-def test_the_assumptions_of_the_page() -> None:
+def test_assumptions_of_the_page_equal_the_code() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for key, value in cluster_plan.asdict(Rates(launch=cluster_plan.EAGER_LAUNCH)).items():
         assert (line := f"| `{key}` | {value:g} | {MEANING[key]} |") in page, line
     assert MEANING.keys() == cluster_plan.asdict(Rates()).keys()
 
 
-def test_what_is_printed(call: Any) -> None:
+def test_printed_cluster_plan(call: Any) -> None:
     done = call("plan", RECIPE, "--gpus", "48", "--servers", "8x2", "--gpu-gib", "80")
     assert done.exit_code == 0, done.stderr
     text = done.stdout
@@ -81,7 +81,7 @@ def test_what_is_printed(call: Any) -> None:
         assert part in text, part
 
 
-def test_rates_can_be_stated(call: Any) -> None:
+def test_rates_can_be_given(call: Any) -> None:
     """Engines of 2,048 / 8 rows of 4,096 tokens, at 10,000 tokens/s: 104.9 s; twice the FLOP/s halve the update."""
     words = ("--gpus", "48", "--servers", "8x2")
     before = planned(call, *words)["cluster"]["seconds"]
@@ -102,12 +102,12 @@ def test_rates_can_be_stated(call: Any) -> None:
         (["--servers", "8*2"], "not servers x GPUs of each"),
     ],
 )
-def test_what_cannot_be_read_is_refused(call: Any, words: list[str], said: str) -> None:
+def test_unparsable_options_are_refused(call: Any, words: list[str], said: str) -> None:
     done = call("plan", RECIPE, *words)
     assert done.exit_code == 2 and said in " ".join(done.stderr.split())
 
 
-def test_sft_has_no_engines_and_a_step_of_its_own(call: Any, folder: Path) -> None:
+def test_sft_plan_has_no_engines(call: Any, folder: Path) -> None:
     (folder / "sft.yaml").write_text(
         f"stage: sft\nmodel: {{path: {Path(RECIPE).parent / 'qwen2.5-32b'}, shard: true}}\ndata: {{source: rows.jsonl, "
         "max_length: 4096}\nbatch: {size: 64, micro_size: 1}\nrun: {steps: 1}\n"
@@ -118,7 +118,7 @@ def test_sft_has_no_engines_and_a_step_of_its_own(call: Any, folder: Path) -> No
     assert done.exit_code == 2 and "generates nothing" in done.stderr
 
 
-def test_experts_count_as_layers_and_a_token_computes_some() -> None:
+def test_plan_of_a_mixture_of_experts_counts_active_parameters() -> None:
     """30.5B parameters, of which a token's eight of 128 experts leave 3.3B; outside of the layers' matrices stand
     embeddings, head, routers and norms."""
     from posttrain.recipe.load import load

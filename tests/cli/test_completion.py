@@ -1,4 +1,4 @@
-"""What a shell is offered: commands, options, recipes, keys, values, methods; and the scripts, run in bash."""
+"""Shell completion: commands, options, recipes, keys, values, methods; and the scripts, run in bash."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ def offered(call: Call) -> Callable[..., list[str]]:
         (("completion", ""), {"bash", "zsh", "fish"}),
     ],
 )
-def test_what_is_offered(words: tuple[str, ...], some: set[str], offered: Callable[..., list[str]]) -> None:
+def test_completion_candidates(words: tuple[str, ...], some: set[str], offered: Callable[..., list[str]]) -> None:
     found = offered(*words)
     assert some <= set(found)
     assert all(one.startswith(words[-1]) for one in found)
 
 
-def test_only_what_fits_is_offered(offered: Callable[..., list[str]]) -> None:
+def test_only_matching_candidates_are_offered(offered: Callable[..., list[str]]) -> None:
     assert "rollout.engine=" not in offered("sft", "r.yaml", "r")  # a key of another stage
     assert "debug/rl" not in offered("sft", "debug/")  # a recipe of another stage
     assert offered("sft", "r.yaml", "xyz") == [] and offered("nothing", "x") == []
     assert "__complete" not in offered("")
 
 
-def test_an_unknown_shell(call: Call) -> None:
+def test_unknown_shell_raises(call: Call) -> None:
     result = call("completion", "fsh")
     assert result.exit_code == 2 and "did you mean `fish`?" in result.stderr
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)
-def test_the_script_is_one_of_that_shell(shell: str, call: Call, tmp_path: Path) -> None:
+def test_script_has_the_syntax_of_its_shell(shell: str, call: Call, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text(call("completion", shell).stdout)
     assert "posttrain __complete" in script.read_text()
@@ -79,7 +79,7 @@ def test_the_script_is_one_of_that_shell(shell: str, call: Call, tmp_path: Path)
 
 
 def test_bash_completes(call: Call, tmp_path: Path) -> None:
-    """The script itself, with a `posttrain` on the path: also behind `=`, where bash begins a word of its own."""
+    """The script itself, with a `posttrain` on the PATH: also after `=`, where bash starts a new word."""
     command = tmp_path / "posttrain"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m posttrain "$@"\n')
     command.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`posttrain data audit`: what it finds in rows that have every fault, and that sound rows have none."""
+"""`posttrain data audit`: findings in rows with every fault, and none in good rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def audit(call, *arguments):
     return result, report, {check["name"]: check for check in report["checks"]}
 
 
-def test_sound_rows_have_nothing_to_look_at(folder, call):
+def test_good_rows_have_no_findings(folder, call):
     (folder / "rl.yaml").write_text(RL, encoding="utf-8")
     write(folder, SOUND)
     result, report, _ = audit(call, "rl.yaml")
@@ -60,7 +60,7 @@ def test_every_fault_of_rl_rows_is_found(folder, call):
     assert "always saying `0` is right in 62%" in checks["balance of `answer`"]["text"]
 
 
-def test_the_recipes_own_evaluation_rows_are_compared(folder, call):
+def test_evaluation_rows_of_the_recipe_are_compared(folder, call):
     (folder / "rl.yaml").write_text(f"{RL}eval: {{every: 2, data: {{source: held.jsonl}}}}\n", encoding="utf-8")
     write(folder, SOUND)
     write(folder, [{"prompt": SOUND[4]["prompt"], "answer": "1"}], "held.jsonl")
@@ -68,7 +68,7 @@ def test_the_recipes_own_evaluation_rows_are_compared(folder, call):
     assert [len(one["same"]) for one in report["evaluation"]] == [1]
 
 
-def test_pairs_that_length_alone_tells_apart(folder, call):
+def test_pairs_separable_by_length_are_reported(folder, call):
     text = "stage: dpo\nalgorithm: dpo\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 2}\n"
     (folder / "dpo.yaml").write_text(text, encoding="utf-8")
     write(folder, [{"prompt": f"{n}+1=?", "chosen": f"{n}" * 9, "rejected": "0"} for n in range(10, 30)])

@@ -1,4 +1,4 @@
-"""`posttrain export`: what it takes, refuses and shows; the exports themselves are in tests/export."""
+"""`posttrain export`: accepted and refused options, and the preview; the exports themselves are in tests/export."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(folder: Path) -> Path:
     return folder / "mine"
 
 
-def test_a_merged_export(call: Call, model: Path, folder: Path) -> None:
+def test_export_to_merged(call: Call, model: Path, folder: Path) -> None:
     done = call("export", str(model), "--to", "merged", "--output", "out", "--license", "mit")
     assert done.exit_code == 0, done.stderr
     assert "logit_gap  0" in done.stdout and "license    mit" in done.stdout
@@ -34,7 +34,7 @@ def test_a_merged_export(call: Call, model: Path, folder: Path) -> None:
     assert report["license"] == "unknown" and report["files"] == sorted(report["files"])
 
 
-def test_a_dry_run_writes_nothing(call: Call, model: Path, folder: Path) -> None:
+def test_dry_run_writes_nothing(call: Call, model: Path, folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     done = call("export", str(model), "--to", "hub:me/mine", "--dry-run")
     assert done.exit_code == 0, done.stderr
@@ -61,20 +61,20 @@ def test_a_dry_run_writes_nothing(call: Call, model: Path, folder: Path) -> None
         (["--to", "gguf"], "this model cannot be written as GGUF here"),
     ],
 )
-def test_mistakes(call: Call, model: Path, folder: Path, arguments: list[str], said: str) -> None:
+def test_invalid_options_raise(call: Call, model: Path, folder: Path, arguments: list[str], said: str) -> None:
     done = call("export", str(model), *arguments)
     assert done.exit_code == 2 and said in done.stderr, done.stderr
     assert not (folder / "exports").exists()
 
 
-def test_a_licence_that_the_hub_does_not_know_is_noted(call: Call, model: Path) -> None:
+def test_unknown_license_is_noted(call: Call, model: Path) -> None:
     assert warn_unknown_licence("apache-2.0") == ""
     assert warn_unknown_licence("mine").endswith("one without an id is `other`")
     told = call("export", str(model), "--to", "merged", "--license", "apache", "--dry-run").stderr
     assert "note: --license apache is not a licence id of the model hub; did you mean `apache-2.0`?" in told
 
 
-def test_a_training_is_no_evaluation(call: Call, model: Path, folder: Path) -> None:
+def test_training_run_as_evaluation_is_refused(call: Call, model: Path, folder: Path) -> None:
     (folder / "trained").mkdir()
     (folder / "trained" / "summary.json").write_text("{}", encoding="utf-8")
     (folder / "trained" / "resolved.json").write_text('{"stage": "rl"}', encoding="utf-8")
@@ -82,7 +82,7 @@ def test_a_training_is_no_evaluation(call: Call, model: Path, folder: Path) -> N
     assert refused.exit_code == 2 and "trained is no finished evaluation" in refused.stderr
 
 
-def test_models_that_are_not_there(call: Call) -> None:
+def test_missing_models_raise(call: Call) -> None:
     done = call("export", "./nowhere", "--to", "merged")
     assert done.exit_code == 2 and "model not found: ./nowhere" in done.stderr
     tinny = call("export", "tinny", "--to", "merged")

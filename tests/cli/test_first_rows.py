@@ -1,4 +1,4 @@
-"""What validation says of the first rows of a file."""
+"""Validation of the first rows of a data file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
 
-def test_every_row_that_lacks_what_the_stage_reads_is_named(tmp_path: Path) -> None:
+def test_rows_without_required_columns_are_named(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"prompt": "a", "completion": None}]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ((_, check),) = first_rows.list_checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
@@ -22,8 +22,8 @@ def test_every_row_that_lacks_what_the_stage_reads_is_named(tmp_path: Path) -> N
         check()
 
 
-def test_rewards_of_the_evaluation_read_its_rows(call: Callable[..., Any], folder: Path) -> None:
-    """Not those that are trained on, which may have other columns."""
+def test_evaluation_rewards_are_checked_on_evaluation_rows(call: Callable[..., Any], folder: Path) -> None:
+    """Not on training rows, which may have other columns."""
     (folder / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     (folder / "held.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2", "answer": "2"}) + "\n")
     words = ["recipe", "validate", "r.yaml", "data.source=train.jsonl"]
@@ -34,7 +34,7 @@ def test_rewards_of_the_evaluation_read_its_rows(call: Callable[..., Any], folde
     assert "eval.data has no column `answer`" in swapped.stderr and "eval.data.columns: {answer:" in swapped.stderr
 
 
-def test_rewards_of_rl_read_the_rows_of_its_evaluation(call: Callable[..., Any], folder: Path) -> None:
+def test_rl_rewards_are_checked_on_evaluation_rows_too(call: Callable[..., Any], folder: Path) -> None:
     (folder / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     (folder / "held.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     (folder / "rl.yaml").write_text(
@@ -45,8 +45,8 @@ def test_rewards_of_rl_read_the_rows_of_its_evaluation(call: Callable[..., Any],
     assert told.exit_code == 2 and "eval.data has no column `answer`" in told.stderr
 
 
-def test_a_row_far_down_that_lacks_what_the_stage_reads_is_named(tmp_path: Path) -> None:
-    """The columns are those of the first rows, but each of the first 2,000 is read."""
+def test_later_rows_without_required_columns_are_named(tmp_path: Path) -> None:
+    """Columns are taken from the first rows, but each of the first 2,000 rows is checked."""
     rows = [{"prompt": "a", "completion": "b"}] * 1999 + [{"prompt": "a"}] * 2
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ((_, check),) = first_rows.list_checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
@@ -66,7 +66,7 @@ def test_a_row_far_down_that_lacks_what_the_stage_reads_is_named(tmp_path: Path)
         ([], "`messages` is an empty list"),
     ],
 )
-def test_rows_without_anything_to_train_on(
+def test_rows_without_trained_tokens_raise(
     call: Callable[..., Any], folder: Path, messages: list[tuple[str, dict[str, Any]]], told: str
 ) -> None:
     row = {"messages": [{"role": role, "content": "1", **more} for role, more in messages]}
@@ -99,10 +99,10 @@ def test_rows_without_anything_to_train_on(
          ["stages.0.batch.siz: unknown key", "stages.0.data.source: rows.jsonl:1"]),
     ],
 )  # fmt: skip
-def test_mistakes_in_the_data_are_told_with_those_in_the_recipe(
+def test_data_errors_are_reported_together_with_recipe_errors(
     call: Callable[..., Any], folder: Path, recipe: str, told: list[str]
 ) -> None:
-    """But not where the mistake is in what says which columns are read: that may be all that is wrong."""
+    """Except if the recipe error is in the keys that define which columns are read: it may be the only cause."""
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answers": "2"}\n')
     (folder / "w.yaml").write_text(f"{recipe}\n" + ("" if "pipeline" in recipe else "model: {path: tiny}\n"))
     result = call("recipe", "validate", "w.yaml", "--json")
@@ -111,7 +111,7 @@ def test_mistakes_in_the_data_are_told_with_those_in_the_recipe(
     assert len(problems) == len(told) and all(any(word in one for one in problems) for word in told), problems
 
 
-def test_mistakes_of_rows_are_told_in_their_order(call: Callable[..., Any], folder: Path) -> None:
+def test_row_errors_are_reported_in_order(call: Callable[..., Any], folder: Path) -> None:
     """Of a source on the command line all have the same place, and what is left of a list stands at its end."""
     (folder / "r.jsonl").write_text("{,}\n" * 9)
     found = json.loads(call("recipe", "validate", "r.yaml", "data.source=r.jsonl", "--json").stdout)["problems"]
@@ -120,8 +120,8 @@ def test_mistakes_of_rows_are_told_in_their_order(call: Callable[..., Any], fold
     assert told[5:] == ["and 4 lines more"]
 
 
-def test_columns_that_no_row_has(call: Callable[..., Any], folder: Path) -> None:
-    """Also where there are more rows than are read first; one that begins further down is found."""
+def test_missing_columns_raise(call: Callable[..., Any], folder: Path) -> None:
+    """Also with more rows than are read first; a column that starts later is found."""
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     head = "stage: rl\nmodel: {path: tiny}\ndata: {source: train.jsonl}\nrewards: [{use: math.accuracy}]\n"
@@ -142,7 +142,7 @@ def test_columns_that_no_row_has(call: Callable[..., Any], folder: Path) -> None
         (1, "[0.5, 1]", 0, ""),
     ],
 )
-def test_difficulties_that_a_curriculum_cannot_use(
+def test_difficulties_unusable_by_the_curriculum_raise(
     scale: int, boundaries: str, code: int, told: str, call: Callable[..., Any], folder: Path
 ) -> None:
     """Of 0, 0.02, ..., 0.98 eleven are at most 0.2; of five times as much eleven are at most 1."""
@@ -165,7 +165,7 @@ def test_difficulties_that_a_curriculum_cannot_use(
         (["data.size=4", "data.params={levels: [0, 1], shares: [1, 3]}"], ""),
     ],
 )
-def test_a_generator_of_problems_is_asked_for_what_it_can_make(
+def test_task_generator_options_are_checked(
     call: Callable[..., Any], folder: Path, words: list[str], told: str
 ) -> None:
     (folder / "gen.py").write_text("def sums(level, draw):\n    return {'prompt': '1', 'answer': '1'}\n")
@@ -178,13 +178,13 @@ def test_a_generator_of_problems_is_asked_for_what_it_can_make(
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_text_that_yaml_cannot_read_is_quoted(call: Callable[..., Any]) -> None:
+def test_unparsable_yaml_text_is_quoted_in_the_hint(call: Callable[..., Any]) -> None:
     result = call("recipe", "show", "r.yaml", "data.params.form={question} x")
     assert result.exit_code == 2 and "data.params.form='\"{question} x\"'" in result.stderr
     assert call("recipe", "show", "r.yaml", 'data.prompt_template="{question} x"').exit_code == 0
 
 
-def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
+def test_run_directory_means_its_final_model(tmp_path: Path) -> None:
     from posttrain.models.model_paths import locate
 
     for name in ("final", "best"):

@@ -16,7 +16,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture
 def asked(stage: Callable[..., None]) -> list[Any]:
-    """The recipes that were run; the stage answers each prompt with itself in capitals."""
+    """The recipes that were run; the stage answers each prompt with its text in capitals."""
     recipes: list[Any] = []
 
     def end(row: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def asked(stage: Callable[..., None]) -> list[Any]:
     return recipes
 
 
-def test_prompts_of_the_command_line(call: Call, asked: list[Any], folder: Path) -> None:
+def test_prompts_given_on_the_command_line(call: Call, asked: list[Any], folder: Path) -> None:
     result = call("generate", "some/model", "--prompt", "one", "-p", "two\nlines", "--max-new-tokens", "9")
     assert (result.exit_code, result.stdout) == (0, "> one\nONE\n\n> two\n> lines\nTWO\nLINES\n")
     (recipe,) = asked
@@ -57,8 +57,8 @@ def test_samples_and_json(call: Call, asked: list[Any]) -> None:
 
 
 @pytest.mark.usefixtures("asked")
-def test_it_says_whose_completion_is_whose(call: Call) -> None:
-    """One completion stands alone, for pipes; samples are numbered, and prompts repeated where there are several."""
+def test_completions_are_labeled_with_their_prompt(call: Call) -> None:
+    """A single completion is printed alone, for pipes; several samples are numbered, and several prompts repeated."""
     assert call("generate", "m", "-p", "x").stdout == "X\n"
     sampled = call("generate", "m", "-p", "x", "-n", "2", "--temperature", "1")
     assert sampled.stdout == "> [1]\nX\n\n> [2]\nX\n"
@@ -81,16 +81,14 @@ def test_greedy_samples_are_refused(call: Call) -> None:
 
 
 @pytest.mark.parametrize("option", [["--resume"], ["--allow-changed"], ["--output", "kept"], ["--dry-run"]])
-def test_options_of_a_run_are_refused_beside_a_prompt(
-    option: list[str], call: Call, asked: list[Any], folder: Path
-) -> None:
-    """They were taken and had no effect."""
+def test_run_options_with_a_prompt_are_refused(option: list[str], call: Call, asked: list[Any], folder: Path) -> None:
+    """They were once accepted without effect."""
     result = call("generate", "m", "-p", "x", *option)
     assert (result.exit_code, f"{option[0]} is for recipes" in result.stderr) == (2, True)
     assert not asked and not (folder / "kept").exists()
 
 
-def test_a_recipe(call: Call, asked: list[Any], folder: Path) -> None:
+def test_generate_from_a_recipe(call: Call, asked: list[Any], folder: Path) -> None:
     (folder / "p.jsonl").write_text('{"prompt": "x"}\n')
     (folder / "g.yaml").write_text("stage: generate\nmodel: {path: tiny}\ndata: {source: p.jsonl}\n")
     result = call("generate", "g.yaml", "samples=2", "--output", "out")
@@ -102,7 +100,7 @@ def test_a_recipe(call: Call, asked: list[Any], folder: Path) -> None:
     assert "sampling.temperature=..." in refused.stderr
 
 
-def test_a_picture_is_shown_with_each_prompt(call: Call, folder: Path) -> None:
+def test_image_is_sent_with_each_prompt(call: Call, folder: Path) -> None:
     """The page of completions gets it from the record."""
     Image.new("RGB", (8, 8), "red").save(folder / "red.png")
     shown = call("generate", "tiny-vision", "-p", "one", "-p", "two", "--image", "red.png", "--json", *SHORT)

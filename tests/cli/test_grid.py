@@ -1,4 +1,4 @@
-"""`posttrain sweep`: which runs it makes, its table, failures, and going on. Runs are played; one test trains."""
+"""`posttrain sweep`: its runs, its table, failures, and resuming. Runs are simulated; one test trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = Callable[..., Any]
 AXES = ("optim.lr=1e-3,1e-2", "run.seed=0,1")
 
 
-def test_commas_inside_brackets_and_quotes_divide_nothing() -> None:
+def test_commas_inside_brackets_and_quotes_do_not_split() -> None:
     assert split_values("1e-5,3e-5") == ["1e-5", "3e-5"]
     assert split_values("[1,2],{a: 1, b: 2}") == ["[1,2]", "{a: 1, b: 2}"]
     assert split_values("'a,b',c") == ["'a,b'", "c"]
@@ -45,12 +45,12 @@ def test_every_combination_is_a_run_and_seeds_are_repetitions() -> None:
         ([f"run.seed={','.join(map(str, range(1001)))}"], "1001 runs"),
     ],
 )
-def test_a_sweep_that_makes_no_sense(words: Sequence[str], told: str) -> None:
+def test_invalid_sweeps_raise(words: Sequence[str], told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         grid(words)
 
 
-def test_the_interval_over_seeds_is_student_s() -> None:
+def test_interval_over_seeds_is_students() -> None:
     """Of 1, 2, 3: mean 2, deviation 1, 4.303 / sqrt(3) to each side."""
     found = seed_interval([1.0, 2.0, 3.0])
     assert found["mean"] == 2.0 and found["high"] == pytest.approx(2 + 4.303 / 3**0.5)
@@ -59,13 +59,13 @@ def test_the_interval_over_seeds_is_student_s() -> None:
     assert seed_interval([])["mean"] is None
 
 
-def test_a_run_that_failed_is_left_out_of_its_row() -> None:
+def test_failed_runs_are_excluded_from_their_row() -> None:
     rows = summarize_settings({"a": {"0": {"loss_last": 1.0}, "1": None}}, ["loss_last"])
     assert (rows[0]["runs"], rows[0]["of"], rows[0]["loss_last"]["mean"]) == (1, 2, 1.0)
 
 
 class Played:
-    """Children that write what runs would: loss_last = lr + seed; those in `broken` fail."""
+    """Simulated children that write a run's files: loss_last = lr + seed; those in `broken` fail."""
 
     def __init__(self, broken: Sequence[str] = ()) -> None:
         self.ran: list[str] = []
@@ -101,7 +101,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     return one
 
 
-def test_a_sweep(call: Call, folder: Path, played: Played) -> None:
+def test_sweep_runs_every_combination_and_prints_the_table(call: Call, folder: Path, played: Played) -> None:
     result = call("sweep", "r.yaml", *AXES, "--output", "out")
     assert result.exit_code == 0, result.stderr
     assert played.ran == [f"optim.lr={lr}/seed-{seed}" for lr in ("1e-3", "1e-2") for seed in (0, 1)]
@@ -121,7 +121,7 @@ def test_a_sweep(call: Call, folder: Path, played: Played) -> None:
     assert "<h2>Settings</h2>" in page and "Ranked by loss last of the summaries" in page
 
 
-def test_a_sweep_goes_on_with_what_is_not_done_and_may_grow(call: Call, played: Played) -> None:
+def test_resumed_sweep_runs_missing_and_added_runs(call: Call, played: Played) -> None:
     played.broken = ["optim.lr=1e-2/seed-0"]
     result = call("sweep", "r.yaml", *AXES, "--output", "out")
     assert result.exit_code == 1
@@ -136,7 +136,7 @@ def test_a_sweep_goes_on_with_what_is_not_done_and_may_grow(call: Call, played: 
     assert played.ran == ["optim.lr=1e-3/seed-2", "optim.lr=1e-2/seed-0", "optim.lr=1e-2/seed-2"]
 
 
-def test_each_model_is_measured(call: Call, folder: Path, played: Played) -> None:
+def test_each_model_is_evaluated(call: Call, folder: Path, played: Played) -> None:
     (folder / "e.yaml").write_text(
         "stage: eval\nmodel: {path: tiny}\ndata: {source: q.jsonl}\nrewards: [{use: math.accuracy}]\n"
     )
@@ -154,7 +154,7 @@ def test_each_model_is_measured(call: Call, folder: Path, played: Played) -> Non
     assert found["findings"] == [equal] and equal in (folder / "out" / "table.md").read_text()
 
 
-def test_a_value_that_is_wrong_is_told_before_the_first_run(call: Call, played: Played) -> None:
+def test_wrong_value_raises_before_the_first_run(call: Call, played: Played) -> None:
     result = call("sweep", "r.yaml", "optim.lr=1e-3,fast", "--output", "out")
     assert result.exit_code == 2 and "optim.lr: must be a number" in result.stderr
     assert played.ran == []
@@ -162,7 +162,7 @@ def test_a_value_that_is_wrong_is_told_before_the_first_run(call: Call, played: 
     assert dry.stderr.count("would run posttrain sft r.yaml") == 4 and played.ran == []
 
 
-def test_side_by_side_each_run_has_a_gpu_and_its_share_of_cores(
+def test_parallel_runs_have_a_gpu_and_a_share_of_cores(
     call: Call, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
@@ -176,7 +176,7 @@ def test_side_by_side_each_run_has_a_gpu_and_its_share_of_cores(
 
 
 @pytest.mark.slow
-def test_runs_that_really_train(call: Call) -> None:
+def test_sweep_of_real_training_runs(call: Call) -> None:
     words = ("run.seed=0,1", "run.steps=2", "batch.size=1", "model.device=cpu")
     result = call("sweep", "r.yaml", *words, "--output", "out", "--json")
     assert result.exit_code == 0, result.stderr

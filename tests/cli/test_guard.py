@@ -1,4 +1,4 @@
-"""What a command says when it fails."""
+"""Output of a command that fails."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from posttrain.errors import Interrupted, PeerLost, RecipeError, RunError
         (Interrupted("stopped after step 3", hint=""), "stopped after step 3"),
     ],
 )
-def test_of_several_processes_the_one_that_failed_says_which_it_is(
+def test_error_names_the_failed_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, told: str
 ) -> None:
-    """Rank 0's own failures had no name. A mistake in the recipe, and a stop, are those of all."""
+    """Rank 0's own failures once had no name. Recipe errors and stops belong to all ranks."""
 
     def fails() -> None:
         raise error
@@ -56,13 +56,12 @@ main()
 """
 
 
-def test_ctrl_c_before_the_command_is_known() -> None:
-    """It was a traceback through the imports."""
+def test_ctrl_c_during_imports_prints_no_traceback() -> None:
     ended = subprocess.run([sys.executable, "-c", STOPPED_WHILE_IMPORTED], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
-def test_ctrl_c_that_is_ignored_stays_so() -> None:
+def test_ignored_ctrl_c_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         early_interrupt.exit_on_interrupt()

@@ -1,4 +1,4 @@
-"""Recipes and files made to hang or crash a command: a sentence, exit code 2, within a second or two."""
+"""Recipes and files made to hang or crash a command: one sentence, exit code 2, within a second or two."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_a_text_that_is_too_much_is_refused_with_a_sentence(what: str, folder: Path) -> None:
+def test_excessive_yaml_is_refused_with_one_sentence(what: str, folder: Path) -> None:
     text, told = TEXTS[what]
     (folder / "r.yaml").write_text(text)
     assert told in refused("recipe", "validate", "r.yaml")
@@ -95,12 +95,12 @@ def test_a_text_that_is_too_much_is_refused_with_a_sentence(what: str, folder: P
         (f"{'x' * 5000}=1", "unknown key"),
     ],
 )
-def test_overrides_too(override: str, told: str, folder: Path) -> None:
+def test_excessive_overrides_are_refused(override: str, told: str, folder: Path) -> None:
     (folder / "r.yaml").write_text(SFT)
     assert told in refused("recipe", "validate", "r.yaml", override)
 
 
-def test_names_of_recipes(folder: Path) -> None:
+def test_excessive_recipe_names_are_refused(folder: Path) -> None:
     assert "is not a file name" in refused("recipe", "validate", "x" * 5000)
     assert "is a folder, not a recipe" in refused("recipe", "validate", str(folder))
     os.mkfifo(folder / "pipe.yaml")
@@ -109,7 +109,7 @@ def test_names_of_recipes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["data", "script", "template", "extends", "model"])
-def test_pipes_and_devices_as_what_a_recipe_names(key: str, folder: Path) -> None:
+def test_pipes_and_devices_as_files_are_refused(key: str, folder: Path) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     os.mkfifo(folder / "pipe.py")
     os.symlink("/dev/zero", folder / "zero.yaml")
@@ -127,7 +127,7 @@ def test_pipes_and_devices_as_what_a_recipe_names(key: str, folder: Path) -> Non
     )
 
 
-def test_what_is_large_and_right_is_taken(folder: Path) -> None:
+def test_large_valid_recipes_are_accepted(folder: Path) -> None:
     """A pipeline of 60 stages, and a merge over the layers of a large model."""
     stages = [{"name": f"s{n}", "stage": "sft", **yaml.safe_load(SFT)} for n in range(60)]
     (folder / "p.yaml").write_text(yaml.safe_dump({"stage": "pipeline", "stages": stages}))

@@ -1,5 +1,5 @@
-"""`posttrain recipe import`: what is optimised there is optimised here. Losses, advantages, clips, KL terms, schedules
-and adapters, with the values that the tools' own code takes (TRL, axolotl, LLaMA-Factory and verl of 2026)."""
+"""`posttrain recipe import` of objectives: losses, advantages, clips, KL terms, schedules and adapters, with the
+defaults of the tools' own code (TRL, axolotl, LLaMA-Factory and verl of 2026)."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def left_out(draft: Draft) -> dict[str, str]:
         (AXOLOTL | {"warmup_steps": 7}, "sft", {"optim.warmup_steps": 7}),
     ],
 )  # fmt: skip
-def test_the_objective_is_that_of_the_file(values: Any, stage: str, expected: Mapping[str, Any], folder: Path) -> None:
+def test_imported_objective_equals_the_files(
+    values: Any, stage: str, expected: Mapping[str, Any], folder: Path
+) -> None:
     draft = imported(folder, values, stage=stage)
     for key, value in expected.items():
         assert draft.at(key) == (pytest.approx(value) if isinstance(value, float) else value), key
@@ -161,10 +163,10 @@ def test_the_objective_is_that_of_the_file(values: Any, stage: str, expected: Ma
         (VERL | {"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov"}, "rl", "loss.use", "clip_cov"),
     ],
 )
-def test_an_objective_that_is_not_known_makes_the_recipe_wrong(
+def test_unknown_objective_makes_the_recipe_invalid(
     values: Any, stage: str, key: str, written: str, call: Callable[..., Any], folder: Path
 ) -> None:
-    """Without it the recipe would be right and another experiment: plain DPO for hinge, GRPO for ReMax."""
+    """Otherwise the recipe would be valid but another experiment: plain DPO for hinge, GRPO for ReMax."""
     draft = imported(folder, values, stage=stage)
     assert draft.at(key) == written
     file = "run.sh" if (folder / "run.sh").exists() else "theirs.yaml"
@@ -174,7 +176,7 @@ def test_an_objective_that_is_not_known_makes_the_recipe_wrong(
         assert draft.at("loss.beta") == 0.3  # what belongs to it stays
 
 
-def test_an_entropy_bonus_stands_beside_the_terms_of_the_preset(folder: Path) -> None:
+def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
     older = imported(folder, f"{OPENRLHF} --advantage_estimator group_norm --entropy_loss_coef 0.02")
     assert older.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.02}]
     entropy = {"actor_rollout_ref.actor.entropy_coeff": 0.01}
@@ -196,12 +198,12 @@ def test_an_entropy_bonus_stands_beside_the_terms_of_the_preset(folder: Path) ->
         ({"use_vllm": False}, None),
     ],
 )  # fmt: skip
-def test_trl_corrects_the_samples_of_vllm(given: Any, entry: Any, folder: Path) -> None:
+def test_trls_vllm_correction_is_imported(given: Any, entry: Any, folder: Path) -> None:
     draft = imported(folder, GRPO | {"use_vllm": True} | given)
     assert draft.plain().get("corrections") == (None if entry is None else [entry])
 
 
-def test_axolotl_corrects_as_trl_does(folder: Path) -> None:
+def test_axolotls_correction_equals_trls(folder: Path) -> None:
     given = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_mask"}
     draft = imported(folder, AXOLOTL | {"rl": "grpo", "trl": given})
     assert draft.plain()["corrections"] == [{"use": "tis", "level": "token", "mode": "mask", "clip_max": 3.0}]
@@ -222,7 +224,7 @@ def test_verl_asks_a_reward_model_where_it_is_switched_on_and_then_nothing_else(
     assert left_out(draft) == {}
 
 
-def test_of_two_keys_for_one_value_the_loser_is_named(folder: Path) -> None:
+def test_overridden_key_is_named(folder: Path) -> None:
     draft = imported(
         folder, GRPO | {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"}
     )
@@ -234,7 +236,7 @@ def test_of_two_keys_for_one_value_the_loser_is_named(folder: Path) -> None:
     assert "all-linear: lora_target_linear" in left_out(imported(folder, axolotl))["lora_target_modules"]
 
 
-def test_a_key_that_belongs_to_another_and_that_no_function_reads_is_left_out(folder: Path) -> None:
+def test_unused_dependent_key_is_left_out(folder: Path) -> None:
     told = left_out(imported(folder, TRL | {"train_batch_size": 64}, stage="sft"))
     assert "`batch.size`" in told["train_batch_size"]
     unused = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.1}
@@ -245,7 +247,7 @@ def test_a_key_that_belongs_to_another_and_that_no_function_reads_is_left_out(fo
     assert left_out(imported(folder, f"{command} 0 1")) == {}
 
 
-def test_what_changes_the_samples_or_the_rows_is_not_dropped_in_silence(folder: Path) -> None:
+def test_keys_that_change_samples_or_rows_are_reported(folder: Path) -> None:
     told = left_out(imported(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
     assert "completions are sampled" in told["actor_rollout_ref.rollout.do_sample"]
     rows = [{"path": "org/rows", "type": "chat_template", "revision": "v1"}]
@@ -255,13 +257,13 @@ def test_what_changes_the_samples_or_the_rows_is_not_dropped_in_silence(folder: 
     assert set(told) == {"trl.sync_ref_model", "trl.min_p"} and "did you mean" not in "".join(told.values())
 
 
-def test_another_reference_than_the_starting_policy(folder: Path) -> None:
+def test_reference_other_than_the_starting_policy(folder: Path) -> None:
     given = FACTORY | {"stage": "dpo", "ref_model": "org/reference"}
     assert imported(folder, given).at("anchors.reference") == "org/reference"
     assert imported(folder, GRPO | {"ref_model": "org/reference"}).at("kl.reference") == "org/reference"
 
 
-def test_pairs_of_axolotl_can_be_read(call: Callable[..., Any], folder: Path) -> None:
+def test_axolotl_pairs_are_read(call: Callable[..., Any], folder: Path) -> None:
     """Its conversation is the prompt, and each side is one message."""
     ask, sides = [{"role": "user", "content": "q"}], {side: {"role": "assistant", "content": side} for side in "ab"}
     row = {"talk": ask, "chosen": sides["a"], "rejected": sides["b"]}

@@ -1,4 +1,4 @@
-"""`posttrain recipe import` of Python scripts of TRL: they are read, never run."""
+"""`posttrain recipe import` of TRL's Python scripts, which are parsed and never run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _import(call: Call, folder: Path, text: str, *more: str) -> dict[str, Any]:
     return found
 
 
-def test_rewards_are_written_with_what_they_read_and_nothing_else(call: Call, folder: Path) -> None:
+def test_reward_functions_are_written_with_only_their_dependencies(call: Call, folder: Path) -> None:
     result = call("recipe", "import", str(SCRIPT), "--output", "made.yaml")
     assert "made_rewards.py: right, as in trl_script.py" in result.stderr
     text = SCRIPT.read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_rewards_are_written_with_what_they_read_and_nothing_else(call: Call, fo
     assert not (folder / "other.yaml").exists()
 
 
-def test_a_written_reward_scores_as_the_script_s_does(call: Call, folder: Path) -> None:
+def test_written_reward_equals_the_scripts(call: Call, folder: Path) -> None:
     """One for the right number, half a point for a number at all."""
     call("recipe", "import", str(SCRIPT), "--output", "made.yaml")
     written: dict[str, Any] = {}
@@ -54,13 +54,13 @@ def test_a_written_reward_scores_as_the_script_s_does(call: Call, folder: Path) 
     assert written["right"](["it is 12", "13", "none"], ["12", "12", "12"]) == [1.5, 0.5, 0.0]
 
 
-def test_without_a_file_to_write_rewards_are_left_out(call: Call) -> None:
+def test_rewards_are_left_out_without_an_output_file(call: Call) -> None:
     found = json.loads(call("recipe", "import", str(SCRIPT), "--json").stdout)
     why = {one["key"]: one["why"] for one in found["left_out"]}
     assert why["reward_funcs: right"].startswith("it is a function of the script: with --output it is written")
 
 
-def test_what_is_computed_is_named_with_its_line(call: Call) -> None:
+def test_computed_values_are_named_with_their_line(call: Call) -> None:
     found = json.loads(call("recipe", "import", str(SCRIPT), "--json").stdout)
     lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     computed = next(one for one in found["left_out"] if one["key"] == "gradient_accumulation_steps")
@@ -82,7 +82,9 @@ def test_what_is_computed_is_named_with_its_line(call: Call) -> None:
         ("A = 1\nA = 2\ndef f(completions): return [A]", "reads `A` (line 4), which the script computes"),
     ],
 )
-def test_a_reward_that_cannot_stand_alone_says_why(call: Call, folder: Path, function: str, why: str) -> None:
+def test_reward_with_outside_dependencies_is_refused_with_the_reason(
+    call: Call, folder: Path, function: str, why: str
+) -> None:
     (folder / "helper.py").write_text("", encoding="utf-8")
     text = f"from trl import GRPOTrainer\n{function}\nGRPOTrainer('tiny', reward_funcs=f, train_dataset=g())\n"
     found = _import(call, folder, text, "--output", "m.yaml")
@@ -121,7 +123,7 @@ def test_a_reward_that_cannot_stand_alone_says_why(call: Call, folder: Path, fun
         ),
     ],
 )
-def test_literal_values_are_found_where_they_stand(call: Call, folder: Path, text: str, values: dict[str, Any]) -> None:
+def test_literal_values_are_resolved(call: Call, folder: Path, text: str, values: dict[str, Any]) -> None:
     recipe = _import(call, folder, text)["recipe"]
     for key, value in values.items():
         node = recipe
@@ -130,7 +132,7 @@ def test_literal_values_are_found_where_they_stand(call: Call, folder: Path, tex
         assert (key, node) == (key, value)
 
 
-def test_a_command_with_a_script_of_its_own_has_the_keys_of_both(call: Call, folder: Path) -> None:
+def test_command_and_script_keys_are_merged(call: Call, folder: Path) -> None:
     (folder / "own.py").write_text(
         "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser\n"
         "def brief(completions, **kwargs):\n    return [float(len(one) < 9) for one in completions]\n"
@@ -166,13 +168,13 @@ def test_a_command_with_a_script_of_its_own_has_the_keys_of_both(call: Call, fol
         ("SFTTrainer('a')\n", ("--from", "axolotl"), "only Python scripts of TRL can be imported"),
     ],
 )
-def test_scripts_that_are_not_read(call: Call, folder: Path, text: str, more: tuple[str, ...], told: str) -> None:
+def test_unreadable_scripts_raise(call: Call, folder: Path, text: str, more: tuple[str, ...], told: str) -> None:
     (folder / "s.py").write_text(text, encoding="utf-8")
     result = call("recipe", "import", "s.py", *more)
     assert result.exit_code == 2 and told in result.stderr
 
 
-def test_one_of_several_trainings_is_taken_by_its_stage(call: Call, folder: Path) -> None:
+def test_training_is_selected_by_stage(call: Call, folder: Path) -> None:
     text = "SFTTrainer('a', train_dataset=x)\nDPOTrainer('b', train_dataset=x)\n"
     assert _import(call, folder, text, "--stage", "dpo")["recipe"]["model"]["path"] == "b"
 
@@ -196,7 +198,7 @@ EVALUATES = "args=SFTConfig(max_steps=5, eval_strategy='steps', eval_steps=2)"
         ("d = load_dataset('org/rows', split='train[10:]')", "d", "load_dataset('org/rows', split='train[:10]')"),
     ],
 )
-def test_rows_that_a_script_holds_out_by_code_are_not_measured(
+def test_rows_held_out_by_code_are_not_evaluated(
     call: Call, folder: Path, rows: str, trained: str, evaluated: str
 ) -> None:
     """The recipe's source has them all, so any split of it would measure rows that are trained on."""
@@ -218,7 +220,7 @@ def test_rows_that_a_script_holds_out_by_code_are_not_measured(
         ("d = load_dataset('org/rows').map(f)", "d['train']", "d['test'] if evaluates else None", "test"),
     ],
 )
-def test_another_split_of_the_data_set_is_measured(
+def test_other_split_of_the_dataset_is_evaluated(
     call: Call, folder: Path, rows: str, trained: str, evaluated: str, split: str
 ) -> None:
     trainer = f"SFTTrainer('tiny', {EVALUATES}, train_dataset={trained}, eval_dataset={evaluated})\n"
@@ -227,7 +229,7 @@ def test_another_split_of_the_data_set_is_measured(
     assert all("eval_dataset" not in note for note in found["differs"])
 
 
-def test_a_file_has_no_split_to_measure(call: Call, folder: Path) -> None:
+def test_file_has_no_evaluation_split(call: Call, folder: Path) -> None:
     (folder / "t.yaml").write_text(
         "model_name_or_path: tiny\ndataset_name: rows.jsonl\neval_strategy: steps\neval_steps: 5\npacking: false\n"
     )
@@ -236,7 +238,7 @@ def test_a_file_has_no_split_to_measure(call: Call, folder: Path) -> None:
     assert "the file names no data for it" in next(o["why"] for o in found["left_out"] if o["key"] == "eval_steps")
 
 
-def test_a_reward_that_is_made_by_code_is_a_mistake_until_it_is_written(call: Call, folder: Path) -> None:
+def test_reward_made_by_code_is_an_error_until_written(call: Call, folder: Path) -> None:
     """It keeps its place and weight, so that the others keep theirs, and has no name that the script has."""
     text = (
         "from functools import partial\nfrom trl import GRPOTrainer, GRPOConfig\nfrom datasets import load_dataset\n"

@@ -38,8 +38,8 @@ def test_every_tool_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_an_example_becomes_this_recipe(path: Path, call: Call, folder: Path) -> None:
-    """The tool is found, the recipe is right, and every value and every key that is left out is as expected."""
+def test_example_is_imported_as_the_expected_recipe(path: Path, call: Call, folder: Path) -> None:
+    """The tool is detected, the recipe is valid, and every value and every omitted key is as expected."""
     result = call("recipe", "import", str(path), "--output", "made.yaml")
     made = (folder / "made.yaml").read_text(encoding="utf-8")
     expected = path.with_name(f"{path.stem}.recipe.yaml")
@@ -55,7 +55,7 @@ def test_an_example_becomes_this_recipe(path: Path, call: Call, folder: Path) ->
     assert f"made.yaml: valid (stage {load('made.yaml').recipe.stage}, from {tool})" in result.stderr
 
 
-def test_what_is_left_out_is_named_with_its_reason(call: Call, folder: Path) -> None:
+def test_omitted_keys_are_named_with_a_reason(call: Call, folder: Path) -> None:
     text = (
         "base_model: org/x\nmicro_batch_size: 1\ndatasets: [{path: rows.jsonl}]\nunheard_of: 3\nplugins: [axolotl.y]\n"
     )
@@ -70,7 +70,7 @@ def test_what_is_left_out_is_named_with_its_reason(call: Call, folder: Path) -> 
     assert told["recipe"]["batch"] == {"size": 1, "micro_size": 1}
 
 
-def test_a_recipe_that_lacks_something_is_written_and_said_to_be_wrong(call: Call, folder: Path) -> None:
+def test_incomplete_recipe_is_written_and_reported(call: Call, folder: Path) -> None:
     (folder / "g.yaml").write_text("model_name_or_path: tiny\ndataset_name: rows.jsonl\nnum_generations: 4\n")
     result = call("recipe", "import", "g.yaml", "--from", "trl", "--output", "made.yaml")
     assert result.exit_code == 2
@@ -94,14 +94,14 @@ def test_a_recipe_that_lacks_something_is_written_and_said_to_be_wrong(call: Cal
         (("x.yaml",), "base_model: m\nrl: ebft\n", "rl: ebft is not trained here"),
     ],
 )
-def test_a_file_that_cannot_be_imported(arguments: Any, text: str, told: str, call: Call, folder: Path) -> None:
+def test_unimportable_file_raises(arguments: Any, text: str, told: str, call: Call, folder: Path) -> None:
     (folder / arguments[0]).write_text(text)
     result = call("recipe", "import", *arguments)
     assert result.exit_code == 2
     assert told in result.stderr
 
 
-def test_a_file_that_is_not_there(call: Call, folder: Path) -> None:
+def test_missing_file_raises(call: Call, folder: Path) -> None:
     (folder / "config.yaml").write_text("a: 1\n")
     assert "did you mean `config.yaml`?" in call("recipe", "import", "confg.yaml").stderr
 
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(call: Call, folder: Path) -> None:
         ),
     ],
 )
-def test_an_engine_over_several_gpus(tool: str, name: str, text: str, call: Call, folder: Path) -> None:
+def test_tensor_parallel_engine_is_imported(tool: str, name: str, text: str, call: Call, folder: Path) -> None:
     (folder / name).write_text(text)
     told = json.loads(call("recipe", "import", name, "--from", tool, "--stage", "rl", "--json").stdout)
     assert told["recipe"]["rollout"]["engine"] == "vllm" and told["recipe"]["rollout"]["vllm"] == {"tensor_parallel": 2}
@@ -140,7 +140,7 @@ def test_gpus_multiply_the_batch(call: Call, folder: Path) -> None:
     assert any("1 GPU" in note for note in one["differs"]) and not any("GPU" in note for note in four["differs"])
 
 
-def test_a_file_that_the_command_names_is_read_and_flags_win(call: Call, folder: Path) -> None:
+def test_named_file_is_read_and_flags_take_precedence(call: Call, folder: Path) -> None:
     (folder / "c.yaml").write_text("model_name_or_path: org/a\ndataset_name: rows.jsonl\nlearning_rate: 1e-5\n")
     (folder / "run.sh").write_text("trl sft --config c.yaml --learning_rate 2e-5\n")
     told = json.loads(call("recipe", "import", "run.sh", "--json").stdout)
@@ -185,8 +185,8 @@ Short = _Short()
 """
 
 
-def test_a_grpo_file_of_trl_trains(call: Call, folder: Path) -> None:
-    """Its reward functions, which lie beside it, run as they are."""
+def test_imported_trl_grpo_file_trains(call: Call, folder: Path) -> None:
+    """Its reward functions, which are beside it, run unchanged."""
     (folder / "grpo.yaml").write_text(GRPO)
     (folder / "mine.py").write_text(MINE)
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
@@ -219,7 +219,7 @@ optimizer: adamw_torch
 """
 
 
-def test_an_axolotl_file_trains(call: Call, folder: Path) -> None:
+def test_imported_axolotl_file_trains(call: Call, folder: Path) -> None:
     (folder / "sft.yml").write_text(AXOLOTL)
     rows = [{"instruction": f"{n}+1", "input": "", "output": str(n + 1)} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -248,7 +248,7 @@ per_device_train_batch_size: 2
         ("t.yml", TRL_PACKED),
     ],
 )
-def test_a_batch_of_packs_is_no_batch_of_rows(call: Call, folder: Path, name: str, text: str) -> None:
+def test_batch_of_packed_rows_is_converted(call: Call, folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
     told = json.loads(call("recipe", "import", name, "--stage", "sft", "--json").stdout)
     size = told["recipe"]["batch"]["size"]
@@ -260,8 +260,9 @@ def test_a_batch_of_packs_is_no_batch_of_rows(call: Call, folder: Path, name: st
     assert not [note for note in told["differs"] if "batch.size counts rows" in note]
 
 
-def test_every_target_of_a_table_is_a_key_of_a_recipe() -> None:
-    """A renamed key cannot leave a table behind; every function that a table names exists, and is named by one."""
+def test_every_table_target_is_a_recipe_key() -> None:
+    """So that renaming a key cannot leave a table outdated; every function named by a table exists, and is named by
+    one."""
     known = {path for model in keys.BY_NAME.values() for path in keys.all_paths(model)}
     heads = {head for stage in keys.BY_NAME for head in keys.components_of(stage)}
     used = set()
@@ -277,7 +278,7 @@ def test_every_target_of_a_table_is_a_key_of_a_recipe() -> None:
     assert set(transforms.TRANSFORMS) <= used
 
 
-def test_a_shell_script_is_read_as_a_shell_would() -> None:
+def test_shell_script_is_parsed_like_a_shell() -> None:
     script = """
     A=${A:-1}; B="two words" # a comment
     C=(--x $A --y="$B" # inside
@@ -297,13 +298,13 @@ def test_a_shell_script_is_read_as_a_shell_would() -> None:
     assert words_of[0].line == 5
 
 
-def test_a_script_runs_nothing(tmp_path: Path) -> None:
+def test_import_runs_no_script(tmp_path: Path) -> None:
     (found,) = commands(f"trl sft --x $(touch {tmp_path}/made) --y `touch {tmp_path}/made`")
     assert not (tmp_path / "made").exists()
     assert f"$(touch {tmp_path}/made)" in [word.text for word in found]
 
 
-def test_a_file_of_another_tool_that_is_run_as_a_recipe_names_the_import(call: Call, folder: Path) -> None:
+def test_running_another_tools_file_suggests_the_import(call: Call, folder: Path) -> None:
     (folder / "theirs.yaml").write_text("actor_rollout_ref: {model: {path: org/x}}\ndata: {train_files: x.parquet}\n")
     told = call("recipe", "validate", "theirs.yaml").stderr
     assert "if it is a file of verl: posttrain recipe import theirs.yaml" in told
@@ -313,8 +314,8 @@ STRANGE = ("null", "[]", "{}", "-1", "0", "1e400", '"x"', "[{a: 1}]", "{a: {b: 1
 
 
 @pytest.mark.parametrize("value", STRANGE)
-def test_values_that_make_no_sense_crash_nothing(value: str, folder: Path) -> None:
-    """Keys of the YAML examples, each in turn with a value of another kind: a recipe, or an error for people."""
+def test_invalid_values_never_crash_the_import(value: str, folder: Path) -> None:
+    """Each key of the YAML examples in turn gets a value of another type: a recipe, or a readable error."""
     taken = refused = 0
     for path in (path for path in FILES if path.suffix in (".yaml", ".yml")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -333,7 +334,7 @@ def test_values_that_make_no_sense_crash_nothing(value: str, folder: Path) -> No
     assert taken > refused
 
 
-def test_conversations_and_alpaca_rows_of_axolotl_are_rendered_alike(call: Call, folder: Path) -> None:
+def test_axolotl_conversations_and_alpaca_rows_share_one_format(call: Call, folder: Path) -> None:
     """A recipe has one form for all rows: the chat template, which alpaca's rows get as well."""
     (folder / "a.yml").write_text(
         "base_model: tiny\nmicro_batch_size: 2\nnum_epochs: 1\ndatasets:\n"
@@ -347,7 +348,7 @@ def test_conversations_and_alpaca_rows_of_axolotl_are_rendered_alike(call: Call,
     assert "train_on_eos: turn   the token that ends a turn is trained on" in result.stderr
 
 
-def test_alpaca_rows_with_an_input_are_said_to_read_differently(call: Call, folder: Path) -> None:
+def test_alpaca_rows_with_an_input_get_a_note(call: Call, folder: Path) -> None:
     (folder / "a.yml").write_text(
         "base_model: tiny\nmicro_batch_size: 2\nnum_epochs: 1\ndatasets:\n  - {path: org/alpaca, type: alpaca}\n"
     )
@@ -355,7 +356,7 @@ def test_alpaca_rows_with_an_input_are_said_to_read_differently(call: Call, fold
     assert any("non-empty `input`" in note and "### Input:" in note for note in found["differs"])
 
 
-def test_a_tracker_that_is_not_installed_is_said(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_is_noted(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else known(name, *more)

@@ -1,4 +1,4 @@
-"""Scripts of the user are imported by a process of their own: whatever an import does, the command says it and ends."""
+"""User scripts are imported in a separate process: whatever an import does, the command reports it and ends."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def posttrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("what", ENDINGS)
-def test_an_import_that_ends_badly_is_a_mistake_of_the_recipe(
-    what: str, folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_import_is_a_recipe_error(what: str, folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command runs in this process, which would end with an import of its own."""
     script, told = ENDINGS[what]
     (folder / "mine.py").write_text(script + REWARD)
@@ -81,22 +79,22 @@ def test_an_import_that_ends_badly_is_a_mistake_of_the_recipe(
     assert "Traceback" not in result.stderr and "report it" not in result.stderr
 
 
-def test_a_run_says_the_same_before_torch_is_loaded(folder: Path) -> None:
+def test_run_reports_the_same_before_torch_is_loaded(folder: Path) -> None:
     (folder / "mine.py").write_text("import os; os._exit(0)" + REWARD)
     checked, run = posttrain(folder, "recipe", "validate", "r.yaml"), posttrain(folder, "rl", "r.yaml")
     assert (run.returncode, run.stderr) == (2, checked.stderr)
     assert sorted(path.name for path in folder.iterdir()) == ["mine.py", "r.yaml", "rows.jsonl"]
 
 
-def test_what_an_import_prints_is_no_part_of_the_result(folder: Path) -> None:
+def test_output_of_an_import_is_not_part_of_the_result(folder: Path) -> None:
     (folder / "mine.py").write_text("import sys; print('loading'); sys.stdout.flush()" + REWARD)
     result = posttrain(folder, "recipe", "validate", "r.yaml", "--json")
     assert json.loads(result.stdout)["rewards"] == ["accuracy", "f"]
     assert "loading" in result.stderr
 
 
-def test_what_an_import_starts_ends_with_it(folder: Path) -> None:
-    """A child that would live on, and hold the pipes of the command open."""
+def test_child_processes_of_an_import_end_with_it(folder: Path) -> None:
+    """A child that would stay alive and keep the pipes of the command open."""
     starts = "import subprocess, sys; subprocess.Popen(['sleep', '987']); print('started')"
     (folder / "mine.py").write_text(starts + REWARD)
     started = time.monotonic()
@@ -118,7 +116,9 @@ def test_other_commands_import_a_script_elsewhere_first(
 
 
 @pytest.mark.parametrize("part", ["tools: [{use: 'mine.py:f'}]", "environment: {use: 'mine.py:F'}"])
-def test_tools_and_environments_too(part: str, folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_and_environments_are_imported_separately(
+    part: str, folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "mine.py").write_text("import os; os._exit(0)")
     (folder / "r.yaml").write_text(RECIPE.replace('  - {use: "mine.py:f"}\n', "") + part + "\n")
     monkeypatch.chdir(folder)
@@ -128,7 +128,7 @@ def test_tools_and_environments_too(part: str, folder: Path, call: Call, monkeyp
     assert "importing mine.py ended the importing process (exit code 0)" in result.stderr
 
 
-def test_a_reward_that_is_described_keeps_what_checks_read(folder: Path) -> None:
+def test_described_reward_has_the_fields_used_by_checks(folder: Path) -> None:
     (folder / "mine.py").write_text(
         "from posttrain.verify.contract import batched, per_turn\n"
         "@batched\ndef many(completions, answer, hint=None, *, scale: float = 1.0): return [1.0] * len(completions)\n"
@@ -143,7 +143,7 @@ def test_a_reward_that_is_described_keeps_what_checks_read(folder: Path) -> None
             importer.reward({"use": "mine.py:many", "params": {"scales": 2.0}})
 
 
-def test_a_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_numeric_time_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(imports.TIME_LIMIT_VARIABLE, "soon")
     with pytest.raises(UserError, match="POSTTRAIN_IMPORT_SECONDS is `soon`"):
         imports.read_time_limit()

@@ -1,4 +1,4 @@
-"""Files that start a run on a cluster: what they say, and that Slurm's trains, where a script plays srun."""
+"""Job files for clusters: their contents, and a Slurm file that trains, with a script in place of srun."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def recipe(folder: Path) -> None:
     (folder / "rl.yaml").write_text(json.dumps(RL))
 
 
-def test_a_slurm_file_holds_the_command_and_the_counts(call: Any, folder: Path) -> None:
+def test_slurm_file_has_the_command_and_the_counts(call: Any, folder: Path) -> None:
     done = call("rl", "rl.yaml", "optim.lr=1e-5", "--slurm", "nodes=4,gpus=8,time=1:00:00,partition=gpu")
     assert done.exit_code == 0, done.output
     file = folder / "runs" / "rl.sbatch"
@@ -76,7 +76,7 @@ def test_a_slurm_file_holds_the_command_and_the_counts(call: Any, folder: Path) 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
 @pytest.mark.parametrize("servers", [0, 1])
-def test_files_are_what_their_readers_take(call: Any, folder: Path, kind: str, servers: int) -> None:
+def test_job_files_are_valid_shell_and_yaml(call: Any, folder: Path, kind: str, servers: int) -> None:
     """The shell reads the scripts, YAML the others; engines of two GPUs get two each."""
     count = f"nodes={2 + servers},gpus=4,servers={servers}"
     if servers:
@@ -114,7 +114,7 @@ def test_files_are_what_their_readers_take(call: Any, folder: Path, kind: str, s
         (["--submit"], "needs a job file to submit"),
     ],
 )
-def test_what_cannot_be_is_refused(call: Any, folder: Path, options: list[str], said: str) -> None:
+def test_invalid_job_options_are_refused(call: Any, folder: Path, options: list[str], said: str) -> None:
     done = call("rl", "rl.yaml", *options)
     assert done.exit_code == 2 and said in " ".join(done.stderr.split())
     assert not (folder / "runs").exists()
@@ -125,7 +125,7 @@ def test_sft_has_no_servers(call: Any) -> None:
     assert done.exit_code == 2 and "`posttrain sft` generates nothing" in done.stderr
 
 
-def test_submit_hands_the_file_over(call: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_passes_the_file_to_sbatch(call: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = call("rl", "rl.yaml", "--slurm", "nodes=2", "--submit")
     assert done.exit_code == 1 and "`sbatch` is not on this machine; the job file is written" in done.stderr
     command(folder / "bin" / "sbatch", '#!/bin/bash\necho "Submitted batch job 7 $1"\n')
@@ -142,7 +142,7 @@ def command(path: Path, text: str) -> None:
 
 @pytest.fixture
 def environment(folder: Path) -> dict[str, str]:
-    """A job's: two nodes, which are this machine, and the commands of Slurm."""
+    """Environment of a job: two nodes, both this machine, and the commands of Slurm."""
     command(folder / "bin" / "srun", SRUN)
     command(folder / "bin" / "scontrol", SCONTROL)
     slurm = {"SLURM_JOB_NODELIST": "localhost,localhost", "SLURM_JOB_ID": str(random.randrange(10**6))}
@@ -152,7 +152,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def job(call: Any, folder: Path) -> Iterator[Any]:
-    """Starts the file for two nodes, with some overrides; ends what a failed test leaves."""
+    """Start the file for two nodes with overrides; processes left by a failed test are ended."""
     started: list[subprocess.Popen[str]] = []
 
     def start(environment: dict[str, str], *overrides: str, job: str = "nodes=2,gpus=1") -> subprocess.Popen[str]:
@@ -175,7 +175,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_file_trains_on_two_nodes(job: Any, environment: dict[str, str], folder: Path) -> None:
+def test_job_file_trains_on_two_nodes(job: Any, environment: dict[str, str], folder: Path) -> None:
     """Two torchruns meet, each with one rank, and train the tiny model."""
     assert job(environment).wait(timeout=300) == 0, (folder / "log").read_text()
     assert [row["step"] for row in rows(folder)] == [1, 2]
@@ -187,10 +187,10 @@ def test_the_file_trains_on_two_nodes(job: Any, environment: dict[str, str], fol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_that_must_leave_saves_and_is_queued_again(
+def test_preempted_job_saves_and_is_requeued(
     job: Any, environment: dict[str, str], folder: Path, number: signal.Signals
 ) -> None:
-    """Slurm signals the batch shell alone; the run ends after its step, and a job with the same file goes on."""
+    """Slurm signals only the batch shell; the run ends after its step, and a job with the same file resumes it."""
     first = job(environment, "run.steps=200", "run.save_every=200")
     deadline = time.monotonic() + 200
     while len(rows(folder)) < 2 and time.monotonic() < deadline and first.poll() is None:
@@ -210,7 +210,7 @@ def test_a_job_that_must_leave_saves_and_is_queued_again(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_node_generates_and_the_other_trains(job: Any, environment: dict[str, str], folder: Path) -> None:
+def test_one_node_generates_and_the_other_trains(job: Any, environment: dict[str, str], folder: Path) -> None:
     """vLLM on the last node, training on the first: weights reach the engine, and its end is the job's."""
     pytest.importorskip("vllm")
     (folder / "rl.yaml").write_text(json.dumps({**RL, "model": {"path": str(small_model(folder / "base"))}}))

@@ -1,4 +1,4 @@
-"""Everything that a recipe names is looked up before anything starts: each mistake with its place, all at once."""
+"""All names in a recipe are looked up before anything starts: every error with its position, reported together."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ def _told(text: str, key: str, what: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(("verb", "written", "key", "what", "hint"), FUNCTIONS, ids=lambda text: str(text)[:40])
-def test_functions_and_what_goes_with_a_recipe(
+def test_missing_functions_and_files_are_refused(
     verb: str, written: str, key: str, what: str, hint: str, folder: Path, call: Call
 ) -> None:
-    """Refused by `validate` and by the verb, with the same words, before there is a directory."""
+    """By `validate` and by the command, with the same words, before a directory is created."""
     _write(folder, verb, written)
     before = sorted(folder.iterdir())
     checked, run = call("recipe", "validate", "r.yaml"), call(verb, "r.yaml")
@@ -161,10 +161,10 @@ def test_functions_and_what_goes_with_a_recipe(
 
 
 @pytest.mark.parametrize(("verb", "written", "key", "what", "hint"), THINGS, ids=lambda text: str(text)[:40])
-def test_models_data_and_runs_may_be_elsewhere(
+def test_missing_models_data_and_runs_are_notes_of_validate(
     verb: str, written: str, key: str, what: str, hint: str, folder: Path, call: Call
 ) -> None:
-    """A note of `validate`, for they may be where the recipe will run; refused by the verb."""
+    """They may exist where the recipe will run; the command itself refuses them."""
     _write(folder, verb, written)
     checked, run = call("recipe", "validate", "r.yaml"), call(verb, "r.yaml")
     assert (checked.exit_code, run.exit_code) == (0, 2), checked.output
@@ -183,15 +183,15 @@ def test_models_data_and_runs_may_be_elsewhere(
         ("sft", "data: {source: my data.jsonl}", " has rows.jsonl"),
     ],
 )
-def test_where_no_name_is_near_the_hint_lists_what_is_there(
+def test_hint_lists_existing_names_if_none_is_similar(
     verb: str, written: str, hint: str, folder: Path, call: Call
 ) -> None:
     _write(folder, verb, written)
     assert re.search(f"\n  hint: {folder}.*{hint}", call(verb, "r.yaml").stderr)
 
 
-def test_a_hub_id_that_resembles_a_folder_is_a_note(folder: Path, call: Call) -> None:
-    """Nobody asks the hub here. One that resembles nothing is taken as it is."""
+def test_hub_id_similar_to_a_folder_gets_a_note(folder: Path, call: Call) -> None:
+    """The hub is not asked. An id similar to nothing is accepted."""
     _write(folder, "sft", "model: {path: modle}")
     checked = call("recipe", "validate", "r.yaml")
     assert checked.exit_code == 0
@@ -200,7 +200,7 @@ def test_a_hub_id_that_resembles_a_folder_is_a_note(folder: Path, call: Call) ->
     assert call("recipe", "validate", "r.yaml").stderr == ""
 
 
-def test_mistakes_and_notes_of_a_pipeline_are_told_at_once(folder: Path, call: Call) -> None:
+def test_errors_and_notes_of_a_pipeline_are_reported_together(folder: Path, call: Call) -> None:
     """Also where the schema has something to say, and from another directory."""
     (folder / "r.yaml").write_text(
         "stage: pipeline\ndefaults: {model: {path: ./modle}, data: {source: rows.jsonl}, run: {steps: 1}}\nstages:\n"
@@ -230,7 +230,7 @@ def test_every_merge_of_a_sweep_is_looked_up_before_the_first(folder: Path, call
     assert not (folder / "runs").exists()
 
 
-def test_a_prompt_for_a_model_that_is_not_there(call: Call) -> None:
+def test_prompt_for_a_missing_model_raises(call: Call) -> None:
     result = call("generate", "./modle", "--prompt", "1 + 1")
     assert result.exit_code == 2
     assert "model.path: model not found: ./modle" in result.stderr and "did you mean `./model`?" in result.stderr

@@ -1,4 +1,4 @@
-"""Mistakes that newcomers make on the command line: the hint names what is right."""
+"""Common command-line mistakes of new users, each with a hint."""
 
 from __future__ import annotations
 
@@ -134,13 +134,13 @@ def _hints(ended: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("value", "hint"), VALUES, ids=[value for value, _ in VALUES])
-def test_a_mistaken_value_is_answered_with_the_right_one(value: str, hint: str, call: Callable[..., Any]) -> None:
+def test_wrong_value_gets_a_hint(value: str, hint: str, call: Callable[..., Any]) -> None:
     hints = _hints(call("recipe", "validate", "rl.yaml", value))
     assert any(one.startswith(f"hint: {hint}") for one in hints), hints
 
 
 @pytest.mark.parametrize(("typed", "hint"), COMMANDS, ids=[typed for typed, _ in COMMANDS])
-def test_a_mistaken_command_is_answered_with_the_right_one(typed: str, hint: str, call: Callable[..., Any]) -> None:
+def test_wrong_command_gets_a_hint(typed: str, hint: str, call: Callable[..., Any]) -> None:
     hints = _hints(call(*typed.split(" ")))
     assert len(hints) == 1
     assert hints[0].startswith(f"hint: {hint}")
@@ -154,7 +154,7 @@ def test_a_mistaken_command_is_answered_with_the_right_one(typed: str, hint: str
         ("chat tiny --temperature hot", "--temperature: must be a number"),
     ],
 )
-def test_options_that_are_no_numbers(typed: str, told: str, call: Callable[..., Any]) -> None:
+def test_non_numeric_options_raise(typed: str, told: str, call: Callable[..., Any]) -> None:
     assert call(*typed.split(" ")).stderr.strip() == told
 
 
@@ -167,13 +167,13 @@ def test_options_that_are_no_numbers(typed: str, told: str, call: Callable[..., 
         ("data.prompt_template='{prompt}'", "{prompt}"),
     ],
 )
-def test_text_is_read_as_it_was_typed(typed: str, read: str, call: Callable[..., Any]) -> None:
+def test_text_values_are_read_as_typed(typed: str, read: str, call: Callable[..., Any]) -> None:
     """YAML would read a mapping, or nothing at all; quotes of YAML still are quotes."""
     shown = json.loads(call("recipe", "show", "rl.yaml", typed, "--json").stdout)
     assert shown["recipe"]["data"]["prompt_template"] == read
 
 
-def test_text_of_a_stage_of_a_pipeline_is_read_as_it_was_typed(files: Path, call: Callable[..., Any]) -> None:
+def test_text_values_of_a_pipeline_stage_are_read_as_typed(files: Path, call: Callable[..., Any]) -> None:
     entry = "stage: sft, model: {path: tiny}, data: {source: chat.jsonl}, run: {steps: 1}"
     stages = "".join(f"  - {{name: {name}, {entry}}}\n" for name in ("a", "b"))
     (files / "p.yaml").write_text(f"stages:\n{stages}", encoding="utf-8")
@@ -182,19 +182,19 @@ def test_text_of_a_stage_of_a_pipeline_is_read_as_it_was_typed(files: Path, call
     assert [one["data"]["system"] for one in stages] == [None, "You are: terse"]
 
 
-def test_a_field_of_a_template_that_is_no_column_is_named(call: Callable[..., Any]) -> None:
+def test_unknown_template_field_is_named(call: Callable[..., Any]) -> None:
     ended = call("recipe", "validate", "rl.yaml", "data.prompt_template=Q: {promt}")
     assert "no column `promt`" in ended.stderr
     assert _hints(ended) == ["hint: did you mean `prompt`?"]
 
 
-def test_a_size_beyond_the_rows_is_noted(call: Callable[..., Any]) -> None:
+def test_size_larger_than_the_data_is_noted(call: Callable[..., Any]) -> None:
     noted = "`size` asks for 5,000 rows; qa.jsonl has 1, and all are used"
     assert noted in call("recipe", "validate", "rl.yaml", "data.size=5000").stderr
     assert "all are used" not in call("recipe", "validate", "rl.yaml", "data.size=1").stderr
 
 
-def test_an_unknown_key_of_a_filter_is_said(files: Path, call: Callable[..., Any]) -> None:
+def test_unknown_filter_key_is_named(files: Path, call: Callable[..., Any]) -> None:
     values = {"stage": "rl", "optim": {"lr": 0.0001}, "rewards": [{"use": "math.accuracy"}], "kl": {"coef": None}}
     (files / "run" / "resolved.json").write_text(json.dumps(values), encoding="utf-8")
     (files / "run" / "metrics.jsonl").write_text('{"step": 1, "entropy": 0.5}\n', encoding="utf-8")
@@ -218,6 +218,6 @@ def test_an_unknown_key_of_a_filter_is_said(files: Path, call: Callable[..., Any
         )
 
 
-def test_a_section_of_a_file_is_answered_in_the_words_of_a_file(files: Path, call: Callable[..., Any]) -> None:
+def test_section_error_in_a_file_uses_file_syntax(files: Path, call: Callable[..., Any]) -> None:
     (files / "rl.yaml").write_text(RL.replace("{path: tiny}", "tiny"), encoding="utf-8")
     assert _hints(call("recipe", "validate", "rl.yaml")) == ["hint: write `model: {path: tiny}`"]

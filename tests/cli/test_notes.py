@@ -1,4 +1,4 @@
-"""Settings that nothing reads are told before a run; `data inspect` and `reward test` look as a run does."""
+"""Unused settings are noted before a run; `data inspect` and `reward test` make the same checks as a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rl(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_run_tells_it_first(call: Call, stage: Callable[..., None]) -> None:
+def test_run_notes_unused_settings_first(call: Call, stage: Callable[..., None]) -> None:
     stage(lambda *_: {"steps": 1})
     run = call("sft", "r.yaml", "--output", "out")
     assert run.exit_code == 0 and run.stderr.startswith(IDLE + "run directory: out\n")
@@ -43,7 +43,7 @@ def test_a_run_tells_it_first(call: Call, stage: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_validate_tells_it(call: Call) -> None:
+def test_validate_notes_unused_settings(call: Call) -> None:
     told = call("recipe", "validate", "r.yaml")
     assert told.exit_code == 0 and told.stderr == IDLE
     (note,) = json.loads(call("recipe", "validate", "r.yaml", "--json").stdout)["notes"]
@@ -52,7 +52,7 @@ def test_validate_tells_it(call: Call) -> None:
 
 @pytest.mark.usefixtures("rl")
 @pytest.mark.parametrize("command", [("data", "inspect"), ("reward", "test")])
-def test_names_that_do_not_exist(command: tuple[str, str], call: Call) -> None:
+def test_missing_names_are_reported_together(command: tuple[str, str], call: Call) -> None:
     """All of them at once, in the words of a run, with their lines."""
     wrong = ["data.source=rws.jsonl", "rewards.0.use=mine.py:scor"]
     found, run = call(*command, "r.yaml", *wrong), call("rl", "r.yaml", *wrong)
@@ -61,7 +61,7 @@ def test_names_that_do_not_exist(command: tuple[str, str], call: Call) -> None:
 
 
 @pytest.mark.usefixtures("rl")
-def test_a_model_that_is_elsewhere(call: Call) -> None:
+def test_missing_model_is_ignored_by_reward_test(call: Call) -> None:
     """`reward test` reads none, and may be asked on a laptop."""
     tried = call("reward", "test", "r.yaml", "model.path=./nowhere")
     assert tried.exit_code == 0, tried.output
@@ -69,7 +69,7 @@ def test_a_model_that_is_elsewhere(call: Call) -> None:
     assert looked.exit_code == 2 and "command line  model.path: model not found: ./nowhere" in looked.stderr
 
 
-def test_rewards_without_rows(call: Call, folder: Path) -> None:
+def test_reward_test_without_rows_raises(call: Call, folder: Path) -> None:
     (folder / "p.yaml").write_text("stage: pairs\ncompletions: c.jsonl\nrewards: [{use: math.accuracy}]\n")
     told = call("reward", "test", "p.yaml")
     assert told.exit_code == 2 and "stage pairs has no rewards of data rows" in told.stderr

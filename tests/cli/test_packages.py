@@ -1,4 +1,5 @@
-"""Packages that a recipe needs are asked for before any work: with the line that needs them, and no directory made."""
+"""Missing packages of a recipe are reported before any work, with the line that needs them, and no directory is
+created."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({}, "stage rl needs torch", "train"),
     ],
 )
-def test_each_is_told(values: dict[str, Any], package: str, extra: str, without: Any, tmp_path: Path) -> None:
+def test_each_missing_package_is_reported(
+    values: dict[str, Any], package: str, extra: str, without: Any, tmp_path: Path
+) -> None:
     loaded = load_dict({**RL, **values}, base_dir=tmp_path, where="r.yaml")
     without(package.rpartition(" ")[2].replace("-", "_"))
     (told,) = packages.find_missing_packages(loaded)
@@ -63,14 +66,16 @@ def test_each_is_told(values: dict[str, Any], package: str, extra: str, without:
     assert ("gcc" in told.hint) == (extra == "gym")
 
 
-def test_nothing_is_needed_for_a_server_elsewhere(without: Any, tmp_path: Path) -> None:
+def test_remote_server_needs_no_package(without: Any, tmp_path: Path) -> None:
     server = {"urls": ["http://somewhere:8000"]}
     values = {**RL, "rollout": {"engine": "vllm", "vllm": {"server": server}}}
     without("vllm", "bitsandbytes", "gguf", "reasoning_gym")
     assert packages.find_missing_packages(load_dict(values, base_dir=tmp_path, where="r.yaml")) == []
 
 
-def test_a_run_does_not_begin(call: Call, stage: Callable[..., None], folder: Path, without: Any) -> None:
+def test_run_with_missing_packages_does_not_start(
+    call: Call, stage: Callable[..., None], folder: Path, without: Any
+) -> None:
     """Of a pipeline, every stage is asked."""
     stage(lambda *_: pytest.fail("must not run"))
     (folder / "p.yaml").write_text(
@@ -93,7 +98,7 @@ def test_a_run_does_not_begin(call: Call, stage: Callable[..., None], folder: Pa
 
 
 @pytest.mark.parametrize("command", [("data", "inspect"), ("reward", "test")])
-def test_what_reads_rows_asks_for_less(command: tuple[str, str], call: Call, folder: Path, without: Any) -> None:
+def test_row_commands_need_fewer_packages(command: tuple[str, str], call: Call, folder: Path, without: Any) -> None:
     """The package of the data, and not those of a run."""
     text = "stage: rl\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 1}\n"
     rewards = "rewards: [{use: mine.py:score}]\nscoring: {workers: 1}\nrollout: {engine: vllm}\n"

@@ -35,20 +35,20 @@ def test_json_adds_up(call):
     assert found["peak_gib"] == parts["sum"] and found["peak_phase"] == "update"
 
 
-def test_what_trains_nothing_is_refused(call, folder):
+def test_stages_without_training_are_refused(call, folder):
     (folder / "merge.yaml").write_text("stage: merge\nmerge_method: linear\nmodels: [{model: a}]\n")
     done = call("plan", "merge.yaml")
     assert done.exit_code == 2 and "recipes that train" in done.stderr
 
 
-def test_rows_that_a_reward_model_holds_out_are_not_trained_on(call):
+def test_held_out_rows_of_a_reward_model_are_not_counted(call):
     found = json.loads(call("plan", "debug/reward_model", "--json").stdout)
     whole = json.loads(call("plan", "debug/reward_model", "objective.holdout=0", "--json").stdout)
     assert 0 < found["batch"]["rows"] < whole["batch"]["rows"]
     assert found["batch"]["steps"] < whole["batch"]["steps"]
 
 
-def test_a_step_takes_no_more_rows_than_the_epochs_have(call):
+def test_step_has_at_most_the_rows_of_the_epochs(call):
     found = json.loads(call("plan", "r.yaml", "batch.size=8", "run.steps=null", "run.epochs=2", "--json").stdout)
     batch = found["batch"]
     assert (batch["rows a step"], batch["forward passes a step"]) == (2, 1)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PROBLEM = {"file", "line", "column", "key", "where", "what", "allowed", "hint"}
 
 
-def test_list(call: Call) -> None:
+def test_recipe_list(call: Call) -> None:
     listed = json.loads(call("recipe", "list", "--json").stdout)
     assert {item["name"] for item in listed} >= {"quickstart"}
     assert all(item["stage"] and item["about"] for item in listed)
@@ -33,8 +33,8 @@ def test_list(call: Call) -> None:
     assert "quickstart" in text
 
 
-def test_what_show_prints_is_the_same_recipe(call: Call, folder: Path) -> None:
-    """The printed YAML loads again to the same values, awkward texts included."""
+def test_printed_recipe_loads_to_the_same_values(call: Call, folder: Path) -> None:
+    """Including texts that need quoting."""
     awkward = ["no", "1e-5", "a: b", "# x", "", " x", "${HOME}", "[x", 'say "hi"', "two\nlines", "null", "x:"]
     written = "".join(f"    k{n}: {json.dumps(text).replace('${', '$${')}\n" for n, text in enumerate(awkward))
     nested = '[1, {a: [], "b c": "x, y"}, {}]'
@@ -57,13 +57,13 @@ def test_show_as_json(call: Call) -> None:
     assert (told["origins"]["run.steps"], told["origins"]["run.seed"]) == ("r.yaml:4", "default")
 
 
-def test_validate(call: Call) -> None:
+def test_validate_reports_errors(call: Call) -> None:
     result = call("recipe", "validate", "r.yaml")
     assert (result.exit_code, result.stdout.endswith("r.yaml: valid (stage sft)\n")) == (0, True)
     assert call("recipe", "validate", "r.yaml", "run.steps=0").exit_code == 2
 
 
-def test_validate_tells_problems_as_json_where_json_is_asked_for(call: Call) -> None:
+def test_validate_prints_problems_as_json(call: Call) -> None:
     result = call("recipe", "validate", "r.yaml", "run.steps=0", "optim.lrr=1", "--json")
     told = json.loads(result.stdout)
     assert (result.exit_code, result.stderr, told["valid"]) == (2, "", False)
@@ -83,7 +83,7 @@ def test_validate_loads_the_rewards(call: Call, folder: Path) -> None:
     assert "score" in result.stderr
 
 
-def test_copy(call: Call, folder: Path) -> None:
+def test_recipe_copy(call: Call, folder: Path) -> None:
     result = call("recipe", "copy", "debug/sft", "mine.yaml")
     assert result.exit_code == 0, result.stderr
     first, *_ = (folder / "mine.yaml").read_text(encoding="utf-8").splitlines()
@@ -99,11 +99,11 @@ def test_copy(call: Call, folder: Path) -> None:
     assert missing.exit_code == 2 and missing.stderr.endswith("no directory new dir\n  hint: mkdir -p 'new dir'\n")
 
 
-def test_schema(call: Call) -> None:
+def test_recipe_schema(call: Call) -> None:
     assert json.loads(call("recipe", "schema").stdout)["title"] == "posttrain recipe"
 
 
-def test_methods_list_has_everything(call: Call) -> None:
+def test_methods_list_is_complete(call: Call) -> None:
     listed = json.loads(call("methods", "list", "--json").stdout)
     names = {(item["kind"], item["name"]) for item in listed}
     known = {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.load_index().items() for n in v}
@@ -193,7 +193,7 @@ def test_shared_symbols_are_printed_only_where_a_text_does_not_define_them(call:
     assert not catalogue.uses_symbol("A row is kept. A KL term stays.", "A"), "the article"
 
 
-def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
+def test_methods_are_found_by_names_from_papers(call: Call) -> None:
     """A reward without its script; what a key does; a formula that no key reaches."""
     assert "tools.toolrl  (reward of a row" in call("methods", "show", "toolrl").stdout
     assert "eval: {samples: 16, k: [1, 16]}" in call("methods", "show", "pass_at_k").stdout
@@ -202,7 +202,7 @@ def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
     assert call("methods", "show", "nothing_of_the_kind").exit_code == 2
 
 
-def test_formulas_elsewhere_are_there_and_uncalled() -> None:
+def test_formulas_without_a_recipe_key_exist() -> None:
     """One that a recipe reaches one day is no formula of this list any more."""
     from tests.test_uncalled import FORMULAS
 
@@ -214,7 +214,7 @@ def test_formulas_elsewhere_are_there_and_uncalled() -> None:
     assert not any(catalogue.find_entries(name, entries) for name in (*catalogue.KEYS, *catalogue.FORMULAS))
 
 
-def test_other_names_are_names_of_something() -> None:
+def test_other_names_refer_to_existing_methods() -> None:
     entries = catalogue.list_entries()
     for name in catalogue.OTHER_NAMES:
         assert len(catalogue.find_entries(name, entries)) == 1, name
@@ -231,7 +231,7 @@ BASES = {
 BASES["adaptvision"] = {**BASES["rl"], "model": {"path": "tiny-vision"}}  # bounds the pictures that a model sees
 
 
-def test_every_page_has_a_recipe_that_is_right(folder: Path) -> None:
+def test_recipe_lines_of_methods_show_are_valid(folder: Path) -> None:
     """The lines that `methods show` says to write load as they stand."""
     for entry in catalogue.list_entries():
         (folder / "page.yaml").write_text("\n".join(methods.recipe_lines(entry)) + "\n", encoding="utf-8")
@@ -241,7 +241,7 @@ def test_every_page_has_a_recipe_that_is_right(folder: Path) -> None:
         assert not entry["unusable"], entry["name"]
 
 
-def test_methods_show_of_nothing(call: Call) -> None:
+def test_methods_show_of_an_unknown_name_raises(call: Call) -> None:
     result = call("methods", "show", "dappo")
     assert (result.exit_code, "did you mean `dapo`?" in result.stderr) == (2, True)
 
@@ -283,7 +283,7 @@ def test_doctor_gives_advice() -> None:
 
 
 @pytest.mark.parametrize("stage", sorted(keys.BY_NAME))
-def test_the_keys_of_a_stage(call: Call, stage: str) -> None:
+def test_recipe_keys_of_a_stage(call: Call, stage: str) -> None:
     """Those of the schema, a line each, with the default that a recipe gets and a meaning."""
     model = keys.BY_NAME[stage]
     found = json.loads(call("recipe", "keys", stage, "--json").stdout)
@@ -294,7 +294,7 @@ def test_the_keys_of_a_stage(call: Call, stage: str) -> None:
     assert [line.split()[0] for line in lines] == [key["key"] for key in found]
 
 
-def test_keys_say_type_and_default(call: Call) -> None:
+def test_recipe_keys_have_type_and_default(call: Call) -> None:
     lines = {line.split()[0]: re.split("  +", line) for line in call("recipe", "keys", "rl").stdout.splitlines()}
     assert lines["optim.lr"][1:3] == ["float > 0 <= 10", "1e-06"]
     assert lines["kl.where"][1:3] == ["loss | reward", "loss"]
@@ -414,7 +414,7 @@ def test_validate_and_runs_read_the_first_rows(
         (["1", "2"], "", 0),
     ],
 )
-def test_validate_looks_at_the_golds_of_the_first_rows(
+def test_validate_checks_gold_answers_of_the_first_rows(
     call: Call, folder: Path, answers: list[Any], told: str, code: int
 ) -> None:
     """They were refused only after the model had loaded."""
@@ -471,7 +471,7 @@ def test_validate_renders_the_first_rows(
     assert re.search(LOST.format(lost), " ".join(result.stderr.split())), result.stderr
 
 
-def test_validate_notes_what_a_row_may_lose(call: Call, folder: Path) -> None:
+def test_validate_notes_text_dropped_by_the_template(call: Call, folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     row = {"messages": [{**ASKED, "name": "Ann"}, {"role": "assistant", "content": "a"}], "tools": tools}
     (folder / "d.jsonl").write_text((json.dumps(row) + "\n") * 3, encoding="utf-8")

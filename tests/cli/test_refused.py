@@ -1,4 +1,4 @@
-"""Whatever a run refuses about a recipe, `recipe validate` refuses first: the same words, the same lines, no torch."""
+"""`recipe validate` refuses every recipe that a run refuses: with the same words and lines, without torch."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(BAD)), ids=[",".join(changes) for _, changes, _ in BAD])
-def test_validate_and_the_run_say_the_same(number: int, told: list[list[Any]]) -> None:
+def test_validate_and_run_give_the_same_error(number: int, told: list[list[Any]]) -> None:
     checked_code, checked, run_code, run, heavy = told[number]
     assert (checked_code, run_code) == (2, 2), checked + run
     assert BAD[number][2] in checked

@@ -118,7 +118,7 @@ def test_a_recipe_whose_reward_fails_exits_2(body: str, shown: str, recipe: Path
     assert "score has no EXAMPLES" in result.stderr
 
 
-def test_what_one_way_of_writing_gold_raises_is_shown_first(recipe: Path) -> None:
+def test_errors_of_one_gold_format_are_shown_first(recipe: Path) -> None:
     """A plain number is divided by nothing; a box is no number, and scores 0 without a word."""
     body = "try: gap = abs(int(completion) - int(answer))\n  except ValueError: return 0.0\n  return 1 - gap / 0"
     (recipe.parent / "mine.py").write_text(f"def score(completion, answer):\n  {body}\n")
@@ -140,8 +140,8 @@ LAST = "(re.findall(r'-?[0-9]+', completion.rpartition('</think>')[2]) or [''])[
         (f"float(completion.count(answer)) if {LAST} == answer else 0.0", ["repeated"]),
     ],
 )
-def test_what_a_bad_reward_pays_for_is_named(body: str, named: list[str], recipe: Path) -> None:
-    """Each of the five gives gold the best score, so only the tricks show what is wrong with it."""
+def test_exploited_tricks_of_a_bad_reward_are_named(body: str, named: list[str], recipe: Path) -> None:
+    """Each of the five rewards scores gold answers highest, so only the tricks expose it."""
     (recipe.parent / "mine.py").write_text(f"import re\ndef score(completion, answer): return {body}\n")
     result = reward_test(str(recipe))
     assert result.exit_code == 2
@@ -151,7 +151,7 @@ def test_what_a_bad_reward_pays_for_is_named(body: str, named: list[str], recipe
 
 
 @pytest.mark.parametrize(("weight", "code"), [(0.1, 2), (0, 0)])
-def test_wrong_answers_that_earn_more_in_all(weight: float, code: int, recipe: Path) -> None:
+def test_higher_total_reward_of_wrong_answers_is_reported(weight: float, code: int, recipe: Path) -> None:
     """Words pay ten times more than being right; where being right pays nothing, that is what is wanted."""
     (recipe.parent / "mine.py").write_text(GOOD + EXAMPLES + "def wordy(completion): return len(completion) / 10\n")
     rewards = f"rewards: [{{use: mine.py:score, weight: {weight}, correct: true}}, {{use: mine.py:wordy}}]"
@@ -172,7 +172,7 @@ def test_rows_of_a_script(tmp_path: Path) -> None:
     assert reward_test(f"{path}:score").exit_code == 2
 
 
-def test_a_column_that_the_data_lacks(recipe: Path) -> None:
+def test_missing_column_raises(recipe: Path) -> None:
     (recipe.parent / "mine.py").write_text("def score(completion, anwser): return 1.0\n")
     result = reward_test(str(recipe))
     assert result.exit_code == 2
@@ -190,7 +190,7 @@ def test_torch_is_not_loaded(recipe: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_a_recipe_may_have_the_name_of_a_shipped_script(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_can_have_the_name_of_a_shipped_script(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tools.yaml` is the recipe, not a function `yaml` of the shipped rewards/tools.py."""
     monkeypatch.chdir(recipe.parent)
     recipe.rename(recipe.with_name("tools.yaml"))
@@ -198,7 +198,7 @@ def test_a_recipe_may_have_the_name_of_a_shipped_script(recipe: Path, monkeypatc
     assert result.exit_code == 0 and "score" in result.output, result.output
 
 
-def test_examples_of_a_function_in_the_form_of_trl(tmp_path: Path) -> None:
+def test_examples_of_a_trl_style_function(tmp_path: Path) -> None:
     """It takes everything by `**kwargs`, and gets what TRL offers without an example that names it."""
     path = tmp_path / "mine.py"
     path.write_text(

@@ -38,14 +38,14 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else find_spec(name))
 
 
-def test_without_vllm(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+def test_serve_without_vllm_raises(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
     result = CliRunner().invoke(app, ["serve", recipe])
     assert result.exit_code == 2 and "posttrain[vllm]" in result.stderr
 
 
 @pytest.mark.usefixtures("with_vllm")
-def test_a_port_that_is_taken(recipe: str) -> None:
+def test_used_port_raises(recipe: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", recipe, "--port", str(port)])
@@ -66,7 +66,7 @@ def test_a_port_that_is_taken(recipe: str) -> None:
         (["RECIPE", "rollout.max_new_token=8"], "did you mean"),
     ],
 )
-def test_mistakes(recipe: str, arguments: list[str], told: str) -> None:
+def test_invalid_options_raise(recipe: str, arguments: list[str], told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = [recipe if argument == "RECIPE" else argument for argument in arguments]
@@ -74,7 +74,7 @@ def test_mistakes(recipe: str, arguments: list[str], told: str) -> None:
     assert result.exit_code == 2 and told in result.stderr
 
 
-def test_one_run_after_the_other_until_ctrl_c(recipe: str, tmp_path: Path, serving: ModuleType) -> None:
+def test_serve_accepts_runs_one_after_another_until_ctrl_c(recipe: str, tmp_path: Path, serving: ModuleType) -> None:
     """Two sessions, each with a process of its own; Ctrl-C ends the third."""
     tests = str(Path(str(serving.__file__)).parent)
     entry = f"import gc, sys; gc.disable(); sys.path[:0] = [{{root!r}}, {tests!r}]; import serving; "

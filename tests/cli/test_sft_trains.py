@@ -1,4 +1,4 @@
-"""`posttrain sft` with each objective on `tiny`, through the command line: three steps and a model that is there."""
+"""`posttrain sft` with each objective on `tiny`, through the command line: three steps and a final model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(folder: Path) -> None:
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_objective_trains(call: Callable[..., Any], folder: Path, name: str) -> None:
+def test_objective_trains(call: Callable[..., Any], folder: Path, name: str) -> None:
     changes = RECIPES[name]
     recipe = {
         "stage": "sft",

@@ -1,4 +1,4 @@
-"""What is typed in the words of other tools is answered with the right form."""
+"""Terms of other tools on the command line get a hint with the right form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("typed", "hint"), TYPED, ids=[typed for typed, _ in TYPED])
-def test_the_right_form_is_told(typed: str, hint: str) -> None:
+def test_hint_has_the_right_form(typed: str, hint: str) -> None:
     ended = CliRunner().invoke(app, typed.split(" "))
     assert ended.exit_code == 2
     assert f"\n  hint: {hint}" in ended.stderr
@@ -65,6 +65,6 @@ def test_the_right_form_is_told(typed: str, hint: str) -> None:
         ("foo", ""),
     ],
 )
-def test_a_command_that_there_is_not_has_a_hint_that_makes_sense_or_none(typed: str, hint: str) -> None:
+def test_unknown_command_gets_a_sensible_hint_or_none(typed: str, hint: str) -> None:
     commands = [name for names in PANELS.values() for name in names]
     assert no_such_command(typed, commands).problems[0].hint == hint

@@ -1,4 +1,4 @@
-"""The verbs: what a run prints, how it ends, what it leaves behind."""
+"""Stage commands: what a run prints, its exit code, and the files it leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Stage = Callable[..., None]
 
 
 def fails(error: BaseException, wrote: str = "") -> Callable[..., Any]:
-    """A stage that writes a file (if any) and then raises."""
+    """Return a stage that writes a file (optional) and then raises."""
 
     def run(_recipe: Any, directory: Any) -> None:
         if wrote:
@@ -28,7 +28,7 @@ def fails(error: BaseException, wrote: str = "") -> Callable[..., Any]:
     return run
 
 
-def test_a_run(call: Call, stage: Stage, folder: Path) -> None:
+def test_run_prints_its_summary(call: Call, stage: Stage, folder: Path) -> None:
     stage(lambda recipe, _: {"loss_last": 1.23456, "steps": recipe.run.steps, "curve": [1, 2], "good": True})
     result = call("sft", "r.yaml", "run.steps=7", "--output", "out")
     assert result.exit_code == 0
@@ -38,7 +38,7 @@ def test_a_run(call: Call, stage: Stage, folder: Path) -> None:
     assert (folder / "out" / "recipe.yaml").read_text() == (folder / "r.yaml").read_text()
 
 
-def test_the_model_that_was_kept_as_the_best_is_named(call: Call, stage: Stage) -> None:
+def test_best_model_is_named(call: Call, stage: Stage) -> None:
     best = {"step": 20, "metric": "eval/loss", "value": 1.45372, "model": "out/best"}
     stage(lambda *_: {"steps": 30, "best_checkpoint": best})
     assert "best   out/best  (eval/loss 1.454 after step 20)\n" in call("sft", "r.yaml", "--output", "out").stdout
@@ -53,9 +53,7 @@ def test_the_model_that_was_kept_as_the_best_is_named(call: Call, stage: Stage) 
         ("model.lora={targets: all_linear}", "did you mean `all-linear`?"),
     ],
 )
-def test_a_near_name_of_a_model_or_of_targets_is_offered(
-    value: str, hint: str, call: Call, hub: dict[str, str]
-) -> None:
+def test_similar_model_or_target_name_is_suggested(value: str, hint: str, call: Call, hub: dict[str, str]) -> None:
     hub["tinny"] = "the hub has no such model"
     assert hint in call("recipe", "validate", "r.yaml", value).stderr
 
@@ -65,7 +63,7 @@ def test_json_is_the_whole_summary(call: Call, stage: Stage) -> None:
     assert json.loads(call("sft", "r.yaml", "--output", "out", "--json").stdout) == {"a": [1, {"b": None}]}
 
 
-def test_the_recipe_may_name_the_output(call: Call, stage: Stage, folder: Path) -> None:
+def test_recipe_can_set_the_output(call: Call, stage: Stage, folder: Path) -> None:
     stage(lambda *_: {})
     assert call("sft", "r.yaml", "run.output=there").exit_code == 0
     assert (folder / "there" / "resolved.json").is_file()
@@ -99,13 +97,13 @@ def test_mistakes_exit_with_2(call: Call, folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"]
 
 
-def test_a_recipe_for_another_verb(call: Call) -> None:
+def test_recipe_for_another_command_raises(call: Call) -> None:
     result = call("rl", "r.yaml")
     assert result.exit_code == 2
     assert "hint: posttrain sft r.yaml" in result.stderr
 
 
-def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
+def test_files_and_functions_named_in_a_recipe_must_exist(call: Call, folder: Path) -> None:
     """Rewards and data files are looked at before a directory is made, and told together with their lines."""
     (folder / "mine.py").write_text("def score(completion: str) -> float:\n    return 1.0\n", encoding="utf-8")
     (folder / "rl.yaml").write_text(
@@ -128,7 +126,7 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path) -> None:
+def test_missing_names_are_reported_with_schema_errors(call: Call, folder: Path) -> None:
     """Everything that can be told is told at once: keys, values, rewards, losses, data, in every stage."""
     (folder / "mine.py").write_text("def score(completion): return 1.0\ndef loss(batch, logp, *, width=1.0): ...\n")
     (folder / "rl.yaml").write_text(
@@ -163,7 +161,7 @@ def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path
     assert [line.split()[0] for line in told] == ["run.yaml:2:49", "run.yaml:2:80", "run.yaml:4:32"], told
 
 
-def test_a_mistake_before_the_start_leaves_no_directory(call: Call, stage: Stage, folder: Path) -> None:
+def test_error_before_the_start_leaves_no_directory(call: Call, stage: Stage, folder: Path) -> None:
     """So the same command works once the data is there."""
     stage(fails(DataError("data not found: rows.jsonl")))
     result = call("sft", "r.yaml", "--output", "out")
@@ -173,8 +171,8 @@ def test_a_mistake_before_the_start_leaves_no_directory(call: Call, stage: Stage
     assert not (folder / "out").exists()
 
 
-def test_an_error_in_a_script_of_the_user_is_told_with_its_line(call: Call, stage: Stage, folder: Path) -> None:
-    """It is nothing to report."""
+def test_error_in_a_user_script_is_reported_with_its_line(call: Call, stage: Stage, folder: Path) -> None:
+    """It is not presented as a bug of posttrain."""
     (folder / "mine.py").write_text("def broken():\n    return 1 / 0\n", encoding="utf-8")
     stage(lambda *_: load_module(folder / "mine.py").broken())
     result = call("sft", "r.yaml", "--output", "out")
@@ -183,7 +181,7 @@ def test_an_error_in_a_script_of_the_user_is_told_with_its_line(call: Call, stag
     assert "report" not in result.stderr
 
 
-def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> None:
+def test_failed_run_keeps_its_files(call: Call, stage: Stage, folder: Path) -> None:
     stage(fails(DataError("row 3 is odd"), wrote="metrics.jsonl"))
     result = call("sft", "r.yaml", "--output", "out")
     assert (folder / "out" / "metrics.jsonl").exists()
@@ -202,7 +200,7 @@ def test_a_run_without_files_to_compare_is_resumed_as_it_is(call: Call, stage: S
     assert call("sft", "r.yaml", "--output", "out").stderr.endswith("--output out --resume\n")
 
 
-def test_a_run_that_trained_nothing_is_not_said_to_be_resumable(call: Call, stage: Stage) -> None:
+def test_run_without_training_is_not_called_resumable(call: Call, stage: Stage) -> None:
     """All of its steps are done: the command that was named failed in the same way."""
     stage(fails(NothingTrained("nothing was trained"), wrote="metrics.jsonl"))
     result = call("sft", "r.yaml", "--output", "out")
@@ -211,9 +209,7 @@ def test_a_run_that_trained_nothing_is_not_said_to_be_resumable(call: Call, stag
 
 
 @pytest.mark.parametrize("number", [(), (15,)])
-def test_ctrl_c_before_anything_has_begun_leaves_no_run(
-    number: tuple[int, ...], call: Call, stage: Stage, folder: Path
-) -> None:
+def test_ctrl_c_before_the_start_leaves_no_run(number: tuple[int, ...], call: Call, stage: Stage, folder: Path) -> None:
     """The next start, without --resume, was refused: the output directory is in use."""
     stage(fails(KeyboardInterrupt(*number)))
     result = call("sft", "r.yaml", "--output", "out")
@@ -246,7 +242,7 @@ def test_a_run_that_stops_can_be_resumed(error: BaseException, code: int, call: 
     assert call("sft", "r.yaml", "run.seed=3", "--output", "my out", "--resume").stdout == "attempt  2\n"
 
 
-def test_ctrl_c_in_the_middle_of_an_import_is_told_as_ctrl_c(call: Call, stage: Stage) -> None:
+def test_ctrl_c_during_an_import_is_reported_as_ctrl_c(call: Call, stage: Stage) -> None:
     """Python 3.11 makes a RuntimeError of what `__set_name__` raises, and libraries have many dataclasses."""
     wrapped = RuntimeError("Error calling __set_name__ on 'Field' instance 'arguments' in 'Call'")
     wrapped.__cause__ = KeyboardInterrupt()
@@ -256,7 +252,7 @@ def test_ctrl_c_in_the_middle_of_an_import_is_told_as_ctrl_c(call: Call, stage: 
     assert "interrupted\n" in result.stderr and "unexpected" not in result.stderr
 
 
-def test_an_unexpected_error_is_one_line_and_a_file(call: Call, stage: Stage, folder: Path) -> None:
+def test_unexpected_error_prints_one_line_and_writes_a_file(call: Call, stage: Stage, folder: Path) -> None:
     stage(fails(KeyError("oops")))
     result = call("sft", "r.yaml", "--output", "out")
     assert result.exit_code == 1
@@ -266,7 +262,7 @@ def test_an_unexpected_error_is_one_line_and_a_file(call: Call, stage: Stage, fo
     assert "KeyError: 'oops'" in (folder / "out" / "logs" / "attempt_1" / "traceback.txt").read_text()
 
 
-def test_an_error_is_told_where_its_traceback_cannot_be_written(call: Call, stage: Stage) -> None:
+def test_error_is_printed_if_its_traceback_cannot_be_written(call: Call, stage: Stage) -> None:
     def fail(_: Any, directory: Any) -> Any:
         (directory.logs / "traceback.txt").mkdir()  # a full disk raises an OSError as well
         raise KeyError("oops")
@@ -284,7 +280,7 @@ def test_debug_shows_the_traceback(arguments: tuple[str, ...], call: Call, stage
     assert "Traceback" in call(*arguments, "--output", "out").stderr
 
 
-def test_a_used_directory_is_not_touched(call: Call, stage: Stage, folder: Path) -> None:
+def test_used_directory_is_not_changed(call: Call, stage: Stage, folder: Path) -> None:
     stage(lambda *_: {})
     (folder / "out").mkdir()
     (folder / "out" / "thesis.txt").write_text("years of work")
@@ -294,7 +290,7 @@ def test_a_used_directory_is_not_touched(call: Call, stage: Stage, folder: Path)
     assert [p.name for p in (folder / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_every_stage_has_a_verb_with_the_same_options(call: Call) -> None:
+def test_every_stage_has_a_command_with_the_same_options(call: Call) -> None:
     for verb in STAGES:
         told = call(verb, "--help").stdout
         assert all(f"--{name}" in told for name in ("dry-run", "resume", "output", "json", "debug")), verb
@@ -313,8 +309,9 @@ run: {steps: 1}
 @pytest.mark.parametrize(
     ("file", "key"), [("mine.py", "rewards[0].use"), ("tool.py", "tools[0].use"), ("rows.jsonl", "data.source")]
 )
-def test_a_resume_with_files_that_have_changed(file: str, key: str, call: Call, stage: Stage, folder: Path) -> None:
-    """Refused with the keys that name them; allowed it is said and recorded, and is what the next resume finds."""
+def test_resume_with_changed_files(file: str, key: str, call: Call, stage: Stage, folder: Path) -> None:
+    """Refused with the keys that name them; if allowed, it is reported and recorded, and the next resume compares with
+    it."""
     (folder / "rl.yaml").write_text(RL)
     (folder / "mine.py").write_text("def one(completion):\n    return 1.0\n")
     (folder / "tool.py").write_text('def look(x: str) -> str:\n    """Look x up."""\n    return x\n')
@@ -338,12 +335,12 @@ def test_a_resume_with_files_that_have_changed(file: str, key: str, call: Call, 
     assert call(*command, "--resume").exit_code == 0
 
 
-def test_allow_changed_is_for_a_resume(call: Call) -> None:
+def test_allow_changed_needs_resume(call: Call) -> None:
     result = call("sft", "r.yaml", "--allow-changed")
     assert result.exit_code == 2 and "add --resume" in result.stderr
 
 
-def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call, folder: Path) -> None:
+def test_starting_adapter_must_have_the_same_shape(call: Call, folder: Path) -> None:
     """Said before anything is loaded."""
     result = call("sft", "r.yaml", "model.lora={continue: true}", "--dry-run")
     assert result.exit_code == 2
@@ -364,7 +361,7 @@ def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call
     assert right.exit_code == 0, right.stderr
 
 
-def test_what_the_hub_does_not_have_is_said_before_anything_is_loaded(call: Call, hub: dict[str, str]) -> None:
+def test_missing_hub_ids_raise_before_loading(call: Call, hub: dict[str, str]) -> None:
     hub["org/gone"] = "the hub has no such model"
     for words in (("--dry-run",), ()):
         result = call("sft", "r.yaml", "model.path=org/gone", *words)
@@ -377,9 +374,7 @@ def test_what_the_hub_does_not_have_is_said_before_anything_is_loaded(call: Call
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(
-    call: Call, monkeypatch: pytest.MonkeyPatch, hidden: bool
-) -> None:
+def test_missing_gpu_raises_before_loading(call: Call, monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
     monkeypatch.setattr("posttrain.cli.existence.DEVICES", ("/dev/null",) if hidden else ("/dev/no_gpu*",))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if hidden else "0")
     why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
@@ -389,7 +384,7 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(
     assert call("recipe", "validate", "r.yaml", "model.device=cuda").exit_code == 0  # it may run elsewhere
 
 
-def test_modules_that_the_model_has_not_get_no_adapter(call: Call, folder: Path) -> None:
+def test_adapter_targets_missing_in_the_model_raise(call: Call, folder: Path) -> None:
     result = call("sft", "r.yaml", "model.lora={targets: [q_prj, v_proj]}", "--dry-run")
     assert result.exit_code == 2
     assert "model.lora.targets: no module of tiny is called `q_prj`" in result.stderr
@@ -404,7 +399,7 @@ def test_modules_that_the_model_has_not_get_no_adapter(call: Call, folder: Path)
     assert call("sft", "r.yaml", "model.path=m", "model.lora={targets: [c_attn]}", "--dry-run").exit_code == 0
 
 
-def test_errors_are_json_with_their_place(call: Call, folder: Path) -> None:
+def test_errors_are_json_with_their_position(call: Call, folder: Path) -> None:
     (folder / "wrong.yaml").write_text("stage: sft\nmodel: {pth: tiny}\ndata: {source: rows.jsonl}\n")
     result = call("sft", "wrong.yaml", "--json")
     told = json.loads(result.stdout)
@@ -415,19 +410,19 @@ def test_errors_are_json_with_their_place(call: Call, folder: Path) -> None:
     assert "did you mean `path`?" in result.stderr  # and for people
 
 
-def test_a_command_that_is_not_written_right_is_json_too(call: Call) -> None:
+def test_usage_errors_are_json_too(call: Call) -> None:
     told = json.loads(call("sft", "--json").stdout)
     assert told["problems"][0]["what"].startswith("Missing argument")
 
 
-def test_an_error_of_a_run_is_json_with_the_way_on(call: Call, stage: Stage) -> None:
+def test_run_errors_are_json_with_the_resume_command(call: Call, stage: Stage) -> None:
     stage(fails(RunError("the engine is gone"), wrote="metrics.jsonl"))
     told = json.loads(call("sft", "r.yaml", "--json", "--output", "out").stdout)
     assert told["exit_code"] == 1 and told["problems"][0]["what"] == "the engine is gone"
     assert told["run"] == "out" and told["resume"].startswith("posttrain sft r.yaml")
 
 
-def test_an_error_of_a_reward_names_its_own_line(call: Call, stage: Stage, folder: Path) -> None:
+def test_reward_error_names_the_line_of_that_reward(call: Call, stage: Stage, folder: Path) -> None:
     """The second reward breaks its contract while the run goes on: the error is not given the first one's line."""
     (folder / "a.py").write_text("def good(completion): return 1.0\ndef bad(completion): return 'x'\n")
     (folder / "rl.yaml").write_text(
@@ -440,7 +435,7 @@ def test_an_error_of_a_reward_names_its_own_line(call: Call, stage: Stage, folde
     assert "rows.jsonl:1" in told["what"]
 
 
-def test_an_error_that_names_a_key_as_its_place_gets_the_line_of_the_key(call: Any, stage: Any) -> None:
+def test_error_located_by_a_key_gets_the_line_of_the_key(call: Any, stage: Any) -> None:
     """As components raise it when they are made, behind the checks of the recipe."""
 
     def refuse(*_: Any) -> None:

@@ -58,7 +58,7 @@ class Played:
         return summary
 
 
-def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
+def test_merge_sweep_prints_the_table_and_the_best_model(call: Call, stage: Stage, folder: Path) -> None:
     stage(Played())
     result = call(*SWEEP)
     assert result.exit_code == 0, result.stderr
@@ -75,7 +75,7 @@ def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
     assert (folder / "out" / "final" / "model.safetensors").is_file()
 
 
-def test_the_best_recipe_runs_from_any_folder(call: Call, stage: Stage, folder: Path) -> None:
+def test_best_recipe_runs_from_any_folder(call: Call, stage: Stage, folder: Path) -> None:
     stage(Played())
     call(*SWEEP)
     found: Any = load(str(folder / "out" / "best.yaml")).recipe
@@ -101,7 +101,7 @@ def test_the_best_recipe_names_all_models_in_full(folder: Path) -> None:
     assert (found.base_model, found.tokenizer.source, found.tokenizer.tokens["x"].source) == (full, "union", full)
 
 
-def test_a_stopped_sweep_goes_on_where_it_was(call: Call, stage: Stage) -> None:
+def test_stopped_sweep_resumes(call: Call, stage: Stage) -> None:
     stopped = Played(stop_at="weight=0.5/eval")
     stage(stopped)
     result = call(*SWEEP)
@@ -113,7 +113,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(call: Call, stage: Stage) -> None:
     assert resumed.ran == ["weight=0.5/eval", "weight=1/merge", "weight=1/eval"]
 
 
-def test_a_signal_in_a_stage_that_ends_all_the_same_stops_behind_the_point(call: Call, stage: Stage) -> None:
+def test_signal_during_a_finishing_stage_stops_after_the_point(call: Call, stage: Stage) -> None:
     played = Played()
 
     def run(recipe: Any, directory: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_a_signal_in_a_stage_that_ends_all_the_same_stops_behind_the_point(call:
     assert "stopped after point 1 of 3" in result.stderr and "--output out --resume" in result.stderr
 
 
-def test_another_sweep_in_the_same_directory_is_refused(call: Call, stage: Stage) -> None:
+def test_other_sweep_in_the_same_directory_is_refused(call: Call, stage: Stage) -> None:
     stage(Played())
     call(*SWEEP)
     result = call(*["weight=0:1:0.25" if part == "weight=0:1:0.5" else part for part in SWEEP], "--resume")
@@ -146,7 +146,7 @@ def test_another_sweep_in_the_same_directory_is_refused(call: Call, stage: Stage
         (("--sweep", "weight=0,1", "--eval", "m.yaml"), "not for `posttrain eval`"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
+def test_errors_are_reported_before_any_run(
     call: Call, stage: Stage, folder: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     stage(Played(stop_at="x"))
@@ -156,7 +156,7 @@ def test_mistakes_are_told_before_anything_runs(
     assert not (folder / "runs").exists()
 
 
-def test_a_dry_run_names_the_points(call: Call, folder: Path) -> None:
+def test_dry_run_names_the_points(call: Call, folder: Path) -> None:
     result = call(*SWEEP, "--dry-run")
     assert result.exit_code == 0
     assert "weight=0.5: models.0.parameters.weight=0.5 models.1.parameters.weight=0.5" in result.stderr

@@ -39,7 +39,7 @@ def tools(folder: Path) -> None:
     (folder / "my tools.py").write_text(TOOLS, encoding="utf-8")
 
 
-def test_what_a_model_is_shown_and_gets(call: Call) -> None:
+def test_tool_schema_and_results_are_printed(call: Call) -> None:
     result = call("tool", "test", "my tools.py:slow", "seconds=0", "times=3", "--max-chars", "60")
     assert result.exit_code == 0, result.output
     assert "slow: Wait.\n  seconds (number, required): to wait\n  times (integer, default 1): no desc" in result.stdout
@@ -49,7 +49,7 @@ def test_what_a_model_is_shown_and_gets(call: Call) -> None:
     assert "with a text for `seconds` (error): error: ValueError: argument `seconds`" in result.stdout
 
 
-def test_a_call_over_its_time_ends_and_exits_2(call: Call) -> None:
+def test_call_over_its_time_limit_is_ended_with_exit_code_2(call: Call) -> None:
     result = call("tool", "test", "my tools.py:slow", '{"seconds": 60}', "--timeout", "1")
     assert result.exit_code == 2
     assert "2 of 2 examples right\ntimeout, " in result.stdout
@@ -67,7 +67,7 @@ def test_all_tools_of_a_file_as_json(call: Call) -> None:
     ]
 
 
-def test_a_shipped_tool_on_its_own_sample(call: Call) -> None:
+def test_shipped_tool_passes_its_examples(call: Call) -> None:
     result = call("tool", "test", "search", "query=Ulm")
     assert result.exit_code == 0, result.output
     assert "3 of 3 examples right\nok, " in result.stdout
@@ -85,7 +85,7 @@ def test_a_shipped_tool_on_its_own_sample(call: Call) -> None:
         (["calculator", "--param", "x=1"], "has no parameter `x`"),
     ],
 )
-def test_mistakes(arguments: list[str], told: str, call: Call) -> None:
+def test_invalid_arguments_raise(arguments: list[str], told: str, call: Call) -> None:
     result = call("tool", "test", *arguments)
     assert result.exit_code == 2
     assert told in result.stderr
@@ -107,7 +107,7 @@ RL = "stage: rl\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrewards: [{use
         ("environment: {use: gymn}", ["environment.use: unknown environment: gymn", "did you mean `gym`?"]),
     ],
 )
-def test_a_wrong_tool_makes_no_run_directory(written: str, told: list[str], folder: Path, call: Call) -> None:
+def test_invalid_tool_creates_no_run_directory(written: str, told: list[str], folder: Path, call: Call) -> None:
     (folder / "t.yaml").write_text(RL + written, encoding="utf-8")
     before = sorted(folder.iterdir())
     result = call("rl", "t.yaml")

@@ -1,4 +1,4 @@
-"""On a machine that offers no namespaces, a recipe whose tools or rewards run programs is refused before it runs."""
+"""Without user namespaces, a recipe whose tools or rewards run programs is refused before it runs."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def told(folder: Path, forked_python: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=[" ".join(words[:3]) for words, _ in REFUSED])
-def test_it_is_refused_with_what_to_do(number: int, told: list[tuple[int, str]], folder: Path) -> None:
+def test_recipe_is_refused_with_a_hint(number: int, told: list[tuple[int, str]], folder: Path) -> None:
     code, stderr = told[number]
     assert code == 2, stderr
     assert REFUSED[number][1] in stderr and "no sandbox" in stderr and "allow_unsandboxed: true" in stderr
     assert not (folder / "run").exists()
 
 
-def test_limits_alone_can_be_accepted(told: list[tuple[int, str]]) -> None:
+def test_resource_limits_alone_can_be_accepted(told: list[tuple[int, str]]) -> None:
     code, stderr = told[-1]
     assert code == 0, stderr
