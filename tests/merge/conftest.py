@@ -1,4 +1,4 @@
-"""Small model folders to merge, and a run directory to merge into."""
+"""Small model folders to merge, and a run directory for the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.run.directory import RunDirectory
 def save_tiny(
     folder: Path, seed: int, *, dtype: torch.dtype = torch.float32, shard: str = "5GB", **config: Any
 ) -> Path:
-    """A tiny model and its tokenizer, written by transformers itself."""
+    """Save a tiny model and its tokenizer with transformers."""
     model, tokenizer = tiny.build(seed)
     for key, value in config.items():
         setattr(model.config, key, value)
@@ -36,7 +36,8 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def merge(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Run the stage on recipe values; models are found in tmp_path; the result is in tmp_path/run/final."""
+    """Return a function that runs the stage on recipe values; models are found in tmp_path; the result is in
+    tmp_path/run/final."""
     from posttrain.merge.run import run
 
     def go(output: Path | None = None, resume: bool = False, **values: Any) -> dict[str, Any]:

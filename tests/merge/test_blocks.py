@@ -1,4 +1,4 @@
-"""Block by block gives what the whole gives; blocks of 4 entries here."""
+"""Block-wise merging equals merging whole tensors; blocks of 4 entries here."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_one_bad_entry_is_found(bad: float, dtype: torch.dtype) -> None:
+def test_single_non_finite_entry_is_detected(bad: float, dtype: torch.dtype) -> None:
     tensor = torch.ones(3, 5, dtype=dtype)
     assert blocks.all_finite(tensor)
     tensor[2, 3] = bad
     assert not blocks.all_finite(tensor)
 
 
-def test_a_finite_tensor_whose_sum_overflows_is_finite() -> None:
+def test_finite_tensor_with_overflowing_sum_passes() -> None:
     assert blocks.all_finite(torch.full((8,), torch.finfo(torch.float32).max))
     assert blocks.all_finite(torch.full((8,), 65504.0, dtype=torch.float16))
 
 
-def test_infinities_that_cancel_are_found() -> None:
+def test_cancelling_infinities_are_detected() -> None:
     assert not blocks.all_finite(torch.tensor([float("inf"), -float("inf")]))
 
 
@@ -40,7 +40,7 @@ def test_distance_and_equality() -> None:
     assert not blocks.equal(a, a.bfloat16() + torch.tensor([0, 0, 0, 0, 0, 1.0]))
 
 
-def test_a_rule_by_blocks_is_the_rule() -> None:
+def test_rule_applied_by_blocks_equals_the_rule() -> None:
     torch.manual_seed(0)
     models, base = list(torch.rand(3, 3, 5)), torch.rand(3, 5)
     whole = selective.ram(models, base, [], eps=0.2)
@@ -53,8 +53,8 @@ def test_a_rule_by_blocks_is_the_rule() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
-def test_a_fingerprint_tells_a_changed_bit_a_place_and_a_length(dtype: torch.dtype) -> None:
-    """11 entries: blocks of 4 words of 8 bytes, and what is left of less than 8 bytes."""
+def test_fingerprint_depends_on_bits_positions_and_length(dtype: torch.dtype) -> None:
+    """11 entries: blocks of 4 words of 8 bytes, and a remainder of less than 8 bytes."""
     tensor = torch.arange(11).to(dtype)
     assert blocks.fingerprint(tensor) == blocks.fingerprint(tensor.clone())
     assert blocks.fingerprint(tensor) != blocks.fingerprint(tensor[:10])
@@ -67,8 +67,8 @@ def test_a_fingerprint_tells_a_changed_bit_a_place_and_a_length(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
-    """Few values, so that the border falls among equal ones; the first of them are taken."""
+def test_mask_largest_equals_a_stable_sort(dtype: torch.dtype) -> None:
+    """Few distinct values, so that the threshold falls among equal ones; the first of them are taken."""
     torch.manual_seed(1)
     for rows, columns in ((1, 1), (3, 5), (7, 2)):
         delta = torch.randint(-3, 4, (rows, columns)).to(dtype) / 3
@@ -79,7 +79,7 @@ def test_the_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
             assert torch.equal(sparsify.mask_largest(delta, count).reshape(-1), expected)
 
 
-def test_threads_are_put_back() -> None:
+def test_number_of_threads_is_restored() -> None:
     before = torch.get_num_threads()
     with blocks.one_thread():
         assert torch.get_num_threads() == 1

@@ -1,4 +1,4 @@
-"""`merge_method: lora_combine` on adapters that PEFT itself wrote, against dense weights; and what it refuses."""
+"""`merge_method: lora_combine` on adapters written by PEFT, compared with dense weights; refused inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYER = "model.layers.0.self_attn.q_proj.weight"
 
 
 def adapter(folder: Path, base: Path, seed: int, *, rank: int = 2, alpha: int = 6, **options: Any) -> Path:
-    """An adapter whose B is not 0."""
+    """Save an adapter whose B is not 0."""
     torch.manual_seed(seed)
     options = {"target_modules": ["q_proj", "down_proj"], **options}
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=rank, lora_alpha=alpha, **options))
@@ -60,10 +60,10 @@ def listed(*weights: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"combination": "svd", "rank": 5}], ids=["cat", "svd"])
-def test_the_combined_adapter_adds_the_weighted_sum(
+def test_combined_adapter_equals_the_weighted_sum(
     pair: Path, base: Path, merge: Merge, parameters: dict[str, Any]
 ) -> None:
-    """W + 0.5 (W_a - W) - 2 (W_b - W), with PEFT's own merge on both sides; the adapters and the base stay."""
+    """W + 0.5 (W_a - W) - 2 (W_b - W), with PEFT's own merge on both sides; the adapters and the base are unchanged."""
     before = {file: file.read_bytes() for name in ("a", "b", "base") for file in (pair / name).iterdir()}
     summary = merge(merge_method="lora_combine", models=listed(0.5, -2.0), parameters=parameters)
     w, a, b = dense(base), dense(base, pair / "a"), dense(base, pair / "b")
@@ -93,8 +93,8 @@ def test_svd_of_a_lower_rank_is_the_best_approximation(pair: Path, base: Path, m
     assert summary["relative_distance_from_sum"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_linear_needs_equal_ranks_and_gives_one_adapter_back(tmp_path: Path, base: Path, merge: Merge) -> None:
-    """a with weight 1 and itself with weight 0 is a; another rank is refused, with the module."""
+def test_linear_needs_equal_ranks_and_returns_a_single_adapter(tmp_path: Path, base: Path, merge: Merge) -> None:
+    """a with weight 1 and itself with weight 0 is a; another rank is refused, with the module's name."""
     adapter(tmp_path / "a", base, 1)
     adapter(tmp_path / "b", base, 2, rank=4)
     linear = {"combination": "linear"}
@@ -150,7 +150,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", SPOILT)
-def test_what_is_refused(pair: Path, merge: Merge, fault: str) -> None:
+def test_invalid_adapters_are_refused(pair: Path, merge: Merge, fault: str) -> None:
     change, match = SPOILT[fault]
     change(pair)
     with pytest.raises(MergeError, match=match):
@@ -159,13 +159,13 @@ def test_what_is_refused(pair: Path, merge: Merge, fault: str) -> None:
 
 
 @pytest.mark.usefixtures("pair")
-def test_adapters_that_cancel(merge: Merge) -> None:
+def test_cancelling_adapters_are_refused(merge: Merge) -> None:
     with pytest.raises(MergeError, match="combined adapter is zero"):
         merge(merge_method="lora_combine", models=listed(0, 0))
 
 
 @pytest.mark.usefixtures("pair")
-def test_a_model_is_no_adapter(merge: Merge) -> None:
+def test_full_model_as_adapter_is_refused(merge: Merge) -> None:
     with pytest.raises(MergeError, match="base is not an adapter directory"):
         merge(merge_method="lora_combine", models=[{"model": "a"}, {"model": "base"}])
 
@@ -180,7 +180,7 @@ def test_a_model_is_no_adapter(merge: Merge) -> None:
         ({"parameters": {"density": 0.3}}, "has no parameter density"),
     ],
 )
-def test_what_a_recipe_gets_wrong(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+def test_invalid_recipes_are_refused(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
     values = {"stage": "merge", "merge_method": "lora_combine", "models": listed(1, 1), **changes}
     with pytest.raises(RecipeError, match=match):
         load_dict(values, base_dir=tmp_path, where="test")

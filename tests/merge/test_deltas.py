@@ -1,4 +1,4 @@
-"""Rules on differences from a base, on numbers that can be done by hand. The base is 0 unless said otherwise."""
+"""Merge rules on differences from a base: hand-computed values. The base is 0 unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def test_ties_trims_elects_and_averages() -> None:
     assert merged.tolist() == [4, -1.5, 5, 0]
 
 
-def test_ties_and_mergekit_differ_only_in_which_of_equally_large_entries_stay() -> None:
-    """mergekit sorts without `stable=True`; here it takes the last of equal entries, where we take the first.
+def test_ties_differs_from_mergekit_only_among_equal_magnitudes() -> None:
+    """mergekit sorts without `stable=True`; here it keeps the last of equal entries, while we keep the first.
 
-    Differences are whole steps of float32 at 1, so that many share the threshold. Both sides keep as
-    many of each model, what one alone keeps has the threshold's magnitude, and where both keep the same all is equal.
+    Differences are multiples of float32's step at 1, so that many have the threshold's magnitude. Both sides keep the
+    same number of entries of each model, an entry kept by one side only has the threshold's magnitude, and where both
+    keep the same entries the results are equal.
     """
     draw = torch.Generator().manual_seed(0)
     base = torch.ones(400)
@@ -58,7 +59,7 @@ def test_ties_and_mergekit_differ_only_in_which_of_equally_large_entries_stay() 
     assert torch.equal(merged[same], expected[same]) and not torch.equal(merged, expected)
 
 
-def test_ties_with_a_density_a_model() -> None:
+def test_ties_with_a_density_per_model() -> None:
     """The first model keeps 1 of 4 entries, the second all: entry 0 has 4 and 2, entry 1 only the second's -1."""
     merged = deltas.ties([t(4, -3, 0, 0), t(2, -1, 0, 0)], ZERO, [1, 1], density=[0.25, 1.0])
     assert merged.tolist() == [3, -1, 0, 0]
@@ -66,15 +67,16 @@ def test_ties_with_a_density_a_model() -> None:
         deltas.ties([ZERO], ZERO, [1], density=[0.5, 0.5])
 
 
-def test_a_sum_of_zero_elects_plus_and_a_negative_weight_flips_the_vote() -> None:
+def test_ties_elects_plus_for_zero_sums_and_negative_weights_flip_the_vote() -> None:
     assert deltas.ties([t(2), t(-2)], t(0), [1, 1], density=1.0).tolist() == [2]
     assert deltas.ties([t(2)], t(1), [-1], density=1.0, normalize=False).tolist() == [0]  # 1 - (2 - 1)
 
 
-def test_dare_keeps_below_the_density_and_rescales() -> None:
-    """density 0.5 keeps the draws 0.4 and 0: 2 and -4, as they are without rescaling.
+def test_dare_keeps_entries_sampled_below_the_density_and_rescales() -> None:
+    """density 0.5 keeps the samples 0.4 and 0: 2 and -4, without rescaling.
 
-    By chance they are divided by 0.5. By norm they get the whole difference's: 2 + 4 times 5/3 is 2 + 3 + 1 + 4.
+    With rescaling by probability they are divided by 0.5. With rescaling by norm they get the norm of the whole
+    difference: 2 + 4 times 5/3 is 2 + 3 + 1 + 4.
     """
     draws = [t(0.4, 0.5, 0.9, 0.0)]
     model = t(2, 3, 1, -4)
@@ -91,7 +93,7 @@ def test_dare_at_density_one_is_task_arithmetic() -> None:
     torch.testing.assert_close(merged, task_arithmetic(models, t(1, 1, 0, 0), [0.5, 2]))
 
 
-def test_dare_is_right_on_average() -> None:
+def test_dare_is_unbiased() -> None:
     """The mean over 4000 draws of entries +-1 at density 0.25 (variance 3): within 4 sigma = 4 sqrt(3/4000) = 0.11."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(4000, 4, generator=generator).double()
@@ -101,8 +103,8 @@ def test_dare_is_right_on_average() -> None:
     assert (merged.mean(0) - t(1, -1, 1, -1)).abs().max() < 0.11
 
 
-def test_della_ranks_by_row_and_divides_by_the_own_chance() -> None:
-    """density 0.5, epsilon 0.25 in rows of 3: chances 0.25, 0.5, 0.75 by magnitude."""
+def test_della_ranks_by_row_and_divides_by_the_keep_probability() -> None:
+    """density 0.5, epsilon 0.25 in rows of 3: probabilities 0.25, 0.5, 0.75 by magnitude."""
     delta = torch.stack([t(3, -1, 2), t(0, 5, -6)])
     chances = sparsify.compute_rank_probabilities(delta, 0.5, 0.25)
     assert chances.tolist() == [[0.75, 0.25, 0.5], [0.25, 0.5, 0.75]]
@@ -126,7 +128,7 @@ def test_breadcrumbs_ties_elects() -> None:
     assert merged.tolist() == [-3, -3]
 
 
-def test_ram_takes_what_one_model_changes_in_full() -> None:
+def test_ram_applies_changes_of_a_single_model_in_full() -> None:
     merged = selective.ram([t(1, 0, 2, 0), t(0, 1e-6, 4, 0)], t(0, 0, 0, 7) * 0, [1, 1])
     assert merged.tolist() == [1, 0, 3, 0]
 
@@ -142,14 +144,14 @@ def test_model_stock_between_base_and_mean() -> None:
         deltas.model_stock([base], base, [])
 
 
-def test_model_stock_filter_wise_has_one_t_a_row() -> None:
+def test_model_stock_filter_wise_has_one_t_per_row() -> None:
     """Row 0: equal differences, t = 1. Row 1: right angles, the base."""
     a, b = torch.stack([t(1, 1), t(1, 0)]), torch.stack([t(1, 1), t(0, 1)])
     merged = deltas.model_stock([a, b], torch.zeros(2, 2, dtype=torch.float64), [], filter_wise=True)
     torch.testing.assert_close(merged, torch.stack([t(1, 1), t(0, 0)]))
 
 
-def test_reasoning_vector_added_and_taken_away_is_the_target() -> None:
+def test_adding_and_subtracting_a_reasoning_vector_restores_the_target() -> None:
     plus, minus, target = t(3, 1), t(1, 2), t(10, 20)
     there = deltas.reasoning_vector([plus, minus], target, [], alpha=0.5)
     assert there.tolist() == [11, 19.5]
@@ -166,8 +168,8 @@ def test_update_selective_per_tensor_and_over_the_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_counts_over_the_model_are_those_of_a_sort(dtype: torch.dtype) -> None:
-    """Against a stable sort of all magnitudes, with many equal ones and every share."""
+def test_counts_over_the_model_equal_a_stable_sort(dtype: torch.dtype) -> None:
+    """A stable sort of all magnitudes, with many equal ones and every share."""
     generator = torch.Generator().manual_seed(1)
     state = {n: (torch.randn(k, generator=generator, dtype=dtype) * 2).round() / 2 for n, k in (("b", 7), ("a", 12))}
     names = ["b"] * 7 + ["a"] * 12
@@ -204,14 +206,14 @@ def test_checkpoint_averages() -> None:
         assert sum(shares) == pytest.approx(1)
 
 
-def test_a_greedy_soup_never_ends_below_its_best_model() -> None:
-    """Order 1, 0, 2. With 0 the score falls: out. With 2 it is equal: in."""
+def test_greedy_soup_is_at_least_as_good_as_its_best_model() -> None:
+    """Order 1, 0, 2. With 0 the score falls: excluded. With 2 it is equal: included."""
     table = {(0, 1): 0.4, (1, 2): 0.6}
     assert blends.greedy_soup([0.5, 0.6, 0.1], table.__getitem__) == [1, 2]
 
 
-def test_adapters_combined() -> None:
-    """cat and svd of full rank give the sum of w s B A; linear mixes A and B apart: equal for one adapter only."""
+def test_cat_svd_and_linear_combination_of_adapters() -> None:
+    """cat and full-rank svd give the sum of w s B A; linear combines A and B separately: equal only for one adapter."""
     generator = torch.Generator().manual_seed(2)
     made = [torch.randn(*shape, generator=generator).double() for shape in ((2, 4), (3, 2), (2, 4), (3, 2))]
     adapters = [lora.Factors(made[0], made[1], 2.0), lora.Factors(made[2], made[3], 0.5)]

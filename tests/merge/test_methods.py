@@ -1,4 +1,4 @@
-"""Every merge method from disk to disk, with settings by layer and filter, and mergekit's own files."""
+"""Every merge method from files to files, with settings by layer and filter, and mergekit's own files."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_every_method_is_run_here() -> None:
+def test_all_methods_are_tested() -> None:
     assert RUNS.keys() | {"lora_combine"} == registry.load_index()["merge"].keys()  # test_combine_adapters.py
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
-    """What the stage writes is what the rule gives on the models in memory."""
+def test_written_model_equals_the_rule_in_memory(models: Path, merge: Merge, method: str) -> None:
     listed, parameters = RUNS[method]
     summary = merge(merge_method=method, models=listed, base_model="base", parameters=parameters)
     assert summary["changed"] > 0
@@ -77,11 +76,11 @@ def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
     anchor = base if {"base_model", "base_optional"} & set(rule.needs) else None
     weights = [parameters.get("weight", 1.0)] * len(inputs)
     expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)
-    rounding = 1e-7 if method == "model_stock" else 0  # its norms are sums, whose order depends on where memory lies
+    rounding = 1e-7 if method == "model_stock" else 0  # its norms are sums, whose order depends on memory alignment
     torch.testing.assert_close(written(models / "run/final"), expected, rtol=0, atol=rounding)
 
 
-def test_a_share_of_the_whole_model(models: Path, merge: Merge) -> None:
+def test_share_of_the_whole_model(models: Path, merge: Merge) -> None:
     parameters = {"density": 0.1, "scale": 1.0, "granularity": "global"}
     merge(merge_method="update_selective", models=AB[:1], base_model="base", parameters=parameters)
     base, tuned, merged = (written(models / name) for name in ("base", "a", "run/final"))
@@ -91,7 +90,7 @@ def test_a_share_of_the_whole_model(models: Path, merge: Merge) -> None:
     assert changed == int(0.1 * sum(t.numel() for t in base.values()))
 
 
-def test_draws_depend_on_the_seed_and_on_nothing_else(models: Path, merge: Merge) -> None:
+def test_random_numbers_depend_only_on_the_seed(models: Path, merge: Merge) -> None:
     recipe = {"merge_method": "dare_ties", "models": AB, "base_model": "base", "parameters": {"density": 0.3}}
     for output, seed in (("one", 0), ("two", 0), ("three", 1)):
         merge(output=models / output, run={"seed": seed}, **recipe)
@@ -100,8 +99,8 @@ def test_draws_depend_on_the_seed_and_on_nothing_else(models: Path, merge: Merge
     assert any(not torch.equal(one[name], three[name]) for name in one)
 
 
-def test_values_over_layers_and_by_filter() -> None:
-    """Layers 0, 1, 2 of 3 with [0, 1, 0.5]: 0, 1, 0.5; with [0, 1]: 0, 0.5, 1. The first filter that fits decides."""
+def test_settings_by_layer_and_filter() -> None:
+    """Layers 0, 1, 2 of 3 with [0, 1, 0.5]: 0, 1, 0.5; with [0, 1]: 0, 0.5, 1. The first matching filter applies."""
     name = "model.layers.1.mlp.up_proj.weight"
     assert [value_at([0.0, 1.0, 0.5], name, depth) for depth in (0, 0.5, 1)] == [0, 1, 0.5]
     assert [value_at([0.0, 1.0], name, depth) for depth in (0, 0.5, 1)] == [0, 0.5, 1]
@@ -132,8 +131,9 @@ dtype: float32
 """
 
 
-def test_a_file_of_mergekit(models: Path, merge: Merge) -> None:
-    """slerp as mergekit writes it: t 0 is the base, 1 the other; attention goes 0 -> 1 over the layers, mlp 1 -> 0."""
+def test_mergekit_file(models: Path, merge: Merge) -> None:
+    """slerp in mergekit's format: t 0 is the base, 1 the other model; attention goes 0 -> 1 over the layers, mlp 1 ->
+    0."""
     (models / "theirs.yml").write_text(MERGEKIT)
     values = load(str(models / "theirs.yml"), stage="merge").recipe.model_dump(by_alias=True, exclude_none=True)
     merge(**{key: value for key, value in values.items() if key not in ("stage", "run")})
@@ -144,7 +144,7 @@ def test_a_file_of_mergekit(models: Path, merge: Merge) -> None:
     torch.testing.assert_close(merged["model.layers.0.mlp.up_proj.weight"], other["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_a_file_of_mergekit_says_no_stage_and_may_hold_its_seed(tmp_path: Path) -> None:
+def test_mergekit_file_without_stage_and_with_a_seed(tmp_path: Path) -> None:
     (tmp_path / "theirs.yml").write_text(f"{MERGEKIT}random_seed: 7\n")
     for verb in ("merge", None):  # None: `recipe validate` and `recipe show`
         recipe = load(str(tmp_path / "theirs.yml"), stage=verb).recipe
@@ -186,7 +186,7 @@ def test_a_file_of_mergekit_says_no_stage_and_may_hold_its_seed(tmp_path: Path) 
         ),
     ],
 )
-def test_what_does_not_fit_is_told_at_load(tmp_path: Path, text: str, match: str) -> None:
+def test_inconsistent_settings_raise_at_load(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "theirs.yml").write_text(text)
     with pytest.raises(RecipeError, match=match):
         load(str(tmp_path / "theirs.yml"), stage="merge")
@@ -208,15 +208,15 @@ def test_what_does_not_fit_is_told_at_load(tmp_path: Path, text: str, match: str
         ),
     ],
 )
-def test_a_mistake_in_a_value_of_several_types_is_told_once(tmp_path: Path, text: str, match: str) -> None:
-    """Where a number, a list or filters may stand, only the type that was meant is spoken of."""
+def test_error_in_a_union_value_is_reported_once(tmp_path: Path, text: str, match: str) -> None:
+    """If a number, a list or filters are allowed, the error is only about the intended type."""
     (tmp_path / "theirs.yml").write_text(text)
     with pytest.raises(RecipeError, match=match) as told:
         load(str(tmp_path / "theirs.yml"), stage="merge")
     assert len(told.value.problems) == 1
 
 
-def test_layers_that_a_model_does_not_have_are_refused(models: Path, tmp_path: Path) -> None:
+def test_missing_layers_are_refused(models: Path, tmp_path: Path) -> None:
     from posttrain.merge.plan import make_plan
 
     (models / "theirs.yml").write_text(MERGEKIT.replace("[0, 2]", "[1, 3]"))

@@ -1,4 +1,5 @@
-"""The trial of a merged model fits the model: few positions or tokens, no tokenizer; what it cannot run is refused."""
+"""The probe of a merged model adapts to the model: few positions or tokens, no tokenizer; models that cannot run are
+refused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ OPT = {**SMALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads"
 @pytest.mark.parametrize(
     ("kind", "config", "tokenizer"),
     [
-        ("GPT2", {**GPT2, "n_positions": 64}, True),  # the text has more characters, which are its tokens
+        ("GPT2", {**GPT2, "n_positions": 64}, True),  # the text has more characters, one token each
         ("GPT2", {**GPT2, "n_positions": 16}, True),
         ("GPT2", {**GPT2, "n_positions": 1}, True),
         ("GPT2", {**GPT2, "n_positions": 16}, False),
@@ -48,7 +49,7 @@ OPT = {**SMALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads"
         ("Mpt", {"vocab_size": 114, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 24}, True),
     ],
 )
-def test_models_of_few_positions_merge(
+def test_models_with_few_positions_can_be_merged(
     tmp_path: Path, merge: Merge, kind: str, config: dict[str, Any], tokenizer: bool
 ) -> None:
     for seed, name in enumerate(("a", "b")):
@@ -59,7 +60,7 @@ def test_models_of_few_positions_merge(
     assert all(torch.allclose(merged[name], (a[name] + b[name]) / 2) for name in a)
 
 
-def test_what_cannot_be_tried_is_refused_before_anything_is_written(
+def test_models_that_cannot_run_are_refused_before_writing(
     tmp_path: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from posttrain.merge import run as stage

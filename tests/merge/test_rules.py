@@ -1,4 +1,4 @@
-"""Merge rules on numbers that can be done by hand."""
+"""Merge rules: hand-computed values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def t(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def test_linear_is_the_weighted_average() -> None:
-    """(1*[2, -4] + 3*[6, 0]) / 4 = [5, -1]; without normalising [20, -4]."""
+def test_linear_is_the_weighted_mean() -> None:
+    """(1*[2, -4] + 3*[6, 0]) / 4 = [5, -1]; without normalizing [20, -4]."""
     models = [t(2, -4), t(6, 0)]
     assert linear(models, None, [1, 3]).tolist() == [5, -1]
     assert linear(models, None, [1, 3], normalize=False).tolist() == [20, -4]
@@ -27,7 +27,7 @@ def test_linear_is_scale_free_and_symmetric() -> None:
     torch.testing.assert_close(linear([a, b], None, [1, 3]), linear([b, a], None, [3, 1]))
 
 
-def test_one_model_is_itself_whatever_its_weight() -> None:
+def test_single_model_is_unchanged_for_any_weight() -> None:
     a = t(0.1, -0.0, 1e-30, dtype=torch.float32)
     merged = linear([a], None, [0.37])
     assert torch.equal(merged, a) and torch.equal(merged.signbit(), a.signbit())
@@ -40,8 +40,8 @@ def test_linear_sums_in_float32() -> None:
     assert merged.dtype == torch.float32 and merged.item() == 257
 
 
-def test_task_arithmetic_by_hand() -> None:
-    """base 1, models 3 and 0, weights 1 and .5, lam 2: 1 + 2*(1*2 + .5*(-1)) = 4. Normalised: 1 + 2*1.5/1.5 = 3."""
+def test_task_arithmetic_values() -> None:
+    """base 1, models 3 and 0, weights 1 and .5, lam 2: 1 + 2*(1*2 + .5*(-1)) = 4. Normalized: 1 + 2*1.5/1.5 = 3."""
     base, models = t(1.0), [t(3.0), t(0.0)]
     assert task_arithmetic(models, base, [1, 0.5], lam=2.0).item() == 4
     assert task_arithmetic(models, base, [1, 0.5], lam=2.0, normalize=True).item() == 3
@@ -52,18 +52,18 @@ def test_task_arithmetic_subtracts_a_skill() -> None:
 
 
 @pytest.mark.parametrize(("lam", "weights"), [(0.0, [1.0]), (1.0, [0.0])])
-def test_nothing_added_is_the_base_bit_for_bit(lam: float, weights: list[float]) -> None:
+def test_zero_difference_gives_the_base_bit_for_bit(lam: float, weights: list[float]) -> None:
     base = t(-0.0, 0.1, 3e-39, dtype=torch.float32)
     merged = task_arithmetic([t(5, 6, 7, dtype=torch.float32)], base, weights, lam=lam)
     assert merged.view(torch.int32).tolist() == base.view(torch.int32).tolist()
 
 
-def test_one_model_with_weight_one_gives_that_model_back() -> None:
+def test_single_model_with_weight_one_is_unchanged() -> None:
     base, model = t(0.3, -2.5), t(1.1, 4.0)
     torch.testing.assert_close(task_arithmetic([model], base, [1]), model)
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_modified() -> None:
     base, model = t(1.0), t(3.0)
     task_arithmetic([model], base, [1])
     linear([model, base], None, [1, 1])
@@ -71,12 +71,12 @@ def test_inputs_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", [linear, task_arithmetic])
-def test_weights_that_cancel_cannot_be_normalised(rule) -> None:
+def test_cancelling_weights_cannot_be_normalized(rule) -> None:
     with pytest.raises(MergeError, match=r"1, -1 sum to 0"):
         rule([t(1.0), t(2.0)], t(0.0), [1, -1], normalize=True)
 
 
-def test_task_arithmetic_without_a_base() -> None:
+def test_task_arithmetic_without_a_base_raises() -> None:
     with pytest.raises(MergeError, match="base"):
         task_arithmetic([t(1.0)], None, [1])
 
@@ -104,6 +104,8 @@ def test_merge_state_merges_name_by_name() -> None:
         ([{"w": t(1.0)}, {"w": t(1.0, 2.0)}], None, "shape: w"),
     ],
 )
-def test_merge_state_refuses(models: list[dict[str, Tensor]], weights: list[float] | None, message: str) -> None:
+def test_merge_state_raises_for_invalid_inputs(
+    models: list[dict[str, Tensor]], weights: list[float] | None, message: str
+) -> None:
     with pytest.raises(MergeError, match=message):
         merge_state(linear, models, weights=weights)

@@ -1,4 +1,4 @@
-"""The merge stage on real folders: values, files beside the weights, and every way in which it must refuse."""
+"""The merge stage on real folders: values, files beside the weights, and refused inputs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_linear_merge_from_disk_to_disk(models: Path, merge: Merge) -> None:
     assert json.loads((models / "run" / "final" / "merge_report.json").read_text()) == summary
 
 
-def test_merged_model_is_whole(models: Path, merge: Merge) -> None:
+def test_merged_model_is_complete(models: Path, merge: Merge) -> None:
     merge(**LINEAR)
     final = models / "run" / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
@@ -90,21 +90,21 @@ def test_task_arithmetic_with_mergekits_keys(models: Path, merge: Merge) -> None
 
 
 @pytest.mark.usefixtures("models")
-def test_a_base_that_is_one_of_two_models_is_named(merge: Merge) -> None:
+def test_base_that_is_one_of_two_models_is_noted(merge: Merge) -> None:
     summary = merge(
         merge_method="slerp", base_model="a", models=[{"model": "a"}, {"model": "b"}], parameters={"t": 0.5}
     )
     assert summary["base_model"]["model"] == "a"
 
 
-def test_lambda_zero_is_the_base_bit_for_bit(models: Path, merge: Merge) -> None:
+def test_lambda_zero_gives_the_base_bit_for_bit(models: Path, merge: Merge) -> None:
     edit(models / "base", lambda t: t[EMBEDDING].view(-1)[:2].copy_(torch.tensor([-0.0, 1e-40])))
     merge(merge_method="task_arithmetic", base_model="base", models=[{"model": "a"}], parameters={"lambda": 0.0})
     base, merged = weights(models / "base"), weights(models / "run" / "final")
     assert all(torch.equal(merged[n].view(torch.int32), base[n].view(torch.int32)) for n in base)
 
 
-def test_merging_a_model_with_itself_returns_it_and_is_told(models: Path, merge: Merge) -> None:
+def test_merging_a_model_with_itself_returns_it_with_a_note(models: Path, merge: Merge) -> None:
     summary = merge(merge_method="linear", models=[{"model": "a"}, {"model": "a"}, {"model": "a"}])
     a, merged = weights(models / "a"), weights(models / "run" / "final")
     assert all(torch.equal(merged[n], a[n]) for n in a)
@@ -131,7 +131,7 @@ def test_output_dtype(models: Path, merge: Merge) -> None:
     assert AutoModelForCausalLM.from_pretrained(final, dtype="auto").dtype == torch.bfloat16
 
 
-def test_mixed_dtypes_are_told_and_the_first_models_is_kept(models: Path, merge: Merge) -> None:
+def test_mixed_dtypes_are_noted_and_the_first_models_dtype_is_kept(models: Path, merge: Merge) -> None:
     shutil.rmtree(models / "b")
     save_tiny(models / "b", 2, dtype=torch.bfloat16)
     merge(**LINEAR)
@@ -145,14 +145,14 @@ def test_a_stored_copy_of_a_tied_embedding_is_written_once(models: Path, merge: 
 
 
 def assert_refused(root: Path, merge: Merge, error: type[Exception], match: str, **values: Any) -> None:
-    """It raises, and leaves neither a model nor half of one."""
+    """Assert that the merge raises and leaves no model and no partial model."""
     with pytest.raises(error, match=match):
         merge(**{**LINEAR, **values})
     assert not (root / "run" / "final").exists() and not (root / "run" / "final.tmp").exists()
 
 
 def test_other_vocabulary(models: Path, merge: Merge) -> None:
-    """The same size, two tokens swapped: shapes agree, and only the vocabulary tells."""
+    """The same size, two tokens swapped: shapes are equal, and only the vocabulary differs."""
     path = models / "b" / "tokenizer.json"
     text = path.read_text()
     vocabulary = json.loads(text)["model"]["vocab"]
