@@ -76,7 +76,8 @@ def test_written_model_equals_the_rule_in_memory(models: Path, merge: Merge, met
     anchor = base if {"base_model", "base_optional"} & set(rule.needs) else None
     weights = [parameters.get("weight", 1.0)] * len(inputs)
     expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)
-    rounding = 1e-7 if method == "model_stock" else 0  # its norms are sums, whose order depends on memory alignment
+    # Their norms are sums, whose order depends on memory alignment and on the number of threads.
+    rounding = 1e-7 if method in ("karcher", "model_stock") else 0
     torch.testing.assert_close(written(models / "run/final"), expected, rtol=0, atol=rounding)
 
 
