@@ -29,7 +29,7 @@ from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.engine_sections import EngineSection, Vllm
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout import loop
+from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import GenerationBatch
 from posttrain.rollout.hf import TransformersEngine, eval_mode
 from posttrain.rollout.make_engine import make_engine
@@ -401,3 +401,25 @@ def quantize(model: Any) -> None:
                 )
                 layer.weight = bitsandbytes.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
                 setattr(module, name, layer.to("cpu"))
+
+
+def test_preempted_requests_return_all_of_their_tokens(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of 9 blocks holds one of 12 completions, so vLLM preempts the others and continues them later. They equal
+    those of a cache with room for all."""
+    prompts = [Prompt(str(n), {}, "", (5 + n, 6, 7, 8)) for n in range(6)]
+    found = {}
+    for blocks in (400, 9):
+        plain = vllm_start.arguments
+
+        def arguments(*given: Any, plain: Any = plain, blocks: int = blocks) -> dict[str, Any]:
+            return {**plain(*given), "num_gpu_blocks_override": blocks, "block_size": 32}
+
+        with monkeypatch.context() as patched:
+            patched.setattr(vllm_start, "arguments", arguments)
+            with engine_of(loaded, tmp_path / str(blocks)) as engine:
+                found[blocks] = engine.generate(prompts, 2, Sampling(max_new_tokens=200), seed=3)
+    assert ids_of(found[9]) == ids_of(found[400])
+    assert all(len(r.ids) == 200 for r in found[9] if r.finish == "length")
+    assert [len(r.logps) for r in found[9]] == [len(r.ids) for r in found[9]]
