@@ -65,6 +65,24 @@ def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool 
     return normalize_by_group(scored, torch.zeros_like(batch.group_ids), eps=1e-4)
 
 
+@register("advantage", "opo", paper="2505.23585", needs=("groups", "lengths"))
+def opo(batch: RolloutBatch, *, singleton: Singleton = "zero") -> Tensor:
+    """Subtract the length-weighted mean reward of the group -> [N]; the deviation is not normalized.
+
+    Baseline: sum(length * reward) / sum(length) over the scored rows. It has the least variance if the squared gradient
+    of a row's log-prob grows with its length. length: tokens that the model sampled. singleton: see `group`.
+    """
+    rewards = require_rewards(batch)
+    scored, key = ~rewards.isnan(), number_groups(batch.group_ids)
+    weights = torch.where(scored, require_field(batch.lengths, "lengths").to(rewards.dtype), 0.0)
+    lowest = group_min(torch.where(scored, rewards, torch.inf), key)
+    above = torch.where(scored, rewards - lowest[key], 0.0)  # equal rewards give exactly 0
+    baseline = group_sum(weights * above, key) / group_sum(weights, key).clamp(min=1)
+    several = (group_sum(scored.to(rewards.dtype), key) > 1)[key]
+    alone = torch.where(scored, rewards, 0.0) if singleton == "raw" else torch.zeros_like(rewards)
+    return torch.where(several, torch.where(scored, above - baseline[key], 0.0), alone)
+
+
 @register("advantage", "batch")
 def whole_batch(batch: RolloutBatch, *, eps: float = 1e-4, ddof: int = 1) -> Tensor:
     """Normalize rewards over the whole batch: (reward - mean) / (std + eps) -> [N].

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
-from posttrain.loss.clip import token_advantages, token_ratio
+from posttrain.loss.clip import LOG_RATIO_LIMIT, token_advantages, token_log_ratio, token_ratio
 from posttrain.registry import register
 
 
@@ -43,3 +43,29 @@ def cispo(
         "clip_ratio/region_mean": (weights != ratio).to(logp.dtype),
     }
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+@register("loss", "vespo", paper="2602.10693")
+def vespo(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> TokenLoss:
+    """Compute -sg[w^k exp(l (1 - w))] A logp, w = exp(sum over the row of logp - old_logp): a soft weight by row.
+
+    k and l are k_pos and lambda_pos where A >= 0, else k_neg and lambda_neg. The weight is 1 for w = 1, largest at
+    w = k / l, and falls to 0 for rows that the policy now finds far less or far more likely: k sets how fast to the
+    left, l to the right. w is a product over all tokens of the row, without division by its length. logp and values
+    [N,T]; stats: `seq_ratio` [N] (w), `weights` [N,T].
+    """
+    advantages = token_advantages(batch, logp)
+    log_ratio = token_log_ratio(batch, logp).detach().sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k, decay = torch.where(advantages >= 0, k_pos, k_neg), torch.where(advantages >= 0, lambda_pos, lambda_neg)
+    seq_ratio = log_ratio.exp()
+    weights = (k * log_ratio[:, None] + decay * (1 - seq_ratio[:, None])).exp().to(logp.dtype).expand(logp.shape)
+    values = torch.where(batch.mask, -weights * advantages * torch.where(batch.mask, logp, 0.0), 0.0)
+    return TokenLoss(values, {"seq_ratio": seq_ratio, "weights": weights})

@@ -1,11 +1,12 @@
 """Clipped losses on the ratio of whole sequences, as token matrices that are constant along a row.
 
 Aggregation `seq_mean_token_mean` gives the mean over rows, as these methods define it; other aggregations weight a row
-by its length, which contradicts a sequence ratio.
+by its length. LUSPO (arXiv 2602.05261) does this on purpose: it is `gspo` with `seq_mean_token_sum`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -61,6 +62,27 @@ def sequence_clip(
     seq_ratio = bounded_exp(token_log_ratio(batch, logp).sum(-1))
     ratio = seq_ratio[:, None].expand(logp.shape)
     return _surrogate(batch, logp, ratio, seq_ratio, clip_low, clip_low if clip_high is None else clip_high)
+
+
+@register("loss", "gmpo", paper="2507.20673")
+def gmpo(batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.4, clip_high: float | None = None) -> TokenLoss:
+    """Compute -A exp(mean over tokens of the clipped log-ratio): a geometric mean of ratios that are clipped by token.
+
+    The log-ratio d = logp - old_logp is limited where the clip of PPO would act: to at most clip_high if A > 0, to at
+    least -clip_low if A < 0. clip_low, clip_high: limits of d itself, so that the ratio of a token stays within
+    exp(-clip_low) and exp(clip_high); clip_high defaults to clip_low. A clipped token has no gradient, but its limit
+    counts in the ratio of the other tokens. Aggregation must be `seq_mean_token_mean`; with advantages [N,T] the row
+    then has their mean, as in verl. An empty row has ratio 1. logp and values [N,T]; stats: `seq_ratio` [N], and those
+    of `clip` for the tokens' ratios.
+    """
+    high = clip_low if clip_high is None else clip_high
+    advantages = token_advantages(batch, logp)
+    log_ratio = token_log_ratio(batch, logp)
+    limited = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-clip_low))
+    seq_ratio = bounded_exp(row_mean(limited, batch.mask))
+    values = torch.where(batch.mask, -advantages * seq_ratio[:, None], 0.0)
+    clipped = clip_stats(bounded_exp(log_ratio), advantages, 1 - math.exp(-clip_low), math.exp(high) - 1)
+    return TokenLoss(values, {"seq_ratio": seq_ratio.detach(), **clipped})
 
 
 def _surrogate(

@@ -7,8 +7,24 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posttrain.batch import RolloutBatch, TokenLoss
-from posttrain.loss.clip import token_advantages, token_log_ratio
+from posttrain.loss.clip import token_advantages, token_log_ratio, token_ratio
 from posttrain.registry import register
+
+
+@register("loss", "sapo", paper="2511.20347")
+def sapo(batch: RolloutBatch, logp: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)), r = exp(logp - old_logp): a gate that fades instead of a clip.
+
+    tau is tau_pos where A > 0, else tau_neg; a larger one fades faster, and the paper fades updates that lower
+    probabilities more. The gradient by logp is -A r g with the gate g = 4 p (1 - p), p = sigmoid(tau (r - 1)): g is 1
+    on-policy and falls on both sides of r = 1, so a token whose ratio has moved too far is not cut off but counts less.
+    logp and values [N,T]; stats [N,T]: `ratio`, `gate` (g).
+    """
+    advantages, ratio = token_advantages(batch, logp), token_ratio(batch, logp)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logp.dtype)
+    share = torch.sigmoid(tau * (ratio - 1))
+    values = torch.where(batch.mask, -advantages * share * 4 / tau, 0.0)
+    return TokenLoss(values, {"ratio": ratio.detach(), "gate": (4 * share * (1 - share)).detach()})
 
 
 @register("loss", "mhpo", paper="2603.16929", note="Based on two agreeing summaries of the paper.")

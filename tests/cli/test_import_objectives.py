@@ -26,6 +26,7 @@ VERL = {
     "data.train_batch_size": 64,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
 }
+MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 def imported(folder: Path, values: Mapping[str, Any] | str, **options: Any) -> Draft:
@@ -80,6 +81,26 @@ def left_out(draft: Draft) -> dict[str, str]:
         (VERL | {"actor_rollout_ref.actor.clip_ratio_low": 0.1, "actor_rollout_ref.actor.clip_ratio": 0.2}, "rl",
          {"loss.clip_low": 0.1}),
         (VERL | {"actor_rollout_ref.actor.clip_ratio": 0.3}, "rl", {"loss.clip_low": 0.3}),
+        # Losses of TRL and verl with arguments that only they have.
+        (GRPO | {"loss_type": "sapo", "sapo_temperature_neg": 2.0}, "rl",
+         {"loss.use": "sapo", "loss.tau_neg": 2.0, "loss.tau_pos": None, "loss.aggregation": "seq_mean_token_mean"}),
+        (f"{SWIFT} --rlhf_type grpo --reward_funcs format --loss_type sapo --tau_pos 1.5", "rl",
+         {"loss.use": "sapo", "loss.tau_pos": 1.5}),
+        (GRPO | {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3}, "rl",
+         {"loss.use": "gspo", "loss.clip_low": 2e-3, "loss.aggregation": "seq_mean_token_sum"}),
+        (GRPO | {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 4.0}, "rl",
+         {"loss.use": "vespo", "loss.k_pos": 1.0, "loss.lambda_neg": 4.0, "loss.aggregation": "token_mean"}),
+        (VERL | {MODE: "sapo", "actor_rollout_ref.actor.tau_pos": 1.2, "algorithm.adv_estimator": "grpo"}, "rl",
+         {"loss.use": "sapo", "loss.tau_pos": 1.2, "loss.aggregation": "seq_mean_token_mean"}),
+        (VERL | {MODE: "geo_mean", "actor_rollout_ref.actor.clip_ratio_low": 0.4, "algorithm.adv_estimator": "grpo",
+                 "actor_rollout_ref.actor.clip_ratio_high": 0.4}, "rl",
+         {"loss.use": "gmpo", "loss.clip_low": 0.4, "loss.clip_high": 0.4, "loss.dual_clip": None,
+          "loss.aggregation": "seq_mean_token_mean"}),
+        (VERL | {MODE: "gpg", "algorithm.adv_estimator": "gpg"}, "rl",
+         {"loss.use": "reinforce", "advantage.scale": "none", "loss.aggregation": "token_mean"}),
+        (VERL | {"algorithm.adv_estimator": "opo"}, "rl", {"advantage.use": "opo"}),
+        (VERL | {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False}, "rl",
+         {"advantage.use": "best_of_group", "advantage.normalize": False, "advantage.scale": None}),
         # verl's warm-up counts steps, ours updates: 64 prompts in batches of 16, twice.
         (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10, "actor_rollout_ref.actor.ppo_epochs": 2}, "rl",
          {"optim.warmup_steps": 80, "batch.minibatches": 4, "batch.epochs": 2}),
@@ -156,7 +177,6 @@ def test_imported_objective_equals_the_files(
             "loss.use",
             "sequence_token",
         ),
-        (GRPO | {"loss_type": "sapo"}, "rl", "loss.use", "sapo"),
         (GRPO | {"importance_sampling_level": "sequence_token"}, "rl", "loss.use", "sequence_token"),
         (FACTORY | {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo", "loss.use", "kto_pair"),
         (VERL | {"algorithm.adv_estimator": "remax"}, "rl", "advantage.use", "remax"),

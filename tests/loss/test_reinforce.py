@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
-from posttrain.loss.reinforce import cispo, reinforce
+from posttrain.loss.reinforce import cispo, reinforce, vespo
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
 
@@ -47,3 +49,15 @@ def test_reinforce_is_minus_advantage_times_log_prob() -> None:
     found.values.sum().backward()
     assert found.values.tolist() == [[1.0, 1.0, 1.0], [-3.0, -3.0, 0.0]]
     assert logp.grad.tolist() == [[-1.0, -1.0, -1.0], [3.0, 3.0, 0.0]]
+
+
+def test_vespo_weighs_rows_by_the_product_of_their_ratios() -> None:
+    """Row 1 (A = 1): w = 2 * 6 / 2 = 6, weight 6^2 exp(3 (1 - 6)). Row 2 (A = -3): 2 * 0.1 = 0.2, 0.2^3 exp(2 * 0.8).
+    Times -A logp with logp = -1; the gradient does not pass through the weight."""
+    rows, logp = batch()
+    found = vespo(rows, logp)
+    found.values.sum().backward()
+    first, second = 36 * math.exp(-15), 0.008 * math.exp(1.6)
+    assert found.stats["seq_ratio"].tolist() == pytest.approx([6.0, 0.2])
+    assert found.values[0].tolist() == pytest.approx([first] * 3)
+    assert logp.grad[1].tolist() == pytest.approx([3 * second, 3 * second, 0.0])

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
-from posttrain.loss.sequence import gspo, sequence_clip
+from posttrain.loss.sequence import gmpo, gspo, sequence_clip
 
 MASK = torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.bool)
 
@@ -76,3 +76,23 @@ def test_product_ratio_sums_over_tokens() -> None:
 def test_huge_sequence_ratio_is_finite() -> None:
     rows, logp = batch([[math.exp(300.0), math.exp(300.0)], [1.0, 1.0], [1.0, 1.0]], [-1.0, 0.0, 0.0])
     assert sequence_clip(rows, logp).values[0, 0].item() == pytest.approx(math.exp(20))
+
+
+def test_gmpo_clips_tokens_and_takes_the_geometric_mean() -> None:
+    """A = 1, ratios 4 and 1/2, limit ln 2: the first counts as 2 and has no gradient: s = sqrt(2 / 2) = 1. A = -1 and
+    ratio 1/4: it counts as 1/2. Gradient of the free token -A s / tokens / rows."""
+    rows, logp = batch([[4.0, 0.5], [0.25, 1.0], [1.0, 1.0]], [1.0, -1.0, 1.0])
+    found = gmpo(rows, logp, clip_low=math.log(2))
+    aggregate(found.values, MASK, "seq_mean_token_mean", totals(MASK)).backward()
+    assert found.stats["seq_ratio"].tolist() == pytest.approx([1.0, 0.5, 1.0])
+    assert found.values[0].tolist() == pytest.approx([-1.0, -1.0])
+    assert logp.grad.tolist() == [[0.0, pytest.approx(-1 / 6)], [0.0, 0.0], [0.0, 0.0]]
+    assert found.stats["clip_ratio/high_mean"][0].tolist() == [1.0, 0.0]
+    assert found.stats["clip_ratio/low_mean"][1, 0] == 1.0
+
+
+def test_gmpo_does_not_clip_what_leads_back() -> None:
+    """A = -1 and ratio 4, or A = 1 and ratio 1/4: no clip, as in PPO."""
+    rows, logp = batch([[0.25, 0.25], [4.0, 1.0], [1.0, 1.0]], [1.0, -1.0, 1.0])
+    found = gmpo(rows, logp, clip_low=0.1)
+    assert found.stats["seq_ratio"].tolist() == pytest.approx([0.25, 4.0, 1.0])

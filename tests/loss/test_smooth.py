@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
-from posttrain.loss.smooth import fiberpo, mhpo
+from posttrain.loss.smooth import fiberpo, mhpo, sapo
 
 
 def batch(log_ratios: list[list[float]], mask: list[list[int]], advantages: list[float]) -> tuple:
@@ -75,3 +75,15 @@ def test_fiberpo_ramps_down_rows_beyond_the_drift_limit(drift: float, base: floa
     """n = 2, c_pos 0.12, both tokens at `drift`: above 0.12 the ramp is 3 * 0.12 - 2 * drift, above 0.18 it is 0."""
     rows, logp = batch([[drift, drift]], [[1, 1]], [1.0])
     assert fiberpo(rows, logp).stats["base_log_weight"].item() == pytest.approx(base)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
+def test_sapo_value_and_gradient(advantage: float, tau: float) -> None:
+    """On-policy: -A (4 / tau) / 2, gradient -A. At r = 2: p = sigmoid(tau), gradient -A 4 p (1 - p) 2."""
+    rows, logp = batch([[0.0, math.log(2)]], [[1, 1]], [advantage])
+    found = sapo(rows, logp)
+    found.values.sum().backward()
+    p = 1 / (1 + math.exp(-tau))
+    assert found.values.tolist()[0] == pytest.approx([-2 * advantage / tau, -4 * advantage * p / tau])
+    assert logp.grad.tolist()[0] == pytest.approx([-advantage, -8 * advantage * p * (1 - p)])
+    assert found.stats["gate"].tolist()[0] == pytest.approx([1.0, 4 * p * (1 - p)])

@@ -106,6 +106,7 @@ CASES: list[dict[str, Any]] = [
     {"stage": "sft", "objective": {"use": "pear", "clip_log": [1.0, 0.0], "behavior_model": "tiny"}},
     {"stage": "sft", "objective": {"use": "pear", "clip_ratio": [1.0, 0.0], "behavior_model": "tiny"}},
     {"advantage": {"use": "riskpo", "bundle_size": 5}},
+    {"advantage": {"use": "pass_k_training", "k": 9}},
     {"advantage": {"use": "channels", "channels": []}},
     {"advantage": {"use": "per_turn", "min_group": 9}},
     {"sampler": {"use": "taco", "low": 0.8}},

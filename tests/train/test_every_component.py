@@ -52,6 +52,7 @@ ENTRIES = {
 }
 
 NUMBERS: dict[str, Values] = {
+    "pass_k_training": {"k": 2},
     "channels": {"channels": [{"rewards": {"digits": 1.0}}, {"rewards": {"lower": 1.0}}]},
     "decoupled_turns": {"tool": "lower"},
     "gated": {"gate": {"on": "lower", "min": 1.0}},

@@ -108,7 +108,7 @@ def policy(garbage: float = 0.0, dtype: torch.dtype = F64) -> torch.Tensor:
 
 
 def objective_of(name: str, **changes: Any) -> Objective:
-    smaller = {"riskpo": {"advantage": {"bundle_size": 5}}}.get(name, {})
+    smaller = {"riskpo": {"advantage": {"bundle_size": 5}}, "pass_k_training": {"advantage": {"k": 2}}}.get(name, {})
     return preset_objective(name, **{"rollout": {"max_new_tokens": 6}, **smaller, **changes})
 
 

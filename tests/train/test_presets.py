@@ -51,6 +51,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     **{
         name: {"rollout": {"max_new_tokens": 40}} for name in ("rl_plus", "calibrl", "relift")
     },  # which solutions have to fit
+    "pass_k_training": {"advantage": {"k": 2}},
     "s_grpo": {
         "rollout": {
             "group_size": 1,

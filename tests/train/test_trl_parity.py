@@ -52,10 +52,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "sapo": {"loss_type": "sapo"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+    "vespo": {"loss_type": "vespo"},
+    "gmpo": {"epsilon": 0.4},  # `trl.experimental.gmpo`
     "gdpo": {"loss_type": "grpo", "multi_objective_aggregation": "normalize_then_sum"},
     "lite_ppo": {"loss_type": "dapo", "scale_rewards": "batch"},
 }
 OURS: dict[str, dict[str, Any]] = {"dapo": {"keep": []}}  # TRL does not filter
+SPREAD = {"gspo": 1e-3, "luspo": 1e-2, "cispo": 1.0, "gmpo": 1.0}  # of the log-ratios
 METHOD = pytest.mark.parametrize("method", METHODS)
 
 Trainer = Any
@@ -75,17 +80,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     pytest.importorskip("trl")
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
 
     model, tokenizer = tiny.build(0)
     done = completions(tokenizer)
 
-    class FixedLogps(GRPOTrainer):  # type: ignore[misc]
+    class FixedLogps:
         logps: Tensor | None = None  # None = those of the model
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             if self.logps is None:
-                return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+                return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
             return self.logps, torch.zeros_like(self.logps), None
+
+    class Grpo(FixedLogps, GRPOTrainer): ...  # type: ignore[misc]
+
+    class Gmpo(FixedLogps, GMPOTrainer): ...  # type: ignore[misc]
 
     def fixed_rollouts(prompts: list[str], _trainer: Any) -> dict[str, Any]:
         ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
@@ -111,7 +121,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
             **METHODS[method],
             **changes,
         }
-        trainer = FixedLogps(
+        trainer = (Gmpo if method == "gmpo" else Grpo)(
             model=model,
             args=GRPOConfig(output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, **settings),
             reward_funcs=[reward(name) for name in WEIGHTS],
@@ -160,8 +170,7 @@ def logps(method: str) -> dict[str, Tensor]:
     """new, old and ref log-probs [N,T]; new and old are so far apart that some tokens are clipped and some are not."""
     draw = torch.Generator().manual_seed(2)
     new, old, ref = (torch.randn((3, ROWS, max(LENGTHS)), generator=draw, dtype=torch.float64)).unbind()
-    spread = 1e-3 if method == "gspo" else 1.0 if method == "cispo" else 0.3
-    return {"new": new - 3, "old": new - 3 + spread * old, "ref": new - 3 + 0.5 * ref}
+    return {"new": new - 3, "old": new - 3 + SPREAD.get(method, 0.3) * old, "ref": new - 3 + 0.5 * ref}
 
 
 def trl_step(
@@ -212,8 +221,10 @@ def test_loss_and_gradient(made: Made, method: str, kl: str) -> None:
 
     A KL has a gradient for rows without an advantage, too.
     """
-    if (method, kl) == ("gspo", "k3_is"):
+    if kl == "k3_is" and method in ("gspo", "luspo"):
         pytest.skip("TRL weighs a token's KL by the ratio of its sequence, we by its own")
+    if kl == "k3_is" and method == "gmpo":
+        pytest.skip("TRL's GMPO has k3 alone")
     beta = 0.0 if kl == "none" else 0.5
     trainer, given = made(method, use_bias_correction_kl=kl == "k3_is"), logps(method)
     batch, rows = scored(trainer), our_batch()
@@ -221,7 +232,11 @@ def test_loss_and_gradient(made: Made, method: str, kl: str) -> None:
     found, ours_by_logp = our_step(ours(method, kl={"coef": beta, **({"use": kl} if beta else {})}), rows, given)
     assert_close(found, expected)
     assert_close(ours_by_logp, by_logp)
-    if not beta and method != "cispo":  # the case is worth something: some tokens are clipped, others are not
+    if not beta and method not in (
+        "cispo",
+        "sapo",
+        "vespo",
+    ):  # the case is worth something: some tokens are clipped, others are not
         signal = rows.mask & (batch["advantages"] != 0)[:, None]
         assert (by_logp[signal] == 0).any() and (by_logp[signal] != 0).any()
 
@@ -230,8 +245,11 @@ def test_loss_and_gradient(made: Made, method: str, kl: str) -> None:
 def test_truncated_rows_masked(made: Made, method: str) -> None:
     """TRL's `mask_truncated_completions`: rows without an end lose their tokens and stay in the row count."""
     trainer, given = made(method, mask_truncated_completions=True), logps(method)
-    expected, by_logp = trl_step(trainer, scored(trainer), given)
+    batch = scored(trainer)
+    expected, by_logp = trl_step(trainer, batch, given)
     found, ours_by_logp = our_step(ours(method, loss={"mask_truncated": True}), our_batch(), given)
+    if method == "gmpo":  # TRL's rows without tokens have ratio 1: -A in the value, and no gradient
+        expected = expected + batch["advantages"][list(CUT)].sum() / ROWS
     assert_close(found, expected)
     assert_close(ours_by_logp, by_logp)
     assert (by_logp[list(CUT)] == 0).all()

@@ -29,8 +29,14 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
         return
     for path, value in known[names[0]].items():
         draft.put(path, value, draft.origin(given.key))
-    if names[0] == "cispo" and (cap := draft.get("epsilon_high", "trl.epsilon_high")) is not None:
-        draft.put("loss.ratio_max", float(cap), draft.origin("epsilon_high", "trl.epsilon_high"))
+    _put_arguments(draft, names[0])
+
+
+def _put_arguments(draft: Draft, name: str) -> None:
+    """Convert the keys of the other tool that only the loss or estimator of this name reads."""
+    for path, keys in words.values("arguments").get(name, {}).items():
+        if (value := draft.get(*keys)) is not None:
+            draft.replace(path, value if isinstance(value, bool) else float(value), draft.origin(*keys))
 
 
 def _require_choice(draft: Draft, given: Given, target: str, kind: str) -> None:
@@ -131,13 +137,21 @@ def _estimator(draft: Draft, given: Given, _: str) -> None:
         return
     for path, value in known[str(given.value)].items():
         draft.put(path, value, draft.origin(given.key))
+    _put_arguments(draft, str(given.value))
+    if given.value == "gpg":
+        draft.note(
+            "verl's `gpg` also multiplies advantages by the step's rows over its rows with a reward other than 0"
+        )
 
 
 def _verl_loss(draft: Draft, given: Given, _: str) -> None:
-    if given.value in ("gspo", "cispo"):
-        draft.replace("loss.use", given.value, draft.origin(given.key))
-    elif given.value != "vanilla":
+    known = words.values("verl_losses")
+    if given.value not in known:
         _require_choice(draft, given, "loss.use", "loss")
+        return
+    for path, value in known[given.value].items():
+        draft.replace(path, value, draft.origin(given.key))
+    _put_arguments(draft, f"verl_{given.value}")
 
 
 def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str) -> None:
