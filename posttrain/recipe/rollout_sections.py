@@ -127,6 +127,11 @@ class Workflow(PlayWorkflow):
 class Rollout(EngineSection, Sampling):
     """Sampling of one step: prompts_per_step x group_size completions."""
 
+    @property
+    def interruptible(self) -> bool:
+        """See `Sampling.interruptible`."""
+        return self.partial
+
     engine: Annotated[
         Literal["transformers", "vllm", "stored"],
         Refused("engine = stored and acts", f"{STORED_ROWS}; with `tools` or an `environment` they must be sampled"),

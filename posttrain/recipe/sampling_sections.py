@@ -31,6 +31,11 @@ def cut_distribution(cut: str) -> tuple[Refused, Refused]:
 class Sampling(Section):
     """Sampling parameters of completions."""
 
+    @property
+    def interruptible(self) -> bool:
+        """Return whether a sync may interrupt completions, which then continue with the new weights."""
+        return False
+
     temperature: Annotated[
         Temperature,
         Refused(

@@ -28,6 +28,7 @@ READY = "POSTTRAIN_ENGINE_READY"  # path of a file; the process loads its model 
 DEVICES = "POSTTRAIN_ENGINE_DEVICES"  # CUDA_VISIBLE_DEVICES of an engine on several GPUs
 PYTHON_SHARED_MEMORY = "/dev/shm/psm_"  # shared memory of multiprocessing.shared_memory
 VLLM_SHARED_MEMORY = "/dev/shm/vllm"  # of vLLM's workers on a CPU, which have mapped it once they have started
+IN_CHUNKS = "posttrain_in_chunks"  # extra argument of a request whose tokens `schedulers` may send in chunks
 POLL_S = 0.2
 
 

@@ -26,6 +26,7 @@ class Request:
     ends: bool = True  # an end token ends a sample; False: each has exactly max_new_tokens
     images: PromptImages | None = None  # of the prompt at the start of ids
     adapter: str | None = None  # name of the adapter to use, if there are several; None = the first
+    in_chunks: bool = False  # vLLM may send the tokens in chunks: nothing reads them before the sample ends
 
 
 def requests_of(batch: GenerationBatch) -> list[Request]:

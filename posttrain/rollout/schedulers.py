@@ -19,13 +19,16 @@ from vllm.v1.core.sched import async_scheduler, scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-CHUNK_STEPS = 16  # steps between two outputs of a request; a paused request repeats the tokens that were not sent yet
+from posttrain.rollout.engine_process import IN_CHUNKS
+
+CHUNK_STEPS = 16  # steps between two outputs of a request
 
 
 class _ChunkedOutputs(scheduler.Scheduler):  # type: ignore[misc]
     """Holds back the outputs of running requests and sends them every `CHUNK_STEPS` steps, or when the request ends.
 
-    Requests with stop strings are sent every step: the trainer's process finds the strings and ends the request.
+    Only of requests that are marked `IN_CHUNKS`. Others need each token: the trainer's process ends them at a stop
+    string, or a sync may interrupt them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +46,7 @@ class _ChunkedOutputs(scheduler.Scheduler):  # type: ignore[misc]
             for output in message.outputs:
                 request_id = output.request_id
                 self.held[request_id].append(output)
-                if sends_all or output.finish_reason is not None or self.requests[request_id].sampling_params.stop:
+                if sends_all or output.finish_reason is not None or not self._in_chunks(request_id):
                     sent.append(join_outputs(self.held.pop(request_id)))
             message.outputs = sent
         if sends_all:  # tokens of aborted requests, which vLLM has answered; a preempted request continues later
@@ -54,6 +57,10 @@ class _ChunkedOutputs(scheduler.Scheduler):  # type: ignore[misc]
             for client, message in by_client.items()
             if message.outputs or message.finished_requests or message.scheduler_stats is not None
         }
+
+    def _in_chunks(self, request_id: str) -> bool:
+        params = self.requests[request_id].sampling_params
+        return bool(params and params.extra_args and params.extra_args.get(IN_CHUNKS))
 
 
 class ChunkedScheduler(_ChunkedOutputs):

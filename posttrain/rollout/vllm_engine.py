@@ -211,6 +211,8 @@ class VllmEngine(Generator):
                 if self.empty
                 else "vLLM is asleep: call wake before generate"
             )
+        # A sync that interrupts a sample needs all its tokens: resampled ones would get a second chance to end it.
+        request = dataclasses.replace(request, in_chunks=not (sampling.stop or sampling.interruptible))
         samples = await self._sample(request, sampling)
         return await asyncio.gather(
             *(self._finish_sample(request, place, c, sampling) for place, c in enumerate(samples))

@@ -383,6 +383,7 @@ def sampling_values(
         "skip_special_tokens": False,
         "logprobs": 0 if request.logprobs else None,  # 0 = only that of the sampled token
         "flat_logprobs": True,
+        **({"extra_args": {engine_process.IN_CHUNKS: True}} if request.in_chunks else {}),
         **({"logit_bias": dict.fromkeys(forbidden, -100.0)} if forbidden else {}),
     }
 

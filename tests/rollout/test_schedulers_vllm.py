@@ -25,19 +25,20 @@ def output(request: str, token: int, **values: Any) -> Any:
 
 
 class Steps:
-    """A `ChunkedScheduler` whose parent returns these outputs. stop: requests with stop strings."""
+    """A `ChunkedScheduler` whose parent returns these outputs. unmarked: requests whose every token is needed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, requests: str, stop: str = "") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, requests: str, unmarked: str = "") -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
+        from posttrain.rollout.engine_process import IN_CHUNKS
         from posttrain.rollout.schedulers import ChunkedScheduler
 
         monkeypatch.setattr(Scheduler, "__init__", lambda _: None)
         monkeypatch.setattr(Scheduler, "update_from_output", lambda _, messages: messages)
         self.scheduler: Any = ChunkedScheduler()
+        marks = {name: None if name in unmarked else {IN_CHUNKS: True} for name in requests}
         self.scheduler.requests = {
-            name: SimpleNamespace(sampling_params=SimpleNamespace(stop=["!"] if name in stop else []))
-            for name in requests
+            name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=mark)) for name, mark in marks.items()
         }
 
     def step(self, *outputs: Any, **values: Any) -> Any:
@@ -73,9 +74,8 @@ def test_running_requests_are_sent_every_chunk_and_ended_ones_immediately(monkey
     assert chunks[0][0].finish_reason is None and steps.scheduler.held == {}
 
 
-def test_requests_with_stop_strings_are_sent_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's process finds the stop string; later tokens would be wasted."""
-    steps = Steps(monkeypatch, "ab", stop="b")
+def test_unmarked_requests_are_sent_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, "ab", unmarked="b")
     for token in range(3):
         (sent,) = steps.step(output("a", token), output("b", token)).outputs
         assert (sent.request_id, sent.new_token_ids) == ("b", [token])

@@ -28,6 +28,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.engine_sections import EngineSection, Vllm
+from posttrain.recipe.rollout_sections import Rollout as RolloutSection
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import GenerationBatch
@@ -165,7 +166,8 @@ def check_pauses(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> Non
 
 def sample_across_a_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> list[Rollout]:
     """Pause many rollouts at their first tokens, as a sync does, then sync."""
-    client, long = engine.clients[0], SAMPLED.model_copy(update={"max_new_tokens": 200})
+    client = engine.clients[0]
+    long = RolloutSection(engine="vllm", staleness=1, partial=True, temperature=0.7, max_new_tokens=200)
     many = [replace(p, uid=f"{p.uid}-{i}") for i in range(8) for p in prompts]
     states = client.llm.output_processor.request_states
     found: list[Rollout] = []

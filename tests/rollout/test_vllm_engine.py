@@ -18,6 +18,7 @@ from posttrain.errors import EngineError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.rollout_sections import Rollout as RolloutSection
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Lora
 from posttrain.rollout import loop, vllm_engine, vllm_start
@@ -186,6 +187,33 @@ def test_sync_in_the_middle_of_a_call(start: Start, loaded: LoadedModel, prompts
     rest = client.asked[len(prompts) :]
     assert {r.n for r in rest} == {1} and {r.max_new_tokens for r in rest} == {8}
     assert len({r.seed for r in rest}) == len(rest), "two samples draw alike"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "in_chunks"),
+    [
+        (SAMPLED, True),
+        (
+            SAMPLED.model_copy(update={"stop": ["!"]}),
+            False,
+        ),  # the trainer ends it
+        (RolloutSection(max_new_tokens=12), True),
+        (RolloutSection(max_new_tokens=12, engine="vllm", staleness=1, partial=True), False),
+    ],
+    ids=["plain", "stop string", "step", "step with partial"],
+)
+def test_tokens_come_in_chunks_unless_they_are_needed_before_the_end(
+    start: Start, prompts: list[Prompt], sampling: Sampling, in_chunks: bool
+) -> None:
+    """If a sync interrupted a sample within a chunk, the unsent tokens would be resampled and get a second chance to
+    end: completions would be too short."""
+    engine = start()
+    engine.clients[0].asked = []
+    engine.generate(prompts[:2], 1, sampling, seed=5)
+    (asked, _) = engine.clients[0].asked
+    values = vllm_start.sampling_values(sampling, asked, (1,))
+    engine.close()
+    assert asked.in_chunks == in_chunks == bool(values.get("extra_args"))
 
 
 class Writing(TransformersClient):
