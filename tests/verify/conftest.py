@@ -1,4 +1,4 @@
-"""Scripts, scorers and a chat endpoint for the tests of rewards."""
+"""Fixtures for reward tests: scripts, scorers, samples and a local chat endpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def script(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def scorer() -> Iterator[Callable[..., Scorer]]:
-    """Make scorers, closed at the end: `scorer(reward, ..., max_error_rate=1.0)`; a reward is a dict or its `use`."""
+    """Factory of scorers that are closed after the test: `scorer(reward, ..., max_error_rate=1.0)`; a reward is a dict
+    or its `use`.
+    """
     made: list[Scorer] = []
 
     def make(*rewards: dict[str, Any] | str, base_dir: Path | None = None, **scoring: Any) -> Scorer:
@@ -45,7 +47,7 @@ def scorer() -> Iterator[Callable[..., Scorer]]:
 
 @pytest.fixture
 def samples() -> Callable[..., list[Sample]]:
-    """One sample a row, with uids r0, r1, ... and groups of `group_size`."""
+    """Factory of samples, one per row, with uids r0, r1, ... in groups of `group_size`."""
 
     def make(rows: list[dict[str, Any]], completion: str = "x", group_size: int = 4) -> list[Sample]:
         return [Sample(completion, {"uid": f"r{i}", **row}, group=i // group_size) for i, row in enumerate(rows)]
@@ -53,13 +55,13 @@ def samples() -> Callable[..., list[Sample]]:
     return make
 
 
-Answer = Callable[[dict[str, Any], int], tuple[int, Any]]  # (request body, its number) -> status, reply
+Answer = Callable[[dict[str, Any], int], tuple[int, Any]]  # (request body, request number) -> (status, reply)
 
 
 class StubJudge:
-    """A chat endpoint that answers as a test says and remembers what it was asked.
+    """A local chat endpoint that answers with a function of the test and records every request.
 
-    `answer` gives (200, text), or (status, anything) for an error; a reply that is no text is sent as it is.
+    `answer` returns (200, text), or (status, anything) for an error; a reply that is not text is sent unchanged.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -109,7 +111,7 @@ class StubJudge:
 
 @pytest.fixture
 def stub() -> Iterator[Callable[[Answer], StubJudge]]:
-    """Make endpoints on this machine, closed at the end: `stub(lambda body, number: (200, "Score: 7"))`."""
+    """Factory of local endpoints that are closed after the test: `stub(lambda body, number: (200, "Score: 7"))`."""
     made: list[StubJudge] = []
 
     def make(answer: Answer) -> StubJudge:

@@ -1,7 +1,7 @@
-"""Programs that try what a sandbox must hold, each bounded by itself too (it stops after some megabytes or seconds).
+"""Programs that try to break out of the sandbox; each also stops by itself after some megabytes or seconds.
 
-A program prints `escaped WHAT` for each thing that it was able to do and must not be. EXPECTED says how it must end:
-`fine` (by itself, exit code 0), `failed` (by itself, another code) or the limit that it hits.
+A program prints `escaped WHAT` for each forbidden thing that it managed to do. EXPECTED gives how it must end: `fine`
+(by itself, exit code 0), `failed` (by itself, another code) or the limit that it hits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HELPERS = textwrap.dedent(
     """
 )
 
-PROGRAMS: dict[str, tuple[str, str]] = {  # name -> (how it must end, program)
-    # --- memory that is not in the resident size of a process
+PROGRAMS: dict[str, tuple[str, str]] = {  # name -> (expected outcome, program)
+    # --- memory that does not count in a process's resident size
     "memfd": ("fine", "tried('memfd', lambda: os.memfd_create('x'))"),
     "memfd by number": ("fine", "tried('memfd', lambda: call(319, 279, b'x', 0))"),
     "secret memory": ("fine", "tried('secret', lambda: call(447, 447, 0))"),
@@ -308,17 +308,17 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # name -> (how it must end, program)
 
 
 def source(name: str) -> str:
-    """The whole program, which imports what it uses."""
+    """Return the whole program with its imports."""
     body = textwrap.dedent(PROGRAMS[name][1])
     used = [module for module in ("mmap", "socket", "subprocess", "threading") if f"{module}." in body]
     return "".join(f"import {module}\n" for module in used) + HELPERS + f"FIRST = os.getpid()\n{body}\n"
 
 
 def expected(name: str) -> str:
-    """How it must end."""
+    """Return how the program must end."""
     return PROGRAMS[name][0]
 
 
 def ended(status: str, exit_code: int) -> str:
-    """How it ended, in the words of PROGRAMS."""
+    """Return how the program ended, in the words of PROGRAMS."""
     return status if status != "ended" else "failed" if exit_code else "fine"

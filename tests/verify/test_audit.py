@@ -1,4 +1,4 @@
-"""Gold is tried before training: it must be right and nothing wrong may score as much."""
+"""The gold audit before training: gold answers must score full marks and wrong answers must score less."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(*answers: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("params", "writer"), [({}, "boxed"), ({"extract": ["answer_tag"]}, "answer_tag"), ({"extract": ["hash"]}, "hash")]
 )
-def test_gold_is_written_the_way_the_extractor_finds_it(params: dict[str, Any], writer: str, scorer: Scorers) -> None:
+def test_gold_is_formatted_so_that_the_extractor_finds_it(params: dict[str, Any], writer: str, scorer: Scorers) -> None:
     with scorer({"use": "math.accuracy", "params": params}) as s:
         audit = audit_gold(s, rows("7", "1/2", r"\pi", r"\text{(C)}"))
     assert (audit.checked, audit.bad, audit.writer) == (4, {}, writer)
@@ -43,7 +43,7 @@ def test_gold_that_cannot_be_parsed_stops_the_run(scorer: Scorers) -> None:
     assert "row r0  gold has no score" in str(caught.value)
 
 
-def test_a_reward_that_raises_on_some_golds_says_what(script: Callable[..., Path], scorer: Scorers) -> None:
+def test_audit_reports_the_exception_a_reward_raises_on_gold(script: Callable[..., Path], scorer: Scorers) -> None:
     path = script(
         "def score(completion, answer):\n"
         "    if int(answer) % 2: raise ValueError(f'odd {answer}')\n"
@@ -56,7 +56,7 @@ def test_a_reward_that_raises_on_some_golds_says_what(script: Callable[..., Path
         audit_gold(s, rows("70", "71"))
 
 
-def test_bad_rows_that_are_not_shown_are_counted(scorer: Scorers) -> None:
+def test_bad_rows_beyond_those_shown_are_counted(scorer: Scorers) -> None:
     with scorer("math.accuracy") as s, pytest.raises(RewardError) as caught:
         audit_gold(s, rows(*["}"] * 12))
     (problem,) = caught.value.problems
@@ -64,14 +64,14 @@ def test_bad_rows_that_are_not_shown_are_counted(scorer: Scorers) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, "", "n/a", ["1"]])
-def test_golds_that_cannot_be_used_are_a_matter_of_the_data(answer: Any, scorer: Scorers) -> None:
+def test_unusable_golds_are_reported_as_data_errors(answer: Any, scorer: Scorers) -> None:
     with scorer("math.accuracy") as s, pytest.raises(RewardError) as caught:
         audit_gold(s, rows(*[answer] * 12))
     hint = caught.value.problems[0].hint
     assert "`data.columns: {answer: COLUMN}`, or remove these rows" in hint and "GOLD(row)" not in hint
 
 
-def test_max_bad_gold_is_a_share(scorer: Scorers) -> None:
+def test_max_bad_gold_is_a_fraction_of_rows(scorer: Scorers) -> None:
     data = rows("}", *map(str, range(100, 109)))  # 1 of 10
     with scorer("math.accuracy", max_bad_gold=0.1) as s:
         assert audit_gold(s, data).bad == {"r0": "gold has no score"}
@@ -93,7 +93,7 @@ def test_max_bad_gold_is_a_share(scorer: Scorers) -> None:
         ("return float(answer in completion or len(completion) > 9000)", "very long scores as much as gold"),
     ],
 )
-def test_a_reward_that_does_not_know_gold_is_refused(
+def test_reward_that_fails_the_gold_audit_is_refused(
     body: str, wrong: str, script: Callable[..., Path], scorer: Scorers
 ) -> None:
     path = script(f"def score(completion, answer): {body}")
@@ -101,7 +101,7 @@ def test_a_reward_that_does_not_know_gold_is_refused(
         audit_gold(s, rows("77", "88"))
 
 
-def test_a_script_may_say_how_its_gold_looks(script: Callable[..., Path], scorer: Scorers) -> None:
+def test_script_can_define_how_gold_is_formatted(script: Callable[..., Path], scorer: Scorers) -> None:
     path = script(
         """
         def score(completion, answer): return float(completion == f"<<{answer}>>")
@@ -112,7 +112,7 @@ def test_a_script_may_say_how_its_gold_looks(script: Callable[..., Path], scorer
         assert audit_gold(s, rows("77")).writer == "GOLD of the script"
 
 
-def test_tool_calls(scorer: Scorers) -> None:
+def test_audit_of_tool_call_gold(scorer: Scorers) -> None:
     gold = {"tools": [{"name": "weather", "parameters": {"city": "Paris", "n": 2}}], "response": True}
     with scorer("tools.toolrl") as s:
         assert audit_gold(s, rows(gold, json.dumps(gold))).bad == {}
@@ -138,7 +138,7 @@ UNUSABLE = {
 }
 
 
-def test_every_row_counts_and_those_without_a_usable_gold_are_told(scorer: Scorers) -> None:
+def test_every_row_counts_and_rows_without_usable_gold_are_reported(scorer: Scorers) -> None:
     with scorer("math.accuracy", max_bad_gold=1.0) as s:
         audit = audit_gold(s, rows("7", *UNUSABLE.values(), r"\frac12"))
     assert (audit.checked, len(audit.bad)) == (13, 11)
@@ -158,8 +158,10 @@ def test_golds_that_are_all_unusable_stop_the_run(answers: tuple[Any, ...], scor
     assert f"on {len(answers)} of {len(answers)} row" in str(caught.value)
 
 
-def test_rows_of_mixed_data_are_left_to_the_reward_that_applies(script: Callable[..., Path], scorer: Scorers) -> None:
-    """A null answer beside tests of a program is no missing gold; a row that no reward can judge is."""
+def test_rows_of_mixed_data_are_audited_by_the_reward_that_applies(
+    script: Callable[..., Path], scorer: Scorers
+) -> None:
+    """A null answer beside program tests is not a missing gold; a row that no reward can judge is."""
     other = script("def passes(completion, tests): return float(tests in completion)")
     data = [
         {"uid": "maths", "prompt": "q", "answer": "7", "tests": None},
@@ -175,8 +177,8 @@ def test_rows_of_mixed_data_are_left_to_the_reward_that_applies(script: Callable
 
 
 @pytest.mark.parametrize("extract", ["boxed", "answer_tag", "hash", "anchor", "last_number"])
-def test_the_answer_of_a_reference_solution_is_written(extract: str, scorer: Scorers) -> None:
-    """Never the solution itself, which would be compared with itself; a near miss is another answer."""
+def test_gold_reply_holds_the_final_answer_of_a_reference_solution(extract: str, scorer: Scorers) -> None:
+    """The solution itself is never written (it would be compared with itself); a near miss is a different answer."""
     golds = ("6 * 7 = 42\n#### 42", r"We get $x = \boxed{17}$.", "Half of 18 is 9. The answer is 9.", '["18"]', "25")
     with scorer({"use": "math.accuracy", "params": {"extract": [extract]}}, max_bad_gold=0.0) as s:
         audit = audit_gold(s, rows(*golds))
@@ -190,7 +192,7 @@ def test_the_answer_of_a_reference_solution_is_written(extract: str, scorer: Sco
 
 
 @pytest.mark.parametrize("use", ["math.accuracy", "numeric.distance"])
-def test_a_column_of_dicts_is_refused_with_the_key_to_take(use: str, scorer: Scorers) -> None:
+def test_column_of_dicts_is_refused_with_the_key_to_use(use: str, scorer: Scorers) -> None:
     golds = [{"style": "rule", "ground_truth": str(n)} for n in range(8)]
     with scorer(use) as s, pytest.raises(RewardError, match="column `answer` holds dicts") as caught:
         audit_gold(s, rows(*golds))
@@ -210,14 +212,14 @@ def test_a_column_of_dicts_is_refused_with_the_key_to_take(use: str, scorer: Sco
         ("bleu.bleuberi", (["The cat sat on the mat.", "A cat sat there."], "It rains today again.")),
     ],
 )
-def test_lists_are_golds_of_rewards_that_take_lists(use: str, golds: tuple[Any, ...], scorer: Scorers) -> None:
+def test_lists_are_valid_gold_for_rewards_that_take_lists(use: str, golds: tuple[Any, ...], scorer: Scorers) -> None:
     with scorer(use, max_bad_gold=0.0) as s:
         audit = audit_gold(s, rows(*golds))
     assert (audit.checked, dict(audit.bad)) == (len(golds), {})
 
 
-def test_rows_are_not_counted_where_the_reward_does_not_read_the_column(scorer: Scorers) -> None:
-    """Programs are judged by `tests`; an `answer` beside them is only tried."""
+def test_rows_are_not_counted_if_the_reward_does_not_read_the_column(scorer: Scorers) -> None:
+    """Programs are judged by `tests`; an `answer` beside the tests is only tried."""
     with scorer("countdown.expression") as s:
         data = [{"uid": "a", "prompt": "q", "target": 16, "numbers": [3, 5, 2]}]
         assert audit_gold(s, data).skipped.startswith("no row has an `answer`; GOLD(row)")
@@ -249,10 +251,10 @@ def GOLD(row):
     ("gold", "miss"),
     [
         ("f\"so boxed{{{row['final']}}}\"", "so boxed{17}"),
-        ('row["solution"]', ""),  # a stored text follows no column: there is no near miss to write
+        ('row["solution"]', ""),  # a stored text does not depend on the column, so there is no near miss to write
     ],
 )
-def test_gold_of_a_script_in_another_column_than_answer(
+def test_script_gold_in_a_column_other_than_answer(
     gold: str, miss: str, script: Callable[..., Path], scorer: Scorers
 ) -> None:
     path = script(OWN_GOLD.replace("{gold}", gold))
@@ -263,21 +265,21 @@ def test_gold_of_a_script_in_another_column_than_answer(
         _, write = choose_writer(s, data)
     assert (audit.checked, dict(audit.bad)) == (2, {})
     assert write.with_answer(data[1], "17") == miss
-    assert ("every answer" in probes(data[1], write)) == bool(miss)  # without wrong answers nothing names them all
+    assert ("every answer" in probes(data[1], write)) == bool(miss)  # without wrong answers the list is not complete
 
 
-def test_a_missing_column_is_told_before_a_worker_is_asked(scorer: Scorers) -> None:
+def test_missing_column_is_reported_before_a_worker_is_called(scorer: Scorers) -> None:
     with scorer("math.accuracy") as s, pytest.raises(RewardError, match="no column `answer`"):
         audit_gold(s, [{"uid": "a", "solution": "7"}])
 
 
-def test_a_broken_contract_is_told(script: Callable[..., Path], scorer: Scorers) -> None:
+def test_invalid_return_value_is_reported(script: Callable[..., Path], scorer: Scorers) -> None:
     path = script("def score(completion, answer): return 'yes'")
     with scorer(f"{path}:score") as s, pytest.raises(RewardError, match=r"row r0: returned 'yes'"):
         audit_gold(s, rows("7"))
 
 
-def test_at_most_64_rows_evenly_spaced() -> None:
+def test_audit_samples_at_most_64_evenly_spaced_rows() -> None:
     chosen = spread_evenly([{"i": i} for i in range(640)], 64)
     assert [row["i"] for row in chosen] == list(range(0, 640, 10))
     assert len(spread_evenly([{"i": i} for i in range(65)], 64)) == 64
@@ -308,7 +310,7 @@ def test_near_miss(answer: Any, expected: Any) -> None:
     assert near_miss(answer) == expected
 
 
-def test_variants_differ_and_know_their_ending() -> None:
+def test_answer_variants_differ_and_record_how_they_end() -> None:
     found = variants(rows("825")[0], WRITERS["answer_tag"])
     assert found is not None
     assert len({v.completion for v in found.values()}) == len(found)
@@ -317,7 +319,7 @@ def test_variants_differ_and_know_their_ending() -> None:
     assert variants({"answer": " "}, WRITERS["boxed"]) is None
 
 
-def test_a_trial_counts_what_happens_by_kind(script: Callable[..., Path]) -> None:
+def test_trial_counts_outcomes_by_kind(script: Callable[..., Path]) -> None:
     path = script(
         """
         def picky(completion, answer):
@@ -338,8 +340,8 @@ def test_a_trial_counts_what_happens_by_kind(script: Callable[..., Path]) -> Non
     assert trial.first_traceback is not None and "ValueError: empty" in trial.first_traceback
 
 
-def test_gold_that_is_late_stops_the_audit_early(script: Callable[..., Path], scorer: Scorers) -> None:
-    """Four calls of 0.4 s in one worker, not 64 rows of seven variants."""
+def test_gold_time_outs_stop_the_audit_early(script: Callable[..., Path], scorer: Scorers) -> None:
+    """Four calls of 0.4 s in one worker instead of 64 rows with seven variants each."""
     path = script("def score(completion, answer):\n    while True:\n        pass")
     started = time.monotonic()
     with (
@@ -350,7 +352,7 @@ def test_gold_that_is_late_stops_the_audit_early(script: Callable[..., Path], sc
     assert time.monotonic() - started < 20
 
 
-def test_a_reward_that_returns_nothing_is_asked_for_its_return(script: Callable[..., Path], scorer: Scorers) -> None:
+def test_error_for_a_reward_without_a_return_asks_for_one(script: Callable[..., Path], scorer: Scorers) -> None:
     path = script("def score(completion, answer):\n    answer in completion\n")
     with scorer(f"{path}:score") as s, pytest.raises(RewardError, match="score returned None for every gold: is a"):
         audit_gold(s, rows("1", "2"))

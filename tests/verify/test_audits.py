@@ -1,4 +1,4 @@
-"""Replies about parts of an answer, the conversation that a judge sees, and win rates through the loaded reward."""
+"""Rewards from judges: partial replies, the conversation that a judge sees, and win rates through the loaded reward."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from posttrain.verify.transcript import Message
         ("I cannot say", None),
     ],
 )
-def test_probabilities_are_read_only_where_all_are_there(reply: str, expected: Any) -> None:
+def test_probabilities_are_read_only_if_all_are_present(reply: str, expected: Any) -> None:
     assert audits.read_probabilities(reply, 2) == expected
 
 
-def test_a_judge_sees_what_tools_returned_up_to_the_turn() -> None:
+def test_judge_sees_tool_results_up_to_the_turn() -> None:
     said = [
         Message("prompt", "task"),
         Message("model", "first"),
@@ -49,8 +49,8 @@ def scored(use: str, samples: list[Sample], reply: str) -> Any:
         return scorer.score(samples)
 
 
-def test_win_rates_of_a_step_compare_the_answers_of_each_prompt() -> None:
-    """A judge that always names the place of the first knows nothing: all earn one half."""
+def test_win_rates_compare_the_answers_of_each_prompt() -> None:
+    """A judge that always names the first position carries no information: every answer gets one half."""
     samples = [
         Sample(completion=text, row={"prompt": prompt}, prompt=prompt, group=group)
         for group, prompt in enumerate(("one?", "two?"))
@@ -61,7 +61,7 @@ def test_win_rates_of_a_step_compare_the_answers_of_each_prompt() -> None:
     assert found.components["win_rate/unparsed"] == [0.0] * 6
 
 
-def test_a_checklist_pays_each_turn_by_its_weights() -> None:
+def test_checklist_scores_each_turn_by_its_weights() -> None:
     sample = Sample(
         completion="hi\nbye",
         row={"prompt": "talk", "checklist": [["greets", {"text": "asks", "weight": 3}], ["ends"]]},

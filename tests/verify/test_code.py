@@ -1,4 +1,4 @@
-"""Programs against tests."""
+"""Rewards that run programs against tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.verify.code_tests import output_lines
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Programs are not run: `echo` gives back its input, `broken` does not compile, `x` hangs; what ran is listed."""
+    """Replace program execution: `echo` returns its input, `broken` does not compile, `x` hangs; runs are recorded."""
     ran: list[str] = []
 
     def run(program: str, stdin: str = "", **_: Any) -> sandbox.Finished:
@@ -34,7 +34,7 @@ def written(program: str) -> str:
 TESTS = [{"input": "1", "output": "1\n"}, {"input": "2", "output": "3"}, {"input": "4", "output": "4"}]
 
 
-def test_the_program_is_the_last_python_block_after_the_thought() -> None:
+def test_program_is_the_last_python_block_after_the_thought() -> None:
     thought = "<think>```python\nthought\n```</think>"
     assert program_in(thought + written("a") + "```\nno\n```" + "```py\nb\n```" + "```json\n{}\n```") == "b\n"
     assert program_in(thought) is None
@@ -55,11 +55,11 @@ def test_the_program_is_the_last_python_block_after_the_thought() -> None:
         (written("a"), "a\n"),
     ],
 )
-def test_a_thought_that_never_closes_holds_no_program(completion: str, program: str | None) -> None:
+def test_unclosed_thought_contains_no_program(completion: str, program: str | None) -> None:
     assert program_in(completion) == program
 
 
-def test_outputs_differ_by_more_than_blanks_at_the_ends() -> None:
+def test_outputs_are_compared_without_trailing_whitespace() -> None:
     assert output_lines("a \nb\n\n") == output_lines("a\nb")
     assert output_lines(" a") != output_lines("a")
     assert output_lines("a\n\nb") != output_lines("a\nb")
@@ -82,7 +82,7 @@ def test_all_pass(mode: Any, reward: float) -> None:
 
 
 @pytest.mark.usefixtures("runs")
-def test_weighted_sum_tells_no_program_one_that_does_not_compile_and_one_that_fails() -> None:
+def test_weighted_sum_distinguishes_no_program_compile_error_and_failure() -> None:
     def reward(text: str) -> float | None:
         return code_reward(text, TESTS, mode="weighted_sum")["reward"]
 
@@ -92,18 +92,18 @@ def test_weighted_sum_tells_no_program_one_that_does_not_compile_and_one_that_fa
     assert code_reward(written("echo"), TESTS[:1], mode="weighted_sum", pass_weight=0.5)["reward"] == 1.5
 
 
-def test_no_tests_is_no_score_and_nothing_runs(runs: list[str]) -> None:
+def test_row_without_tests_has_no_score_and_nothing_runs(runs: list[str]) -> None:
     assert code_reward(written("echo"), [])["reward"] is None
     assert code_reward(written("echo"), None)["reward"] is None
     assert runs == []
 
 
-def test_tests_that_the_budget_leaves_no_time_for_fail(runs: list[str]) -> None:
+def test_tests_beyond_the_time_budget_fail(runs: list[str]) -> None:
     assert code_reward(written("echo"), TESTS, budget_s=0.0) == {"reward": 0.0, "passed": 0.0}
     assert runs == []
 
 
-def test_a_real_program_that_exits_early_or_prints_more() -> None:
+def test_real_program_that_exits_early_or_prints_extra_output() -> None:
     one = [{"input": "", "output": "5"}]
 
     def reward(program: str) -> float | None:
@@ -115,6 +115,6 @@ def test_a_real_program_that_exits_early_or_prints_more() -> None:
     assert reward("print(5); print('debug')") == 0.0
 
 
-def test_an_unknown_mode_is_told() -> None:
+def test_unknown_mode_is_reported() -> None:
     with pytest.raises(ValueError, match="known: partial"):
         code_reward("", TESTS, mode="all")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Forms of tests in data sets: after rLLM's and open-r1's tests, LiveCodeBench's runner, and APPS as verl reads it."""
+"""Test formats of data sets: rLLM, open-r1, LiveCodeBench's runner, and APPS as verl reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNT = (
         ([], []),
     ],
 )
-def test_each_form_is_read_also_from_its_json_text(tests: Any, read: list[ProgramTest]) -> None:
+def test_each_format_is_also_read_from_json_text(tests: Any, read: list[ProgramTest]) -> None:
     assert read_tests(tests) == read_tests(json.dumps(tests)) == read
 
 
@@ -50,7 +50,7 @@ def test_each_form_is_read_also_from_its_json_text(tests: Any, read: list[Progra
         ([{"input": "a, b", "output": "2", "fn_name": "f"}], "must be JSON"),
     ],
 )
-def test_a_form_that_would_fail_every_program_is_refused(tests: Any, problem: str) -> None:
+def test_format_that_would_fail_every_program_is_refused(tests: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read_tests(tests)
 
@@ -74,12 +74,12 @@ def test_a_form_that_would_fail_every_program_is_refused(tests: Any, problem: st
         ("print('0.50', 2)", [{"input": "", "output": "0.5 2.0"}], 1),
     ],
 )  # fmt: skip
-def test_programs_are_run_on_each_form(program: str, tests: Any, passed: int) -> None:
+def test_programs_run_on_each_format(program: str, tests: Any, passed: int) -> None:
     found = code_reward(f"```python\n{program}\n```", tests, timeout_s=20.0, allow_unsandboxed=True)
     assert found["passed"] == passed
 
 
-def test_numbers_of_a_line_are_compared_exactly_as_in_livecodebench() -> None:
+def test_numbers_in_a_line_are_compared_as_in_livecodebench() -> None:
     assert same_output("0.50 1e1", "0.5 10")
     assert not same_output("0.500001", "0.5")
     assert not same_output("50000000000000000", "50000000000000001")
@@ -88,7 +88,7 @@ def test_numbers_of_a_line_are_compared_exactly_as_in_livecodebench() -> None:
     assert not same_output("", "0")
 
 
-def test_returned_values_keep_their_kinds() -> None:
+def test_returned_values_keep_their_types() -> None:
     assert same_value([0.1 + 0.2, {"a": 1}], [0.3, {"a": 1.0}])
     assert not same_value(True, 1.0)
     assert not same_value(1.00001, 1)
@@ -108,7 +108,5 @@ def test_returned_values_keep_their_kinds() -> None:
         ("print(1)", None),
     ],
 )
-def test_a_block_without_a_language_is_a_program_where_none_is_marked_as_python(
-    completion: str, program: str | None
-) -> None:
+def test_unmarked_code_block_is_the_program_if_none_is_marked_python(completion: str, program: str | None) -> None:
     assert program_in(completion) == program

@@ -1,4 +1,4 @@
-"""Named scores -> rewards, by hand. Two groups of three rows: 0 0 0 1 1 1."""
+"""Combining named scores into rewards, computed by hand. Two groups of three rows: 0 0 0 1 1 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.verify.score import combine
 
 GROUPS = [0, 0, 0, 1, 1, 1]
 FORM = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
-# Group 0: nobody has a score (a maths verifier on a code prompt). Group 1: one row lacks one.
+# Group 0: no row has a score (a math verifier on a code prompt). Group 1: one row has none.
 MATHS = [None, None, None, 1.0, None, 0.0]
 
 
@@ -20,8 +20,8 @@ def both(policy: OnNone) -> list[float | None]:
     )
 
 
-def test_auto_leaves_the_component_out_for_a_group_and_skips_single_rows() -> None:
-    """Group 0: only form counts: 0.5, 0, 0.5. Group 1: 1 + 0.5, skipped, 0 + 0.5."""
+def test_auto_drops_the_component_for_a_group_and_skips_single_rows() -> None:
+    """Group 0: only the format counts: 0.5, 0, 0.5. Group 1: 1 + 0.5, skipped, 0 + 0.5."""
     assert both("auto") == [0.5, 0.0, 0.5, 1.5, None, 0.5]
 
 
@@ -37,7 +37,7 @@ def test_zero() -> None:
     assert both("zero") == [0.5, 0.0, 0.5, 1.5, 0.0, 0.5]
 
 
-def test_error_names_the_row() -> None:
+def test_on_none_error_names_the_row() -> None:
     with pytest.raises(RewardError, match="maths returned None for row 0"):
         both("error")
     with pytest.raises(RewardError, match="row seven"):
@@ -47,11 +47,11 @@ def test_error_names_the_row() -> None:
 @pytest.mark.parametrize(
     ("policy", "expected"), [("auto", None), ("skip_row", None), ("ignore_component", None), ("zero", 0.0)]
 )
-def test_a_row_without_any_component_is_not_scored(policy: OnNone, expected: float | None) -> None:
+def test_row_without_any_component_is_unscored(policy: OnNone, expected: float | None) -> None:
     assert combine({"a": [None]}, {"a": 2.0}, {"a": policy}, [0]) == [expected]
 
 
-def test_a_failed_call_is_never_a_score_whatever_on_none_says() -> None:
+def test_failed_call_is_never_a_score_for_any_on_none() -> None:
     policies: list[OnNone] = ["auto", "skip_row", "ignore_component", "zero", "error"]
     for policy in policies:
         rewards = combine(
@@ -65,7 +65,7 @@ def test_a_failed_call_is_never_a_score_whatever_on_none_says() -> None:
 
 
 def test_failed_rows_do_not_decide_whether_a_group_abstains() -> None:
-    """Row 0 failed, rows 1 and 2 abstained: the group has no score, so they keep their other component."""
+    """Row 0 failed, rows 1 and 2 abstained: the group has no score, so rows 1 and 2 keep their other component."""
     rewards = combine(
         {"a": [None, None, None], "b": [1.0, 2.0, 3.0]},
         {"a": 1.0, "b": 1.0},
@@ -76,7 +76,7 @@ def test_failed_rows_do_not_decide_whether_a_group_abstains() -> None:
     assert rewards == [None, 2.0, 3.0]
 
 
-def test_weight_zero_neither_counts_nor_skips() -> None:
+def test_component_of_weight_zero_neither_counts_nor_skips_rows() -> None:
     rewards = combine(
         {"a": [None, 5.0], "b": [1.0, 2.0]},
         {"a": 0.0, "b": 1.0},
@@ -87,18 +87,18 @@ def test_weight_zero_neither_counts_nor_skips() -> None:
     assert rewards == [1.0, 2.0]
 
 
-def test_groups_may_have_any_ids_and_sizes() -> None:
+def test_groups_can_have_any_ids_and_sizes() -> None:
     rewards = combine({"a": [None, 1.0, None]}, {"a": 1.0}, {"a": "auto"}, [7, -3, -3])
     assert rewards == [None, 1.0, None]
 
 
-def test_negative_weights_and_fractions_add_up() -> None:
+def test_negative_and_fractional_weights_are_summed() -> None:
     rewards = combine({"a": [0.5], "b": [2.0]}, {"a": 2.0, "b": -0.25}, {"a": "auto", "b": "auto"}, [0])
     assert rewards == [0.5]
 
 
-def test_a_condition_closes_a_component_and_a_clip_limits_it() -> None:
-    """length 3 is clipped to 1; it counts where accuracy is at least 1: 1 + 1, 0, 0.5 + 0, and None is no accuracy."""
+def test_condition_gates_a_component_and_clip_bounds_it() -> None:
+    """length 3 is clipped to 1 and counts if accuracy is at least 1: 1 + 1, 0, 0.5 + 0; accuracy None is not 1."""
     rewards = combine(
         {"accuracy": [1.0, 0.0, 0.5, None], "length": [3.0, 3.0, None, 3.0]},
         {"accuracy": 1.0, "length": 1.0},
@@ -110,8 +110,8 @@ def test_a_condition_closes_a_component_and_a_clip_limits_it() -> None:
     assert rewards == [2.0, 0.0, 0.5, 0.0]
 
 
-def test_a_condition_that_failed_leaves_the_row_unscored() -> None:
-    """Accuracy is only logged; where its call timed out nobody knows whether the length counts, and 0 is no answer."""
+def test_failed_condition_leaves_the_row_unscored() -> None:
+    """Accuracy is only logged; if its call timed out, it is unknown whether the length counts, and 0 would be wrong."""
     rewards = combine(
         {"accuracy": [1.0, None, None], "length": [3.0, 3.0, 3.0]},
         {"accuracy": 0.0, "length": 1.0},
@@ -123,8 +123,8 @@ def test_a_condition_that_failed_leaves_the_row_unscored() -> None:
     assert rewards == [3.0, None, 0.0]
 
 
-def test_a_condition_sees_the_clipped_score_of_no_other() -> None:
-    """The gate is asked on what its component returned, not on what its clip leaves."""
+def test_condition_reads_the_unclipped_score() -> None:
+    """The condition is tested on the score that its component returned, before clipping."""
     rewards = combine(
         {"a": [5.0], "b": [1.0]},
         {"a": 0.0, "b": 1.0},

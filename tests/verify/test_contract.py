@@ -1,4 +1,4 @@
-"""What a reward may return."""
+"""Allowed and refused return values of rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.verify.contract import BrokenContract, check_score, checked_batch
         ({"reward": None}, {"reward": None}),
     ],
 )
-def test_allowed(value: Any, expected: Any) -> None:
+def test_allowed_return_values(value: Any, expected: Any) -> None:
     assert check_score(value) == expected
 
 
@@ -53,12 +53,12 @@ class NoRepr:
         (NoRepr(), "NoRepr"),
     ],
 )
-def test_refused(value: Any, message: str) -> None:
+def test_refused_return_values(value: Any, message: str) -> None:
     with pytest.raises(BrokenContract, match=message):
         check_score(value)
 
 
-def test_a_list_form_must_return_a_list_of_one() -> None:
+def test_list_form_must_return_a_list_of_one() -> None:
     assert checked_batch([0.5], 1) == [0.5]
     assert checked_batch((None,), 1) == [None]
     for value in (0.5, [1.0, 2.0], [], "1"):
@@ -66,7 +66,7 @@ def test_a_list_form_must_return_a_list_of_one() -> None:
             checked_batch(value, 1)
 
 
-def test_a_batch_must_return_one_score_a_completion() -> None:
+def test_batch_must_return_one_score_per_completion() -> None:
     assert checked_batch([1, {"reward": 2, "part": None}, None], 3) == [1.0, {"reward": 2.0, "part": None}, None]
     for value in (0.5, [1.0, 2.0], [1.0] * 4, "123"):
         with pytest.raises(BrokenContract, match="for 3 completions, must return a list of 3"):
@@ -76,21 +76,21 @@ def test_a_batch_must_return_one_score_a_completion() -> None:
 
 
 @pytest.mark.parametrize("value", [1e39, -1e308, 10**400, {"reward": 1.0, "part": 1e39}])
-def test_a_number_that_float32_cannot_hold_is_refused(value: Any) -> None:
+def test_number_beyond_float32_is_refused(value: Any) -> None:
     """As an infinite reward it would make every advantage of its group NaN."""
     with pytest.raises(BrokenContract, match=r"must return a (finite number|number within)"):
         check_score(value)
     assert check_score(3e38) == 3e38
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_long_value_is_truncated_in_the_message() -> None:
     with pytest.raises(BrokenContract) as caught:
         check_score("x" * 100_000)
     assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_list_reward_without_a_return_is_told_so(count: int) -> None:
+def test_list_reward_without_a_return_is_reported(count: int) -> None:
     with pytest.raises(BrokenContract, match=r"returned None for .*a missing `return`\?"):
         checked_batch(None, count)
     with pytest.raises(BrokenContract) as other:

@@ -1,4 +1,4 @@
-"""Which component says what is right, and whether it can know."""
+"""Which component measures correctness, and which components can."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_world(completion, world_score): return world_score
         ("of_world", True),
     ],
 )
-def test_what_reads_the_completion_alone_does_not_know_what_is_right(name: str, known: bool, tmp_path: Path) -> None:
+def test_completion_only_reward_cannot_measure_correctness(name: str, known: bool, tmp_path: Path) -> None:
     path = tmp_path / "r.py"
     path.write_text(SCRIPT, encoding="utf-8")
     section = Reward(use=f"{path}:{name}")

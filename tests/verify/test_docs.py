@@ -1,4 +1,4 @@
-"""The scripts in docs/rewards.md do what they say, and what docs/verifier.md calls equal is equal."""
+"""The scripts in docs/rewards.md run as documented, and the answers that docs/verifier.md calls equal are equal."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_there_are_scripts() -> None:
+def test_page_contains_scripts() -> None:
     assert len(SCRIPTS) == 5
 
 
 @pytest.mark.parametrize("text", SCRIPTS, ids=["one_row", "transcript", "many_rows", "by_turn", "judge"])
-def test_the_examples_of_the_page_hold(text: str, tmp_path: Path) -> None:
+def test_examples_of_the_page_pass(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
     outcomes = run_examples(tmp_path / "script.py")
     assert len(outcomes) >= 2
     assert [o.got for o in outcomes if not o.ok] == []
 
 
-def test_the_recipe_of_the_page_is_one() -> None:
+def test_recipe_of_the_page_is_valid() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     rewards, by_role, judged, local = (
         [Reward.model_validate(entry) for entry in tree.plain(yaml.parse(block, "page").tree)["rewards"]]
@@ -39,7 +39,7 @@ def test_the_recipe_of_the_page_is_one() -> None:
     assert rewards[1].condition is not None and rewards[1].condition.on == "accuracy"
 
 
-def test_what_the_page_calls_equal_is_equal() -> None:
+def test_answers_that_the_page_calls_equal_are_equal() -> None:
     page = PAGE.with_name("verifier.md").read_text(encoding="utf-8")
     table = re.search(r"\| gold \| equal \| not equal \|\n\|[-|]+\|\n((?:\|.*\n)+)", page)
     assert table

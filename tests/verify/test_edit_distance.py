@@ -1,4 +1,4 @@
-"""Edit distance equals the table of its definition, in time for pages; ANLS is its published form."""
+"""Edit distance: equal to the dynamic-programming definition, fast enough for pages of text; ANLS as published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.verify.edit_distance import anls, edit_distance, similarity
 
 
 def by_table(a: str, b: str) -> int:
-    """The recurrence as Levenshtein has it: one row of the table after the other."""
+    """Compute the Levenshtein distance by its recurrence, one table row at a time."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row[0] = row[0], i
@@ -20,7 +20,7 @@ def by_table(a: str, b: str) -> int:
     return row[-1]
 
 
-def test_it_equals_the_table() -> None:
+def test_edit_distance_equals_the_dynamic_programming_table() -> None:
     draw = random.Random(0)
     for _ in range(500):
         a, b = ("".join(draw.choices("abc\N{GREEK SMALL LETTER ALPHA}", k=draw.randint(0, 11))) for _ in "ab")
@@ -33,7 +33,7 @@ def test_known_distances() -> None:
     assert similarity("", "") == 1
 
 
-def test_pages_are_compared_in_time() -> None:
+def test_long_pages_are_compared_quickly() -> None:
     draw = random.Random(0)
     a, b = ("".join(draw.choices("abcdefgh ", k=8000)) for _ in "ab")
     started = time.perf_counter()
@@ -41,8 +41,8 @@ def test_pages_are_compared_in_time() -> None:
     assert time.perf_counter() - started < 1
 
 
-def test_anls() -> None:
-    """`hell` against `hello` is 1 of 5 wrong; against `help` 1 of 4: the nearest gold counts."""
+def test_anls_by_hand() -> None:
+    """`hell` against `hello` has 1 of 5 wrong, against `help` 1 of 4: the nearest gold counts."""
     assert anls("hell", ["help", "hello"]) == pytest.approx(0.8)
     assert anls("HELLO  there", ["hello there"]) == 1
     assert anls("hexxx", ["hello"]) == 0, "0.4 is below one half"

@@ -1,4 +1,4 @@
-"""Thoughts cut in chunks, segments, repetition and modes."""
+"""Thoughts split into chunks and segments, repetition and modes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from posttrain.verify.load import shipped_function
 THOUGHT = "We add 2 and 2.\nThat is 4.\nWait, check.\nBut no\nline. Hmm\n it is 4.\n"
 
 
-def test_chunks_start_at_the_words_and_single_lines_join_the_next() -> None:
-    """`Wait, check.` is one line: it joins `But no\\nline. `; `Hmm..` has two."""
+def test_chunks_start_at_marker_words_and_single_lines_join_the_next() -> None:
+    r"""`Wait, check.` is one line and joins `But no\
+    line. `; `Hmm..` has two.
+    """
     assert e.chunks(THOUGHT) == [
         "We add 2 and 2.\nThat is 4.\n",
         "Wait, check.\nBut no\nline. ",
@@ -46,7 +48,7 @@ def test_necessary_prefix() -> None:
     assert (THOUGHT + "</think>4")[start:end] == "Wait, check.\nBut no\nline. Hmm\n it is 4.\n"
     assert share == pytest.approx(1 / 3)
     assert e.necessary_prefix(THOUGHT + "</think>4", "7")[::2] == (-1, 1.0)
-    assert e.necessary_prefix(THOUGHT, "4")[::2] == (-1, 1.0)  # the thought never ended
+    assert e.necessary_prefix(THOUGHT, "4")[::2] == (-1, 1.0)  # unclosed thought
 
 
 def test_token_positions() -> None:
@@ -54,8 +56,8 @@ def test_token_positions() -> None:
     assert [e.token_position(c, (2, 5, 6)) for c in (-1, 0, 2, 4, 5, 6)] == [-1, 0, 1, 1, 2, 3]
 
 
-def test_repetition() -> None:
-    """aaaa: three bigrams, one distinct."""
+def test_repetition_by_hand() -> None:
+    """aaaa has three bigrams, one of them distinct."""
     assert e.repetition("aaaa", 2, -0.3) == pytest.approx(-0.2)
     assert e.repetition("abc", 2, -1.0) == e.repetition("a", 2, -1.0) == e.repetition("", 1, -1.0) == 0.0
     for size, penalty in ((2, 0.1), (0, -1.0)):
@@ -63,15 +65,15 @@ def test_repetition() -> None:
             e.repetition("abc", size, penalty)
 
 
-def test_segments() -> None:
-    """Ten characters, scores 5 and 1: half essential, half filler: penalty 1/2."""
+def test_segment_penalty_by_hand() -> None:
+    """Ten characters with scores 5 and 1: half essential, half filler: penalty 1/2."""
     assert e.segment_penalty([5, 5], [5, 1]) == 0.5
     assert e.segment_penalty([], []) == e.segment_penalty([0], [1]) == e.segment_penalty([3], [5]) == 0.0
     assert e.segment_reward(1.0, [5, 5], [5, 1]) == pytest.approx(0.9)
     assert e.segment_penalty([4, 6], [2, 3], max_score=3) == pytest.approx(0.2)
 
 
-def test_segments_that_are_not_the_text_cost_nothing(tmp_path: Path) -> None:
+def test_segments_that_do_not_match_the_text_cost_nothing(tmp_path: Path) -> None:
     script = tmp_path / "scorer.py"
     script.write_text("def score(text):\n    return [(text[:2], 1), (text[2:4], 5)]\n")
     reward = shipped_function("efficiency.segment_importance")

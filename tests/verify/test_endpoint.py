@@ -1,4 +1,4 @@
-"""An endpoint on this machine: what is sent, what is tried again, what is remembered, and what is never told."""
+"""Requests to a local endpoint: what is sent, retried and cached, and what is never disclosed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_what_is_sent(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_body_and_headers(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
     judge = stub(lambda _body, _n: (200, "Score: 7"))
     place = Endpoint(judge.url, "m", key_env="MY_KEY", temperature=0.5, max_tokens=64)
@@ -46,7 +46,7 @@ def test_what_is_sent(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge.headers[0]["Authorization"] == "Bearer sk-secret"
 
 
-def test_the_same_question_is_asked_once(stub: Stub, tmp_path: Path) -> None:
+def test_identical_request_is_sent_once(stub: Stub, tmp_path: Path) -> None:
     judge = stub(lambda _body, n: (200, f"reply {n}"))
     place = Endpoint(judge.url, "m")
     assert [ask(place, ASKED, seed) for seed in (0, 0, 1, 0)] == [
@@ -59,24 +59,24 @@ def test_the_same_question_is_asked_once(stub: Stub, tmp_path: Path) -> None:
     assert ask(Endpoint(judge.url, "m", cache="none"), ASKED, 0) == ("reply 3", False)
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 3
     for kept in (tmp_path / "cache").rglob("*.json"):
-        kept.write_text("{")  # a file that was cut off is no reply
+        kept.write_text("{")  # a truncated cache file is not a reply
     assert ask(place, ASKED, 0) == ("reply 4", False)
 
 
 @pytest.mark.parametrize("fault", [(500, {"error": "down"}), (429, {}), (200, {"choices": []}), (200, None)])
-def test_what_may_pass_is_tried_again(stub: Stub, fault: tuple[int, Any]) -> None:
+def test_transient_errors_are_retried(stub: Stub, fault: tuple[int, Any]) -> None:
     judge = stub(lambda _body, n: fault if n < 2 else (200, "Score: 1"))
     assert ask(Endpoint(judge.url, "m", retries=2), ASKED, 0).text == "Score: 1"
     assert len(judge.bodies) == 3
 
 
-def test_it_gives_up_and_says_what_happened(stub: Stub) -> None:
+def test_client_gives_up_and_reports_the_error(stub: Stub) -> None:
     judge = stub(lambda _body, _n: (503, {"error": "overloaded"}))
     with pytest.raises(JudgeError, match=r"no reply in 3 tries; last error: status 503: .*overloaded"):
         ask(Endpoint(judge.url, "m", retries=2), ASKED, 0)
 
 
-def test_a_refusal_is_told_at_once_and_without_the_key(
+def test_refusal_is_reported_immediately_without_the_key(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
@@ -88,7 +88,7 @@ def test_a_refusal_is_told_at_once_and_without_the_key(
     assert not any("sk-secret" in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
 
 
-def test_a_server_that_hangs_costs_its_time() -> None:
+def test_hanging_server_costs_its_time_limit() -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
@@ -99,7 +99,9 @@ def test_a_server_that_hangs_costs_its_time() -> None:
 
 @contextlib.contextmanager
 def speaking(*turns: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that reads each request and lets a function answer it on the bare socket; the last one goes on."""
+    """Factory of raw servers: each request is read and answered by a function on the bare socket; the last function
+    repeats.
+    """
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -109,7 +111,7 @@ def speaking(*turns: Callable[[socket.socket], None]) -> Iterator[tuple[str, lis
                 try:
                     request = link.recv(65536)
                 finally:
-                    asked.append(request)  # also of a client that has gone
+                    asked.append(request)  # also if the client has disconnected
                 turn(link)
 
         def serve() -> None:
@@ -129,7 +131,7 @@ def says(data: bytes) -> Callable[[socket.socket], None]:
 
 
 def drips(before: bytes, drop: bytes) -> Callable[[socket.socket], None]:
-    """Sends the first bytes, then a drop every 0.02 s for ever."""
+    """Send the first bytes, then one byte group every 0.02 s forever."""
 
     def turn(link: socket.socket) -> None:
         link.sendall(before)
@@ -173,7 +175,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_reply_is_asked_for_again(what: str) -> None:
+def test_broken_reply_is_requested_again(what: str) -> None:
     with speaking(says(BROKEN[what]), says(BROKEN[what]), says(GOOD)) as (url, asked):
         assert ask(Endpoint(url, "m", retries=2, cache="none"), ASKED, 0).text == "Score: 1"
         assert len(asked) == 3
@@ -194,7 +196,7 @@ def test_a_broken_reply_is_asked_for_again(what: str) -> None:
     ],
     ids=["status", "headers", "body", "chunks", "error"],
 )
-def test_the_time_of_a_request_is_that_of_all_of_it(turn: Callable[[socket.socket], None]) -> None:
+def test_time_limit_covers_the_whole_request(turn: Callable[[socket.socket], None]) -> None:
     with speaking(turn) as (url, _):
         started = time.monotonic()
         with pytest.raises(
@@ -207,7 +209,7 @@ def test_the_time_of_a_request_is_that_of_all_of_it(turn: Callable[[socket.socke
 @pytest.mark.parametrize(
     "head", [HEAD % 10**12 + b"\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["a length", "until it closes"]
 )
-def test_a_reply_without_end_is_not_read(head: bytes) -> None:
+def test_endless_reply_is_not_read(head: bytes) -> None:
     with (
         speaking(pours(head, b" " * 2**16)) as (url, _),
         pytest.raises(JudgeError, match="last error: the reply is larger than 8 MiB"),
@@ -215,7 +217,7 @@ def test_a_reply_without_end_is_not_read(head: bytes) -> None:
         ask(Endpoint(url, "m", retries=0), ASKED, 0)
 
 
-def test_of_a_long_error_the_beginning_is_told() -> None:
+def test_long_error_is_truncated_to_its_beginning() -> None:
     with speaking(pours(b"HTTP/1.1 400 No\r\n\r\n", b"no such model " * 99)) as (url, asked):
         with pytest.raises(JudgeError, match=r"refused the request: status 400: no such model .*\.\.\.$"):
             ask(Endpoint(url, "m"), ASKED, 0)
@@ -223,7 +225,9 @@ def test_of_a_long_error_the_beginning_is_told() -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_no_redirect_is_followed_and_the_key_stays(stub: Stub, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_redirects_are_not_followed_and_the_key_is_not_sent(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
     other = stub(lambda _body, _n: (200, "Score: 10"))
     moved = f"HTTP/1.1 {status} Moved\r\nLocation: {other.url}/chat/completions\r\nContent-Length: 0\r\n\r\n"
@@ -244,21 +248,21 @@ def test_no_redirect_is_followed_and_the_key_stays(stub: Stub, monkeypatch: pyte
         ("http://127.0.0.1:1/v1", "k\u00e9y\nX: y", "the request cannot be sent"),
     ],
 )
-def test_whatever_is_wrong_is_no_reply(monkeypatch: pytest.MonkeyPatch, url: str, key: str, told: str) -> None:
+def test_malformed_replies_are_not_accepted(monkeypatch: pytest.MonkeyPatch, url: str, key: str, told: str) -> None:
     monkeypatch.setenv("MY_KEY", key)
     with pytest.raises(JudgeError, match=told) as caught:
         ask(Endpoint(url, "m", key_env="MY_KEY", retries=1, request_s=5), ASKED, 0)
     assert "X: y" not in str(caught.value)
 
 
-def test_a_reply_that_cannot_be_kept_is_told(stub: Stub, tmp_path: Path) -> None:
+def test_reply_that_cannot_be_cached_is_reported(stub: Stub, tmp_path: Path) -> None:
     judge = stub(lambda _body, _n: (200, "Score: 1"))
     (tmp_path / "file").write_text("")
     with pytest.raises(JudgeError, match="cannot be written to the cache"):
         ask(Endpoint(judge.url, "m", cache=str(tmp_path / "file")), ASKED, 0)
 
 
-def test_many_threads_share_a_client_and_a_forked_process_has_its_own(stub: Stub) -> None:
+def test_threads_share_a_client_and_a_forked_process_has_its_own(stub: Stub) -> None:
     judge = stub(lambda _body, n: (200, f"Score: {n}"))
     place = Endpoint(judge.url, "m", cache="none")
     with ThreadPoolExecutor(8) as threads:
@@ -269,13 +273,13 @@ def test_many_threads_share_a_client_and_a_forked_process_has_its_own(stub: Stub
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_client_that_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_http_client_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint.http_client, "available", lambda: False)
     assert "httpx2, which is not installed" in endpoint.problem_of(Endpoint("http://127.0.0.1:1/v1", "m"))
     assert endpoint.problem_of(Endpoint("scripted:Score: 1", "m")) == ""
 
 
-def test_the_budget_holds_and_the_cache_is_free(stub: Stub) -> None:
+def test_request_budget_is_enforced_and_cache_hits_are_free(stub: Stub) -> None:
     judge = stub(lambda _body, _n: (200, "Score: 1"))
     place = Endpoint(judge.url, "m", budget=2)
     for seed in (0, 1, 0, 1):
@@ -297,22 +301,22 @@ def test_the_budget_holds_and_the_cache_is_free(stub: Stub) -> None:
         (Endpoint("http://x/v1", "m", key_env="NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE"),
     ],
 )
-def test_problems_are_found_without_asking(place: Endpoint, problem: str) -> None:
+def test_configuration_errors_are_found_without_a_request(place: Endpoint, problem: str) -> None:
     assert problem in endpoint.problem_of(place) and bool(problem) == bool(endpoint.problem_of(place))
 
 
-def test_pauses_double_and_a_server_may_ask_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_pauses_double_and_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert 0.25 <= endpoint._pause(0, "") <= 0.5 and 1.0 <= endpoint._pause(2, "") <= 2.0
     assert endpoint._pause(0, "3") == 3.0 and endpoint._pause(0, "900") == endpoint.MAX_PAUSE_SECONDS
     assert endpoint._pause(9, "Fri, 31 Dec 1999 23:59:59 GMT") <= endpoint.MAX_PAUSE_SECONDS
 
 
-def test_a_scripted_endpoint_says_its_line() -> None:
+def test_scripted_endpoint_returns_its_reply() -> None:
     assert ask(Endpoint("scripted:Score: 4", "m"), ASKED, 0).text == "Score: 4"
 
 
-def test_openai_s_own_address_has_openai_s_variable_and_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_key_variable_is_used_only_for_the_openai_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-open")
     assert endpoint._headers(Endpoint("https://api.openai.com/v1", "m")) == {"Authorization": "Bearer sk-open"}
     for url in ("https://api.example.com/v1", "http://api.openai.com/v1", "https://api.openai.com.example.com/v1"):
@@ -321,8 +325,8 @@ def test_openai_s_own_address_has_openai_s_variable_and_no_other_address(monkeyp
     assert "OPENAI_API_KEY" in endpoint.problem_of(Endpoint("https://api.openai.com/v1", "m"))
 
 
-def test_a_reply_that_was_cut_is_neither_used_nor_cached(stub: Stub, tmp_path: Path) -> None:
-    """Another try of the same request would be cut again, and would cost the budget."""
+def test_truncated_reply_is_neither_used_nor_cached(stub: Stub, tmp_path: Path) -> None:
+    """Repeating the same request would be truncated again and would use up the budget."""
 
     def cut(_body: dict[str, Any], number: int) -> tuple[int, Any]:
         finish = "length" if number == 0 else "stop"
@@ -336,8 +340,8 @@ def test_a_reply_that_was_cut_is_neither_used_nor_cached(stub: Stub, tmp_path: P
     assert ask(place, ASKED, 0) == ("Score: 1", False)
 
 
-def test_a_call_that_is_over_sends_no_further_request(stub: Stub) -> None:
-    """One request under way, one in its pause, one not sent yet: none is sent again, and the budget stays."""
+def test_ended_call_sends_no_further_request(stub: Stub) -> None:
+    """One request is in flight, one in its pause, one not sent yet: none is sent again, and the budget is unchanged."""
     answered = threading.Event()
 
     def answer(_body: dict[str, Any], number: int) -> tuple[int, Any]:
@@ -358,13 +362,13 @@ def test_a_call_that_is_over_sends_no_further_request(stub: Stub) -> None:
             asyncio.run(call())
         assert time.monotonic() - start < 2
         answered.set()
-        time.sleep(0.2)  # a request that was being sent has arrived
+        time.sleep(0.2)  # a request in flight has arrived
         sent = len(judge.bodies)
         time.sleep(0.3)
     assert 1 < len(judge.bodies) == sent
 
 
-def test_a_request_that_fails_ends_the_others_of_its_call(stub: Stub) -> None:
+def test_failed_request_ends_the_other_requests_of_its_call(stub: Stub) -> None:
     def answer(body: dict[str, Any], _number: int) -> tuple[int, Any]:
         return (401, {}) if body["messages"][0]["content"] == "refused" else (503, {})
 

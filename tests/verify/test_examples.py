@@ -1,4 +1,4 @@
-"""How `EXAMPLES` are found, run and compared."""
+"""How `EXAMPLES` of a reward script are found, run and compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.verify.examples import matches_expected, read_examples, run_examp
 Script = Callable[..., Path]
 
 
-def test_a_list_belongs_to_the_only_function(script: Script) -> None:
+def test_list_of_examples_applies_to_the_only_function(script: Script) -> None:
     path = script(
         """
         from posttrain.verify.math import grade  # imported: not this script's
@@ -27,7 +27,7 @@ def test_a_list_belongs_to_the_only_function(script: Script) -> None:
     assert [(o.function, o.ok, o.got) for o in outcomes] == [("score", True, "1.0"), ("score", False, "0.0")]
 
 
-def test_a_dict_names_its_functions_and_params_are_passed(script: Script) -> None:
+def test_dict_of_examples_names_functions_and_passes_params(script: Script) -> None:
     path = script(
         """
         def one(completion, *, scale=1.0): return scale
@@ -42,7 +42,7 @@ def test_a_dict_names_its_functions_and_params_are_passed(script: Script) -> Non
     assert {o.function for o in run_examples(path, "two")} == {"two"}
 
 
-def test_errors_and_time_outs_are_no_scores(script: Script) -> None:
+def test_errors_and_time_outs_are_not_scores(script: Script) -> None:
     path = script(
         """
         def score(completion):

@@ -1,4 +1,4 @@
-"""Extraction, by hand."""
+"""Answer extraction on hand-written completions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from posttrain.verify.numerals import value_of
         (r"\boxed{ 5 }", " 5 "),
         (r"} \boxed{5} }", "5"),
         (r"{ \boxed{5}", "5"),
-        (r"\\boxed{5}", "5"),  # escaped once too often, as models do
+        (r"\\boxed{5}", "5"),  # one escape too many, as models often write
         (r"\boxed{1\\2}", r"1\\2"),  # a row break, then a digit
         (r"\boxed{1\\}", r"1\\"),  # a row break does not escape the brace
         (r"\boxed 5", None),
@@ -84,13 +84,13 @@ def test_last_boxed_is_linear_in_hostile_text() -> None:
         ("no box", None),
     ],
 )
-def test_boxes_that_stand_together_are_one_answer(text: str, expected: str | None) -> None:
+def test_adjacent_boxes_are_one_answer(text: str, expected: str | None) -> None:
     assert boxed_answer(text) == expected
     assert extract(text, ["boxed"]) == expected
     assert answer_tag(f"<answer>{text}</answer>") == (text if expected is None else expected)
 
 
-def test_as_many_boxes_as_are_asked_for() -> None:
+def test_requested_number_of_boxes_is_extracted() -> None:
     text = r"\boxed{9} no: first \boxed{1}, second \boxed{-2} or \boxed{3}"
     assert [boxed_answer(text, n) for n in (1, 2, 3, 4, 9)] == [
         "-2, 3",
@@ -146,7 +146,7 @@ def test_after_think(text: str, expected: str) -> None:
     assert after_think(text) == expected
 
 
-def test_after_think_takes_another_delimiter() -> None:
+def test_after_think_accepts_another_delimiter() -> None:
     assert after_think("a[/THINK]b</think>c", "[/THINK]") == "b</think>c"
 
 
@@ -180,7 +180,7 @@ def test_answer_tag_takes_the_box_inside(text: str, expected: str | None) -> Non
         ("#### 72 ####", "72"),
         ("#### Answer: 72", "72"),
         ("#### The answer is **72**.", "72"),
-        ("#### 72 (or 73)", "72 (or 73)"),  # another answer is no remark
+        ("#### 72 (or 73)", "72 (or 73)"),  # another answer is not a remark
         ("#### 72 (73)", "72 (73)"),
         ("#### (1, 2)", "(1, 2)"),
         ("#### f(x)", "f(x)"),
@@ -235,7 +235,7 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("Answer: (B) 12", "(B) 12"),
         ("The correct option is **B**.", "B"),
         ("An option is to stop", None),
-        ("Answer: 12 or 13", "12 or 13"),  # what may be a second answer stays
+        ("Answer: 12 or 13", "12 or 13"),  # a possible second answer is retained
         ("Answer: 12. Or maybe it is 13.", "12. Or maybe it is 13"),
         ("Answer: 12 (not 13)", "12 (not 13)"),
         ("The answers to both are hard", None),
@@ -259,7 +259,7 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("Falsche Antwort: 5", None),
         ("这不是答案：5。答案：6", "6"),
         ("答案如下：\n首先", None),
-        # What is taken back is no answer.
+        # A retracted answer is not an answer.
         ("The wrong answer is 5", None),
         ("Incorrect answer: 42", None),
         ("Not the final answer: 42", None),
@@ -271,14 +271,14 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("There is no doubt that the answer is 42.", "42"),
         ("Since x is not 0, the answer is 5.", "5"),
         ("If x = 3 then the answer is 5", "5"),
-        # Several answers stay several.
+        # Several answers remain several.
         ("Answer: 6 or Answer: 5", "6 or Answer: 5"),
         ("The answer is 6, or maybe the answer is 5", "6, or maybe the answer is 5"),
         ("The answer is 6. The answer is 5.", "5"),
         ("Answer: 5\nor 6", "5 , or 6"),
         ("### Answer\n5\n6", "5 , 6"),
         ("Answer: 5\n\nAnd now a check.", "5"),
-        # Remarks that change the number stay.
+        # Remarks that change the number are retained.
         ("Answer: 5 (minus five)", "5 (minus five)"),
         ("Answer: 5 (six)", "5 (six)"),
         ("Answer: 5 (thousand)", "5 (thousand)"),
@@ -331,7 +331,7 @@ def test_last_number(text: str, expected: str | None) -> None:
         (r"x-\boxed{5}", "x-5"),
     ],
 )
-def test_boxes_with_what_joins_and_signs_them(text: str, expected: str) -> None:
+def test_boxes_are_read_with_their_separators_and_signs(text: str, expected: str) -> None:
     assert boxed_answer(text) == expected
 
 
@@ -347,16 +347,16 @@ def test_numbers_in_words(text: str, value: int | None) -> None:
     assert value_of(text) == value
 
 
-def test_the_first_extractor_that_finds_something_decides() -> None:
+def test_first_extractor_with_a_match_decides() -> None:
     text = r"<answer>4</answer> \boxed{5} and 6"
     assert extract(text, ["boxed", "answer_tag"]) == "5"
     assert extract(text, ["answer_tag", "boxed"]) == "4"
     assert extract(text, ["hash", "last_number"]) == "6"
-    assert extract(r"\boxed{} #### 7", ["boxed", "hash"]) == ""  # found, though blank
+    assert extract(r"\boxed{} #### 7", ["boxed", "hash"]) == ""  # matched, although blank
     assert extract("seven", ["boxed", "hash"]) is None
 
 
-def test_an_unknown_extractor_is_refused() -> None:
+def test_unknown_extractor_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown extractor 'box'"):
         extract("", ["box"])  # type: ignore[list-item]
 

@@ -1,4 +1,4 @@
-"""Gold columns that can be compared, and are not what the questions ask for."""
+"""Gold columns that are comparable but probably do not answer the questions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(golds: list[Any]) -> list[dict[str, Any]]:
         *((gold, "name a range") for gold in ("approximately {i}5", "between {i} and 90", "{i} to 12", "about {i}")),
     ],
 )
-def test_what_is_odd_is_told_with_its_count(gold: str, what: str) -> None:
+def test_suspicious_golds_are_reported_with_their_count(gold: str, what: str) -> None:
     odd = [*MIXED, *(gold.replace("{i}", str(i)) for i in range(8, 11))]
     found = [doubt.describe(11) for doubt in detect_doubts(rows(odd), "answer", maths=True)]
     assert any(told.startswith(f"3 of 11 golds {what}") for told in found), found
@@ -58,11 +58,11 @@ def test_what_is_odd_is_told_with_its_count(gold: str, what: str) -> None:
         [None, [1, 2], {"a": 1}, "5"],
     ],
 )
-def test_usual_golds_raise_no_doubt(golds: list[Any]) -> None:
+def test_usual_golds_give_no_warning(golds: list[Any]) -> None:
     assert detect_doubts(rows(golds), "answer", maths=True) == []
 
 
-def test_one_gold_in_nearly_all_rows() -> None:
+def test_same_gold_in_nearly_all_rows_is_reported() -> None:
     (doubt,) = detect_doubts(rows(["7"] * 15 + ["8"]), "answer", maths=True)
     assert doubt.describe(16) == "15 of 16 golds are the same: `7`"
     same_prompt = [{"prompt": "What?", "answer": "7"}] * 16
@@ -70,7 +70,7 @@ def test_one_gold_in_nearly_all_rows() -> None:
     assert detect_doubts(rows(["7"] * 4), "answer", maths=True) == []
 
 
-def test_row_numbers_and_words() -> None:
+def test_row_numbers_and_words_as_gold_are_reported() -> None:
     assert detect_doubts(rows([str(i) for i in range(9)]), "answer", maths=True)[0].what == "count the rows"
     assert not detect_doubts(rows([str(3 * i) for i in range(9)]), "answer", maths=True)
     words = ["Paris is nice", "seven apples we get", "Nile", "photosynthesis"]
@@ -79,7 +79,7 @@ def test_row_numbers_and_words() -> None:
     assert not is_only_text("5 apples")
 
 
-def test_a_chat_prompt_as_its_own_answer() -> None:
+def test_chat_prompt_as_its_own_gold_is_reported() -> None:
     row = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 2+3?"}]}
     (doubt,) = detect_doubts([{**row, "answer": " What is\n2+3?"}], "answer", maths=False)
     assert doubt.what == "are the prompt itself"
@@ -88,7 +88,7 @@ def test_a_chat_prompt_as_its_own_answer() -> None:
 @pytest.mark.parametrize(
     "gold", ["What is question {i}?", "xxx", "{answer}", "row_00{i}", "7", "<p>{i}</p>", "approximately {i}"]
 )
-def test_a_column_of_nothing_else_is_refused(gold: str, scorer: Callable[..., Scorer]) -> None:
+def test_column_of_only_suspicious_golds_is_refused(gold: str, scorer: Callable[..., Scorer]) -> None:
     bad = rows([gold.replace("{i}", str(i)) for i in range(8)])
     trial = try_rewards([Reward(use="math.accuracy")], Scoring(workers=1), None, bad)
     assert len(trial.bad_gold) == 8
@@ -99,19 +99,19 @@ def test_a_column_of_nothing_else_is_refused(gold: str, scorer: Callable[..., Sc
         assert "8 of 8 golds" in audit_gold(s, bad).summary
 
 
-def test_some_are_told_and_stop_nothing(scorer: Callable[..., Scorer]) -> None:
+def test_some_suspicious_golds_are_reported_without_stopping(scorer: Callable[..., Scorer]) -> None:
     with scorer("math.accuracy") as s:
         audit = audit_gold(s, rows([*MIXED, "xxx"]))
     assert audit.summary.endswith("(gold written in \\boxed{}); 1 of 9 golds are placeholders: `xxx`")
     assert audit.bad == {}
 
 
-def test_words_are_no_doubt_where_words_are_compared(scorer: Callable[..., Scorer]) -> None:
+def test_words_are_valid_gold_for_rewards_that_compare_words(scorer: Callable[..., Scorer]) -> None:
     with scorer("qa.search_r1") as s:
         assert audit_gold(s, rows(["Paris", "row 7", "about a boy", "Nile", "between"])).doubts == []
 
 
-def test_gold_queries_that_find_nothing_are_told(scorer: Callable[..., Scorer]) -> None:
+def test_gold_queries_without_results_are_reported(scorer: Callable[..., Scorer]) -> None:
     db = ["CREATE TABLE emp (name TEXT, pay INTEGER)", "INSERT INTO emp VALUES ('Ann', 10), ('Bo', 20)"]
     full, none = "SELECT name FROM emp WHERE pay > 10", "SELECT name FROM emp WHERE pay > 90"
     golds = [full, none, "SELECT sum(pay) FROM emp WHERE pay > 90", "SELECT count(*) FROM emp", "SELECT 1 FROM nowhere"]

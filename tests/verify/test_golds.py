@@ -1,4 +1,4 @@
-"""Which golds can be compared with, by hand."""
+"""Which gold answers can be compared, on hand-written cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Call(TypedDict):
     ["7", 7, 0, 0.5, False, "x is even", "no solution", r"\\text{none}", "nano", "see", "n", "A", ["", "7"], {"a": 1},
      "0", "proofs", "-1", "1/2", "Figure skating", "not prime", "answer"],
 )  # fmt: skip
-def test_usable(answer: Any) -> None:
+def test_usable_golds(answer: Any) -> None:
     assert explain_unusable(answer) == ""
 
 
@@ -31,7 +31,7 @@ def test_usable(answer: Any) -> None:
      "refer to the solution", "as shown in the graph", "Answers will vary.", "no answer", "not provided", "proof",
      "see above"],
 )  # fmt: skip
-def test_unusable(answer: Any) -> None:
+def test_unusable_golds(answer: Any) -> None:
     assert explain_unusable(answer) != ""
     assert gold_text(answer) is None
     assert grade(r"\boxed{7}", answer)["reward"] is None
@@ -51,13 +51,13 @@ def test_unusable(answer: Any) -> None:
         ("5", False),
     ],
 )
-def test_prose(text: str, prose: bool) -> None:
+def test_prose_golds(text: str, prose: bool) -> None:
     assert is_sentence(text) is prose
     assert (grade(rf"\boxed{{{text}}}", text)["reward"] is None) is prose
 
 
 @pytest.mark.parametrize("answer", [["5"], ("5",), {"value": "5"}, '{"value": "5"}', "{'value': '5'}", '["5", "6"]'])
-def test_containers_are_no_answer_in_maths(answer: Any) -> None:
+def test_containers_are_not_math_answers(answer: Any) -> None:
     assert grade(rf"\boxed{{{answer}}}", answer)["reward"] is None
     assert grade(r"\boxed{5}", answer)["reward"] is None
 
@@ -81,7 +81,7 @@ def test_sets_and_intervals_are_answers(text: str) -> None:
         ("[18]", "[18]"),
     ],
 )
-def test_gold_text_of_other_forms(answer: Any, expected: str) -> None:
+def test_gold_text_of_other_formats(answer: Any, expected: str) -> None:
     assert gold_text(answer) == expected
 
 

@@ -1,4 +1,4 @@
-"""Actions on a screen: every action space is read by one reader, and only the right action pays in full."""
+"""GUI actions: one parser reads every action space, and only the right action earns the full reward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from posttrain.verify.gui import MAX_ACTIONS, Action, action_reward, gold_action
         ),
     ],
 )
-def test_one_reader_of_every_action_space(text: str, actions: list[Action]) -> None:
+def test_parser_reads_every_action_space(text: str, actions: list[Action]) -> None:
     assert read_actions(text) == actions
 
 
@@ -68,23 +68,23 @@ def test_one_reader_of_every_action_space(text: str, actions: list[Action]) -> N
         "click(1, 2)\n" * (MAX_ACTIONS + 1),
     ],
 )
-def test_what_is_no_action(text: str) -> None:
+def test_text_without_an_action(text: str) -> None:
     assert read_actions(text) is None
 
 
-def test_numbers_beyond_floats_are_nowhere() -> None:
+def test_coordinates_beyond_float_range_are_no_position() -> None:
     for text in (f"click({'9' * 400}, 2)", f'{{"type": "click", "x": {"9" * 400}, "y": 2}}'):
         assert action_reward(text, [Action("click", ((1, 2),))], tolerance=5)["arguments"] == 0
 
 
 @pytest.mark.parametrize("piece", ["click(", '{"a":', "click('", '{"action": "click", "x": [', "x.click(1, (2, "])
-def test_reading_ends_soon(piece: str) -> None:
+def test_parsing_time_is_bounded(piece: str) -> None:
     started = time.perf_counter()
     read_actions(piece * 8000)
     assert time.perf_counter() - started < 2
 
 
-def test_a_gold_that_is_no_action_is_an_error() -> None:
+def test_gold_without_an_action_is_an_error() -> None:
     assert gold_actions(None) is gold_actions(" ") is None
     for answer in ("the button", {"bbox": [1, 2, 3, 4]}, 5, {"action": "explode"}):
         with pytest.raises(ValueError, match="must be an action"):
@@ -97,8 +97,8 @@ def earned(text: str, answer: Any, **keys: Any) -> float:
     return action_reward(text, gold, **keys)["reward"]
 
 
-def test_a_click_on_every_corner_does_not_pay() -> None:
-    """Four clicks of which one hits: the first is compared, and four actions for one are three too many."""
+def test_clicking_every_corner_is_not_rewarded() -> None:
+    """Four clicks, one of which hits: the first is compared, and three of the four are surplus."""
     gold = {"action": "click", "bbox": [0, 0, 2, 2]}
     assert earned("click(1, 1)\nclick(9, 9)\nclick(9, 1)\nclick(1, 9)", gold) == 0.25
     assert earned("click(9, 9)\nclick(1, 1)\nclick(9, 1)\nclick(1, 9)", gold) == 0.125
@@ -106,8 +106,8 @@ def test_a_click_on_every_corner_does_not_pay() -> None:
     assert earned("click()", gold) == 0.5
 
 
-def test_scales_of_a_screen() -> None:
-    """Half a screen of 200 x 100 is (100, 50); 0.05 of the screen away counts with a tolerance of 0.06."""
+def test_coordinate_scales_of_a_screen() -> None:
+    """Half of a 200 x 100 screen is (100, 50); a distance of 0.05 of the screen counts with a tolerance of 0.06."""
     keys: dict[str, Any] = {"coordinates": "0-1000", "gold_coordinates": "pixels", "size": [200, 100]}
     assert earned("click(500, 500)", "click(100, 50)", **keys) == 1
     assert earned("click(550, 500)", "click(100, 50)", **keys) == 0.5

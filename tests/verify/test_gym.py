@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks: gold scores full marks; a program, a name of the scorer and a constant do not."""
+"""reasoning-gym tasks: gold scores full marks; a program, a name inside the scorer and a constant do not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from posttrain.verify.reward_hacking_probes import NAMES
 
 FORMULAS = ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication")
 EVALUATED = ("binary_matrix", "spiral_matrix", "string_insertion", "n_queens")
-UNKNOWN = ("boxnet", "rush_hour")  # any plan that works is right, and the items hold none
+UNKNOWN = ("boxnet", "rush_hour")  # any valid plan is right, and the items contain none
 TASKS = sorted(set(DATASETS) - {"composite"})
 
 
 def gold_of(task: str, entry: dict[str, Any]) -> str:
-    """The gold answer; of the tasks with many right answers the one that the item keeps as an example."""
+    """Return the gold answer; for tasks with many right answers, the example that the item contains."""
     found = entry["metadata"]
     own = {
         "graph_color": lambda: json.dumps({str(k): v for k, v in found["possible_answer"].items()}),
@@ -36,8 +36,8 @@ def gold_of(task: str, entry: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task(task: str) -> None:
-    """Gold of the row as the data gives it scores 1; names of the scorer, programs and constants earn no full marks."""
+def test_every_task_scores_gold_and_no_trick(task: str) -> None:
+    """Gold of the row as the data gives it scores 1; scorer names, programs and constants earn less than full marks."""
     entry = reasoning_gym.create_dataset(task, size=1, seed=23)[0]
     back = typed_json.loads(typed_json.dumps(entry))
     assert back == entry and repr(back) == repr(entry)
@@ -52,15 +52,15 @@ def test_every_task(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {*UNKNOWN, "graph_color", "rubiks_cube", "propositional_logic"}))
-def test_the_answer_of_another_row_is_none(task: str) -> None:
+def test_answer_of_another_row_is_wrong(task: str) -> None:
     first, second = reasoning_gym.create_dataset(task, size=2, seed=3)
     if first["answer"] != second["answer"]:
         assert scorer(task)(str(first["answer"]), second) < 1.0
 
 
 @pytest.mark.parametrize("task", EVALUATED)
-def test_an_answer_finds_no_name_of_the_scorer(task: str) -> None:
-    """Not even a part of the credit: there was 0.1 for a list in the wrong form, and 0.5 in n_queens."""
+def test_answer_cannot_access_names_of_the_scorer(task: str) -> None:
+    """No partial credit either: upstream gave 0.1 for a list in the wrong format, and 0.5 in n_queens."""
     names = [*NAMES, *DATASETS[task][0].score_answer.__code__.co_varnames]
     for entry in reasoning_gym.create_dataset(task, size=3, seed=3):
         for name in names:
@@ -78,7 +78,7 @@ def test_an_answer_finds_no_name_of_the_scorer(task: str) -> None:
                 assert scorer(task)(form.format(name), entry) == 0.0, form.format(name)
 
 
-def test_calls_of_eval_are_found_by_their_code() -> None:
+def test_eval_calls_are_found_in_the_code() -> None:
     changed = {task for task in TASKS if vars(replace_eval(DATASETS[task][0])).get("score_answer")}
     assert changed == {*EVALUATED, "number_sorting"}
 
@@ -94,11 +94,11 @@ def test_calls_of_eval_are_found_by_their_code() -> None:
     assert late.score_answer("[1, (2, 'a')]", 3) == ([[1, (2, "a")]], 3)
     with pytest.raises(ValueError):
         late.score_answer("gold", 3)
-    assert Late().score_answer("len('ab')", 3) == ([2], 3)  # the class itself is left as it was
+    assert Late().score_answer("len('ab')", 3) == ([2], 3)  # the class itself is unchanged
 
 
 @pytest.mark.parametrize("text", ["x", "[x]", "f()", "a.b", "9**9", "[0] * 10", "[1 for _ in (1,)]", "f'{1}'"])
-def test_what_is_no_literal(text: str) -> None:
+def test_text_that_is_not_a_literal(text: str) -> None:
     with pytest.raises(ValueError):
         read_literal(text)
     assert read_literal(" [[0, -1], {'a': (1.5, None)}] ") == [[0, -1], {"a": (1.5, None)}]
@@ -121,7 +121,7 @@ def test_hostile_literals_are_wrong(text: str) -> None:
         ("puzzle24", ["1*2*3*4", "24", "4*6", "8 + 8 + 4 + 4"]),
     ],
 )
-def test_full_marks_are_for_the_answer(task: str, wrong: list[str]) -> None:
+def test_only_the_answer_earns_full_marks(task: str, wrong: list[str]) -> None:
     for entry in reasoning_gym.create_dataset(task, size=5, seed=9):
         gold = entry["answer"]
         assert scorer(task)(gold, entry) == 1.0
@@ -129,28 +129,28 @@ def test_full_marks_are_for_the_answer(task: str, wrong: list[str]) -> None:
         assert [scorer(task)(text, entry) for text in said if text != gold] == [0.0] * sum(t != gold for t in said)
 
 
-def test_a_small_probability_is_not_nothing() -> None:
+def test_small_probability_is_not_rounded_to_zero() -> None:
     entry = {"answer": "0.0000305176", "metadata": {}}
     said = ("0", "0.00001", "0.0001", "1/32768", "0.0000305")
     assert [scorer("coin_flip")(text, entry) for text in said] == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_halting_is_told_by_the_word() -> None:
+def test_halting_is_read_from_the_word() -> None:
     entry = reasoning_gym.create_dataset("game_of_life_halting", size=1, seed=9)[0]
     other = {"True": "False", "False": "True"}[entry["answer"]]
     assert scorer("game_of_life_halting")(other, entry) == 0.0
     assert scorer("game_of_life_halting")(entry["answer"].lower(), entry) == 1.0
 
 
-def test_sorted_numbers_are_those_of_the_row() -> None:
+def test_sorted_numbers_must_be_those_of_the_row() -> None:
     for entry in reasoning_gym.create_dataset("number_sorting", size=3, seed=5):
         gold = read_literal(entry["answer"])
         assert scorer("number_sorting")(str([float(n) for n in gold]), entry) == 1.0
         assert scorer("number_sorting")(json.dumps([str(float(n) + 0.5) for n in gold]), entry) == 0.0
 
 
-def test_a_row_is_scored_with_its_own_configuration() -> None:
-    """By default the task forgives 0.001; with ten places it does not."""
+def test_row_is_scored_with_its_own_configuration() -> None:
+    """The task tolerates 0.001 by default; with ten decimals it does not."""
     for row in data.rows("decimal_arithmetic", 3, 0, {"min_num_decimal_places": 8, "max_num_decimal_places": 10}):
         entry, off = typed_json.loads(row["gym_entry"]), str(float(row["answer"]) + 5e-4)
         assert scorer("decimal_arithmetic", row["gym_params"])(row["answer"], entry) == 1.0
@@ -172,8 +172,8 @@ def test_right_answers_score_and_programs_are_not_run(task: str, tmp_path: Path)
     assert time.monotonic() - started < 20
 
 
-def test_an_integral_that_was_not_computed_is_no_answer() -> None:
-    """Its derivative is the integrand, whatever that is; the task's own gold is one now and then."""
+def test_unevaluated_integral_is_wrong() -> None:
+    """Its derivative is always the integrand; the task's own gold sometimes has this form."""
     score, kinds = scorer("intermediate_integration"), set()
     for entry in reasoning_gym.create_dataset("intermediate_integration", size=12, seed=9):
         open_end = "Integral" in entry["answer"]
@@ -183,43 +183,43 @@ def test_an_integral_that_was_not_computed_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize("answer", ["nan", "NaN", "nan+nanj", "-inf", "nan + nani"])
-def test_what_is_no_number_is_not_near_every_number(answer: str) -> None:
+def test_non_number_is_not_close_to_every_number(answer: str) -> None:
     for entry in reasoning_gym.create_dataset("complex_arithmetic", size=3, seed=2):
         assert scorer("complex_arithmetic")(answer, entry) == 0.0
         assert scorer("complex_arithmetic")(entry["answer"], entry) == 1.0
 
 
-def test_an_unknown_task_is_an_error() -> None:
+def test_unknown_task_is_an_error() -> None:
     with pytest.raises(ValueError, match="no task nothing"):
         scorer("nothing")
 
 
-def test_an_answer_on_which_the_tasks_code_fails_is_wrong() -> None:
+def test_answer_that_crashes_the_task_scorer_is_wrong() -> None:
     entry = reasoning_gym.create_dataset("prime_factorization", size=1, seed=2)[0]
     assert scorer("prime_factorization")("two and two", entry) == 0.0
     assert scorer("prime_factorization")(entry["answer"], entry) == 1.0
-    with pytest.raises(ValueError, match="two"):  # the row is what is wrong
+    with pytest.raises(ValueError, match="two"):  # here the row is at fault
         scorer("prime_factorization")("x", {**entry, "answer": "two"})
 
 
-def test_a_list_in_place_of_a_matrix_keeps_its_part_of_the_credit() -> None:
+def test_list_instead_of_a_matrix_gets_partial_credit() -> None:
     entry = reasoning_gym.create_dataset("binary_matrix", size=1, seed=3)[0]
     written = str([[int(cell) for cell in row.split()] for row in entry["answer"].split("\n")])
     assert scorer("binary_matrix")(written, entry) == 0.1
 
 
 @pytest.mark.parametrize("text", ["94*4 - 61 - 6", "(8 - 5)×2", "-34*x**8/15 - 5*x/4 + C", "2.5*sin(x) + exp(-x^2)"])
-def test_formulas(text: str) -> None:
+def test_valid_formulas(text: str) -> None:
     assert is_formula(text)
 
 
 @pytest.mark.parametrize("text", ["x.real", "(1).real", "a[0]", "'a'", "lambda: 1", "_", "__name__", "x\\y", "٣"])
-def test_no_formulas(text: str) -> None:
+def test_invalid_formulas(text: str) -> None:
     assert not is_formula(text)
 
 
 @pytest.mark.parametrize("task", ["fraction_simplification", "letter_jumble"])
-def test_a_second_answer_behind_the_right_one_is_not_paid(task: str) -> None:
+def test_second_answer_after_the_right_one_is_not_rewarded(task: str) -> None:
     entry = reasoning_gym.create_dataset(task, size=1, seed=5)[0]
     gold = str(entry["answer"])
     other = "7/9" if "fraction" in task else "other words"

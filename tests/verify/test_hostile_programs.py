@@ -1,4 +1,4 @@
-"""No hostile program escapes, outlives its run, or earns a score; for root and for an ordinary user."""
+"""No hostile program escapes, outlives its run or earns a score, for root and for an ordinary user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def left_running(mark: str = "hostile-mark") -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_hostile_program_is_held(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_program_is_contained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     done = sandbox.run_python(source(name), limits=LIMITS)
     assert "escaped" not in done.stdout + done.stderr
@@ -58,7 +58,7 @@ for name, code in json.load(sys.stdin).items():
     found[name] = [done.status, done.exit_code, done.stdout + done.stderr]
 print(json.dumps(found))
 """
-_BY_USER = [  # where it matters that the program has the user id of the process that started it
+_BY_USER = [  # cases in which the program having the user id of the starting process matters
     "its process group is killed", "its process group is stopped", "everything is killed", "everything is stopped",
     "it stops itself", "its parent is killed", "its grandparents are killed", "signals are ignored", "a daemon",
     "memory by /proc", "environment of its parent", "descriptors of its parent", "the session keyring", "a new key",
@@ -67,8 +67,8 @@ _BY_USER = [  # where it matters that the program has the user id of the process
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as an ordinary user")
-def test_an_ordinary_users_hostile_programs_are_held() -> None:
-    """With a Python that the user can reach, and the same files."""
+def test_hostile_programs_of_an_ordinary_user_are_contained() -> None:
+    """With a Python that the user can execute, and the same files."""
     python = next(
         (p for p in ("/usr/bin/python3.11", "/usr/bin/python3.12", "/usr/bin/python3.13") if shutil.which(p)), ""
     )
@@ -116,18 +116,18 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_score_is_not_forged(name: str) -> None:
+def test_score_cannot_be_forged(name: str) -> None:
     started = time.monotonic()
     assert not passes(FORGED[name], ProgramTest("", "42\n"), 1.0)
     assert time.monotonic() - started < 1.0 + sandbox.GRACE_SECONDS
 
 
-def test_the_right_answer_still_passes() -> None:
+def test_right_answer_still_passes() -> None:
     assert passes("print(int(input()) * 2)", ProgramTest("21\n", "42\n"), 5.0)
 
 
 def test_ordinary_programs_still_run() -> None:
-    """What solutions of tasks use: threads, processes, asyncio, pipes, temporary files, a memory map of a file."""
+    """Typical features of solutions: threads, processes, asyncio, pipes, temporary files, a memory-mapped file."""
     code = """
 import asyncio, mmap, multiprocessing, os, signal, subprocess, sys, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -153,8 +153,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("level", ["namespaces", "limits"])
-def test_a_caller_that_is_killed_leaves_neither_a_folder_nor_a_process(tmp_path: Path, level: str) -> None:
-    """As when the time of a reward's or a tool's call is shorter than the program's own."""
+def test_killed_caller_leaves_no_folder_and_no_process(tmp_path: Path, level: str) -> None:
+    """As when the time limit of a reward or tool call is shorter than the program's own."""
     program = (
         "import os, sys, time\\nprint('up', flush=True)\\nos.fork() or os.setsid()\\n"
         "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(30)  # killed-caller-mark'])"
@@ -166,7 +166,9 @@ def test_a_caller_that_is_killed_leaves_neither_a_folder_nor_a_process(tmp_path:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
     give_up = time.monotonic() + 20
-    while len(left_running("killed-caller-mark")) < 3 and time.monotonic() < give_up:  # the caller names it too
+    while (
+        len(left_running("killed-caller-mark")) < 3 and time.monotonic() < give_up
+    ):  # the caller's command line contains the mark too
         time.sleep(0.05)
     assert list(tmp_path.iterdir())
     caller.kill()

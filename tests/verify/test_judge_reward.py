@@ -26,7 +26,7 @@ def judge(url: str, tmp_path: Path, function: str = "rating", **params: Any) -> 
 
 
 def grade_by_digit(body: dict[str, Any], _number: int) -> tuple[int, Any]:
-    """A judge that gives the digit that the answer holds, and cannot decide about `odd`."""
+    """Reply as a judge that returns the digit in the answer and gives no verdict on `odd`."""
     text = re.search(r"<<<BEGIN \w+>>>\n(.*)\n<<<END", body["messages"][0]["content"], re.DOTALL)[1]  # type: ignore[index]
     if text == "down":
         return 500, {}
@@ -37,7 +37,7 @@ def samples(*texts: str) -> list[Sample]:
     return [Sample(f"<think>9</think>{text}", {"prompt": "How many?", "answer": "7"}, group=0) for text in texts]
 
 
-def test_scores_counts_and_what_is_remembered(stub: Stub, scorer: Any, tmp_path: Path) -> None:
+def test_scores_counts_and_cached_replies(stub: Stub, scorer: Any, tmp_path: Path) -> None:
     place = stub(grade_by_digit)
     with scorer(judge(place.url, tmp_path, concurrency=2), workers=2, max_error_rate=0.5) as s:
         scores = s.score(samples("7", "odd", "3", "down", "7"))
@@ -52,7 +52,7 @@ def test_scores_counts_and_what_is_remembered(stub: Stub, scorer: Any, tmp_path:
     assert "How many?" in place.bodies[0]["messages"][0]["content"]
 
 
-def test_a_server_that_stays_away_stops_the_run(scorer: Any, tmp_path: Path) -> None:
+def test_unreachable_server_stops_the_run(scorer: Any, tmp_path: Path) -> None:
     with (
         scorer(judge("http://127.0.0.1:9/v1", tmp_path), max_error_rate=0.1) as s,
         pytest.raises(RunError, match=r"(?s)rating: 2 of 2 calls failed.*gave no reply in 1 tries"),
@@ -60,14 +60,14 @@ def test_a_server_that_stays_away_stops_the_run(scorer: Any, tmp_path: Path) -> 
         s.failures().add(s.score(samples("1", "2")).calls)
 
 
-def test_samples_have_their_own_seeds_and_are_averaged(stub: Stub, scorer: Any, tmp_path: Path) -> None:
+def test_judge_samples_have_distinct_seeds_and_are_averaged(stub: Stub, scorer: Any, tmp_path: Path) -> None:
     place = stub(lambda body, _n: (200, f"Score: {body['seed']}"))
     with scorer(judge(place.url, tmp_path, samples=3, seed=2)) as s:
         assert s.score(samples("x")).rewards == [pytest.approx(0.3)]
     assert sorted(body["seed"] for body in place.bodies) == [2, 3, 4]
 
 
-def test_a_comparison_is_asked_in_both_orders(stub: Stub, scorer: Any, tmp_path: Path) -> None:
+def test_comparison_is_requested_in_both_orders(stub: Stub, scorer: Any, tmp_path: Path) -> None:
     def longer(body: dict[str, Any], _n: int) -> tuple[int, Any]:
         first, second = re.findall(r"BEGIN \w+>>>\n(.*?)\n<<<END", body["messages"][0]["content"], re.DOTALL)
         return 200, f"Verdict: {'A' if len(first) > len(second) else 'B' if len(first) < len(second) else 'tie'}"
@@ -76,7 +76,7 @@ def test_a_comparison_is_asked_in_both_orders(stub: Stub, scorer: Any, tmp_path:
         assert s.score(samples("seven", "4", "")).rewards == [1.0, 0.5, 0.0]
 
 
-def test_a_template_beside_the_recipe(stub: Stub, scorer: Any, tmp_path: Path) -> None:
+def test_template_next_to_the_recipe_is_found(stub: Stub, scorer: Any, tmp_path: Path) -> None:
     (tmp_path / "ask.txt").write_text('For {level}: {completion}. Reply {"grade": 1}.')
     place = stub(lambda _body, _n: (200, '{"grade": 4}'))
     section = judge(place.url, tmp_path, template="ask.txt", pattern=r'"grade":\s*(\d+)', scale=[0, 4])
@@ -101,12 +101,12 @@ def test_a_template_beside_the_recipe(stub: Stub, scorer: Any, tmp_path: Path) -
         ({"endpoint": {"url": "http://x/v1", "model": "m"}, "template": "none.txt"}, "not found: none.txt"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_asked(params: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_before_any_request(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         load_reward(Reward(use="judge.rating", params=params), None)
 
 
-def test_the_limit_of_a_call_is_the_scripts_unless_the_recipe_has_one() -> None:
+def test_call_time_limit_comes_from_the_script_unless_the_recipe_sets_it() -> None:
     params = {"endpoint": {"url": "http://x/v1", "model": "m"}}
     plain, own = Reward(use="judge.rating", params=params), Reward(use="judge.rating", params=params, timeout_s=5)
     loaded = load_reward(plain, None)
@@ -114,8 +114,8 @@ def test_the_limit_of_a_call_is_the_scripts_unless_the_recipe_has_one() -> None:
     assert load_reward(Reward(use="math.accuracy"), None).limit(Reward(use="math.accuracy")) == 10
 
 
-def test_injections_are_tried_on_judges(stub: Stub, tmp_path: Path) -> None:
-    """A judge that believes the last grade it reads, and one that looks at the first line alone."""
+def test_judges_are_probed_with_injections(stub: Stub, tmp_path: Path) -> None:
+    """One judge follows the last grade it reads, one reads only the first line."""
 
     def gullible(body: dict[str, Any], _n: int) -> tuple[int, Any]:
         text = re.search(r"BEGIN \w+>>>\n(.*)\n<<<END \w+>>>", body["messages"][0]["content"], re.DOTALL)[1]  # type: ignore[index]
@@ -138,7 +138,7 @@ def test_injections_are_tried_on_judges(stub: Stub, tmp_path: Path) -> None:
         assert {n for n, (works, _) in trial.injected["rating"].items() if works} == moved
 
 
-def test_a_key_in_a_recipe_is_answered_with_the_known_keys_and_never_shown() -> None:
+def test_api_key_in_a_recipe_is_refused_without_being_shown() -> None:
     for params in (
         {"endpoint": {"url": "http://x/v1", "model": "m", "api_key": "sk-1234"}},
         {"endpoint": {"url": 5, "model": "m", "api_key": "sk-1234"}},

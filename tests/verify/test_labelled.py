@@ -13,7 +13,9 @@ from posttrain.verify.label_agreement import confusion, kappa, read_labelled, tr
 
 
 def test_kappa_by_hand() -> None:
-    """3 of 4 alike; a says right 2 of 4, b 3 of 4: chance 0.5 * 0.75 + 0.5 * 0.25 = 0.5; (0.75 - 0.5) / 0.5 = 0.5."""
+    """3 of 4 agree; a says right for 2 of 4, b for 3 of 4: chance 0.5 * 0.75 + 0.5 * 0.25 = 0.5; (0.75 - 0.5) / 0.5 =
+    0.5.
+    """
     assert kappa([True, True, False, False, None], [True, True, True, False, True]) == pytest.approx(0.5)
     assert kappa([True, False], [False, True]) == -1.0
     assert kappa([True, True], [True, True]) is None
@@ -26,7 +28,7 @@ def test_confusion() -> None:
     }  # fmt: skip
 
 
-def test_rewards_beside_labels(tmp_path: Path) -> None:
+def test_rewards_are_compared_with_labels(tmp_path: Path) -> None:
     rows = [("7", "7", 1), ("8", "7", 0), ("x 7", "7", 1), ("9", "", 0)]
     file = tmp_path / "labelled.jsonl"
     file.write_text(
@@ -46,7 +48,7 @@ def test_rewards_beside_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", '{"completion": 1, "label": 1}', '{"completion": "x", "label": "yes"}', "[1]"]
 )
-def test_rows_that_are_not_labelled_are_told(text: str, tmp_path: Path) -> None:
+def test_unlabelled_rows_are_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"label|JSON"):
         read_labelled(tmp_path / "rows.jsonl")

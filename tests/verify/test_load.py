@@ -1,4 +1,4 @@
-"""Finding reward functions, reading their signatures, matching them with the data."""
+"""Finding reward functions, reading their signatures and matching them with the data columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(use: str, base_dir: Path | None = None, **params: Any) -> LoadedReward:
     return load_reward(Reward(use=use, params=params), base_dir)
 
 
-def test_arguments_are_sorted_by_what_fills_them() -> None:
+def test_arguments_are_classified_by_their_source() -> None:
     def reward(
         completion: str, answer: str, level: int = 1, step: int = 0, *, unit: str, correct: bool, tolerance: float = 0.1
     ) -> float:
@@ -34,7 +34,7 @@ def test_arguments_are_sorted_by_what_fills_them() -> None:
     assert not (loaded.batched or loaded.is_async or loaded.all_columns)
 
 
-def test_params_fix_any_argument() -> None:
+def test_params_can_set_any_argument() -> None:
     def reward(completion: str, answer: str, *, max_length: int, prefilled_think: bool) -> float:
         raise NotImplementedError(completion, answer, max_length, prefilled_think)
 
@@ -44,14 +44,14 @@ def test_params_fix_any_argument() -> None:
     assert loaded.params == {"max_length": 5, "prefilled_think": True}
 
 
-def test_a_shipped_reward_is_found_by_name() -> None:
+def test_shipped_reward_is_found_by_name() -> None:
     loaded = load("math.accuracy", extract=["answer_tag"])
     assert loaded.name == "accuracy"
     assert loaded.columns == ("answer",)
     assert loaded.target.endswith("rewards/math.py:accuracy")
 
 
-def test_a_name_of_ones_own() -> None:
+def test_custom_reward_name() -> None:
     assert load_reward(Reward(use="math.accuracy", name="right"), None).name == "right"
 
 
@@ -66,23 +66,23 @@ def test_a_name_of_ones_own() -> None:
         ("no_such_module:f", "cannot import no_such_module"),
     ],
 )
-def test_what_cannot_be_found_says_what_is_there(use: str, message: str, tmp_path: Path) -> None:
+def test_error_for_an_unknown_reward_lists_those_available(use: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=message):
         load(use, tmp_path)
 
 
-def test_a_script_beside_the_recipe_without_its_path_is_suggested(script: Script, tmp_path: Path) -> None:
+def test_script_next_to_the_recipe_is_suggested_if_the_path_is_missing(script: Script, tmp_path: Path) -> None:
     script("def score(completion): return 1.0")
     with pytest.raises(RewardError, match=r"(?s)unknown reward: mine.score.*did you mean `\./mine\.py:score`\?"):
         load("mine.score", tmp_path)
 
 
-def test_a_script_is_found_beside_the_recipe(script: Script, tmp_path: Path) -> None:
+def test_script_is_found_relative_to_the_recipe(script: Script, tmp_path: Path) -> None:
     script("def score(completion): return 1.0")
     assert load("./mine.py:score", tmp_path).function("x") == 1.0
 
 
-def test_a_script_that_fails_to_import_is_told(script: Script, tmp_path: Path) -> None:
+def test_script_that_fails_to_import_is_reported(script: Script, tmp_path: Path) -> None:
     script("import math\nimport not_a_package\ndef score(completion): return 1.0")
     with pytest.raises(
         RewardError, match=r"mine.py cannot be imported: ModuleNotFoundError: .*not_a_package.* \(at mine.py:2\)"
@@ -90,13 +90,13 @@ def test_a_script_that_fails_to_import_is_told(script: Script, tmp_path: Path) -
         load("mine.py:score", tmp_path)
 
 
-def test_a_script_that_exits_is_told(script: Script, tmp_path: Path) -> None:
+def test_script_that_exits_is_reported(script: Script, tmp_path: Path) -> None:
     script("import sys\nsys.exit(3)", "exits.py")
     with pytest.raises(RewardError, match="SystemExit: 3"):
         load("exits.py:score", tmp_path)
 
 
-def test_a_script_may_hold_dataclasses_with_postponed_annotations(script: Script, tmp_path: Path) -> None:
+def test_script_can_define_dataclasses_with_postponed_annotations(script: Script, tmp_path: Path) -> None:
     script(
         """
         from __future__ import annotations
@@ -115,7 +115,7 @@ def test_a_script_may_hold_dataclasses_with_postponed_annotations(script: Script
     assert (loaded.name, loaded.columns, loaded.function("x", value=3)) == ("band", ("value",), 1.0)
 
 
-def test_a_script_called_math_stays_off_sys_path(script: Script, tmp_path: Path) -> None:
+def test_script_named_math_does_not_shadow_the_standard_module(script: Script, tmp_path: Path) -> None:
     script("def score(completion): return 1.0", "math.py")
     before = list(sys.path)
     load("math.py:score", tmp_path)
@@ -125,7 +125,7 @@ def test_a_script_called_math_stays_off_sys_path(script: Script, tmp_path: Path)
     assert math.sqrt(4) == 2
 
 
-def test_partials_are_read_with_what_they_bind() -> None:
+def test_partials_are_read_with_their_bound_arguments() -> None:
     def reward(completion: str, answer: str, *, scale: float) -> float:
         raise NotImplementedError(completion, answer, scale)
 
@@ -144,13 +144,13 @@ class _AsyncObject:
 
 
 @pytest.mark.parametrize("function", [_judge, functools.partial(_judge), _AsyncObject()])
-def test_coroutine_functions_are_known(function: Any) -> None:
+def test_coroutine_functions_are_recognized(function: Any) -> None:
     loaded = describe(function, "x.py:judge", {}, "judge")
     assert loaded.is_async
     assert loaded.columns == ("answer",)
 
 
-def test_the_list_form_of_other_trainers() -> None:
+def test_list_form_of_other_trainers() -> None:
     def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
         raise NotImplementedError(prompts, completions, answer, kwargs)
 
@@ -161,12 +161,12 @@ def test_the_list_form_of_other_trainers() -> None:
 
 
 @pytest.mark.parametrize("thing", [3, "text", None])
-def test_what_is_no_function_is_refused(thing: Any) -> None:
+def test_non_function_is_refused(thing: Any) -> None:
     with pytest.raises(RewardError, match="not a function"):
         describe(thing, "x.py:thing", {}, "thing")
 
 
-def test_a_function_without_a_completion_is_refused() -> None:
+def test_function_without_a_completion_argument_is_refused() -> None:
     with pytest.raises(RewardError, match="takes no completion"):
         describe(lambda *, answer: float(answer), "x.py:f", {}, "f")
 
@@ -184,18 +184,18 @@ def _modes(completion: str, *, mode: Literal["a", "b"] = "a", limit: int = 3) ->
         ({"limit": "4"}, "parameter `limit`: .*integer, got '4'"),
     ],
 )
-def test_wrong_params_are_told(params: dict[str, Any], message: str) -> None:
+def test_wrong_params_are_reported(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         describe(_modes, "x.py:f", params, "f")
 
 
-def test_all_wrong_params_are_told_at_once() -> None:
+def test_all_wrong_params_are_reported_together() -> None:
     with pytest.raises(RewardError) as caught:
         describe(_modes, "x.py:f", {"mdoe": "a", "limit": "x"}, "f")
     assert len(caught.value.problems) == 2
 
 
-def test_missing_columns_are_told_before_anything_runs() -> None:
+def test_missing_columns_are_reported_before_anything_runs() -> None:
     rewards = [load("math.accuracy"), load("gym.score")]
     with pytest.raises(RewardError) as caught:
         check_columns(rewards, ["uid", "prompt", "anwser", "gym_task"])
@@ -208,7 +208,7 @@ def test_missing_columns_are_told_before_anything_runs() -> None:
     check_columns(rewards, ["answer", "gym_task", "gym_entry"])
 
 
-def test_a_required_setting_that_is_missing_is_told_as_such() -> None:
+def test_missing_required_param_is_reported_as_a_param() -> None:
     with pytest.raises(
         RewardError, match=r"(?s)no column `max_length`.*if `max_length` is a setting, write it under params"
     ):
@@ -216,7 +216,7 @@ def test_a_required_setting_that_is_missing_is_told_as_such() -> None:
     check_columns([load("length.truncation", max_length=5)], ["answer"])
 
 
-def test_locate_makes_targets_that_a_worker_can_load(script: Script, tmp_path: Path) -> None:
+def test_located_targets_can_be_loaded_by_a_worker(script: Script, tmp_path: Path) -> None:
     path = script("def score(completion): return 1.0")
     assert locate("mine.py:score", tmp_path) == f"{path}:score"
     assert locate("package.module:score", tmp_path) == "package.module:score"
@@ -226,8 +226,8 @@ def test_shipped_function() -> None:
     assert shipped_function("length.soft_overlong")("", 90, max_length=100, buffer=20) == -0.5
 
 
-def test_keys_of_kwargs_that_every_call_reads_are_columns(tmp_path: Path) -> None:
-    """What is behind a condition, caught, or looked for first may be missing."""
+def test_kwargs_keys_read_on_every_call_are_required_columns(tmp_path: Path) -> None:
+    """A key read under a condition, in a try block or after a membership test is optional."""
     (tmp_path / "kw.py").write_text("""
 def always(completion, **columns):
     found = [x for x in columns["gold"]]

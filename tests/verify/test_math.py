@@ -1,4 +1,4 @@
-"""What counts as the same answer: judged pairs by kind, and wrong answers made of right ones."""
+"""Math equivalence: judged answer pairs by kind, and wrong answers derived from right ones."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from posttrain.verify.math import equal, gold_text, grade
         (r"\varnothing", r"\emptyset", True),
     ],
 )
-def test_equal(gold: str, candidate: str, expected: bool) -> None:
+def test_judged_pairs(gold: str, candidate: str, expected: bool) -> None:
     assert equal(gold, candidate) is expected
 
 
-def test_a_gold_that_cannot_be_parsed_is_no_judgement() -> None:
+def test_unparsable_gold_gives_no_judgement() -> None:
     assert equal("}", "5") is None
     assert grade(r"\boxed{5}", "}")["reward"] is None
     assert grade("no box", "}")["reward"] is None
 
 
-def test_decimals_set_the_rounding() -> None:
+def test_decimals_param_sets_the_rounding() -> None:
     assert equal("1/3", "0.333", decimals=3) is True
     assert equal("1/3", "0.33", decimals=3) is False
 
 
-def test_the_short_cut_for_integers_agrees_with_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two plain integers are compared as text. Read as values, every such pair must be judged the same."""
+def test_integer_shortcut_agrees_with_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plain integers are compared as text; parsing them must give the same judgement for every such pair."""
     draw = random.Random(0)
     numbers = [0, 1, -1, 10, 999_999_999_999_999] + [draw.randint(-(10**15) + 1, 10**15 - 1) for _ in range(10)]
     pairs = [(str(a), str(b)) for a in numbers for b in (a, a + 1, -a) if abs(b) < 10**15]
@@ -121,7 +121,7 @@ def test_gold_text(answer: str, expected: str | None) -> None:
         ("The answer is **12.**", "12", {"extract": ("anchor",)}, 1.0, "12"),
         (r"The answer is $\boxed{5}$.", "5", {"extract": ("anchor",)}, 1.0, r"\boxed{5}"),
         ("5 or 6", "6", {"extract": ("last_number",)}, 1.0, "6"),
-        (r"\boxed{} #### 5", "5", {"extract": ("boxed", "hash")}, 0.0, ""),  # the box was found first
+        (r"\boxed{} #### 5", "5", {"extract": ("boxed", "hash")}, 0.0, ""),  # the box is found first
         (r"\boxed{5}", 5, {}, 1.0, "5"),
         (r"\boxed{5}", "", {}, None, None),
         (r"\boxed{5}", None, {}, None, None),
@@ -158,8 +158,8 @@ def test_gold_equals_itself(gold: str) -> None:
     assert equal(gold, gold) is True
 
 
-def test_no_signal_is_armed() -> None:
-    """Limits by SIGALRM fail outside the main thread; work is bounded by size instead."""
+def test_no_signal_handler_is_installed() -> None:
+    """SIGALRM limits fail outside the main thread; work is bounded by size instead."""
     import threading
 
     found: list[bool | None] = []
@@ -170,13 +170,13 @@ def test_no_signal_is_armed() -> None:
 
 
 CASES = json.loads(Path(__file__).with_name("math_verify_cases.json").read_text(encoding="utf-8"))
-# Where posttrain says something else than math-verify's tests.
+# Cases in which posttrain deviates from math-verify's tests.
 APART = {
     # In a box these are lists.
     ("1000.99", "the number is not 10 which is 1,000.99€"),
     ("1000.99", "so the number is 10 which is 1,000.99m²"),
     ("1000.99", "not it's not 10 it's 1,000.99m²"),
-    # They say 1/2 = 10/9, 7 = 11, 11 = 1/3, 6 = 2 and that 1/3 is about 1.3.
+    # math-verify's tests call 1/2 = 10/9, 7 = 11, 11 = 1/3, 6 = 2 and 1/3 about 1.3.
     ("1/3", r"x=1/3\approx1.3"),
     ("10/9", r"\frac{1}{2} \$ = \frac{10}{9}"),
     ("x = 11", "x = 5+5+1 = 7 =11"),
@@ -185,7 +185,7 @@ APART = {
     # A gold with a comma between its digits is a list; 0.111 is neither 0 nor 111.
     ("1,22", "1.22"),
     ("0,111", "0.111"),
-    # Chains that say 1 = 0, and products of matrices that are still to be worked out.
+    # Chains that claim 1 = 0, and unevaluated matrix products.
     (r"1 = \zzz = x = 0", "0"),
     (
         r"\begin{pmatrix}6 & 8 \\ 10 & 12\end{pmatrix}",
@@ -195,7 +195,7 @@ APART = {
         r"\begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix}",
         r"\begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix} \begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix}",
     ),
-    # An interval and the same as an inequality, here in either order; and 1 - 1/e is not 1 + 1/e.
+    # An interval and the equivalent inequality, in either order; and 1 - 1/e is not 1 + 1/e.
     (r"x \in [-2,7]", r"-2 \\le x \\le 7"),
     (r"1 - \frac{1}{\mathrm{e}}", r"1 + \frac{1}{\mathrm{e}}"),
 }
@@ -203,7 +203,7 @@ APART = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_agreement_with_math_verify_on_its_own_test_strings(name: str) -> None:
-    """(gold, answer, equal) of math-verify 0.9.0's tests (Apache-2.0) where each text holds one answer: that answer."""
+    """Check (gold, answer, equal) of math-verify 0.9.0's tests (Apache-2.0) if each text holds one answer."""
     wrong = {(gold, answer) for gold, answer, expected in CASES[name] if equal(gold, answer) is not bool(expected)}
     assert wrong == {(gold, answer) for gold, answer, _ in CASES[name] if (gold, answer) in APART}
 
@@ -213,25 +213,25 @@ ANSWERS = json.loads(Path(__file__).with_name("answers.json").read_text(encoding
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_answers_as_people_and_models_write_them(kind: str) -> None:
-    """(gold, answer, equal) by kind: what a mathematician says of each, on the question whose answer is the gold."""
+    """Check (gold, answer, equal) by kind: a mathematician's verdict, on the question whose answer is the gold."""
     assert [row for row in ANSWERS[kind] if equal(*row[:2]) is not bool(row[2])] == []
 
 
-def test_the_table_of_answers_is_all_there() -> None:
+def test_table_of_answers_is_complete() -> None:
     assert sum(map(len, ANSWERS.values())) > 3000
     assert {expected for rows in ANSWERS.values() for _, _, expected in rows} == {0, 1}
 
 
-def test_the_table_of_math_verify_is_all_there() -> None:
+def test_table_of_math_verify_is_complete() -> None:
     assert sum(map(len, CASES.values())) == 197
     assert {expected for rows in CASES.values() for _, _, expected in rows} == {0, 1}
 
 
-def test_what_is_remembered_depends_on_the_rounding() -> None:
+def test_cache_key_includes_the_rounding() -> None:
     assert [equal("1/3", "0.333", decimals=d) for d in (3, 6, 3)] == [True, False, True]
 
 
-def test_a_long_answer_is_compared_and_not_remembered() -> None:
+def test_long_answer_is_compared_but_not_cached() -> None:
     before = math._same_cached.cache_info().currsize
     assert equal("2500", "+".join(["5"] * 500)) is True
     assert math._same_cached.cache_info().currsize == before

@@ -14,20 +14,20 @@ def run(program: str, *milestones: str, **more: object) -> dict[str, float]:
     return milestone_reward(f"```python\n{program}\n```", milestones, **more)  # type: ignore[arg-type]
 
 
-def test_what_was_reached_before_a_crash_counts() -> None:
+def test_milestones_reached_before_a_crash_count() -> None:
     program = "import json\nrows = json.loads('[1, 2]')\nfor row in rows:\n    total = row / 0\nprint('trained')"
     assert run(program, r"json\.loads", "total =", "trained") == {"reward": -9.9, "matched": 1.0}
 
 
-def test_a_milestone_in_a_branch_that_is_not_taken_does_not_count() -> None:
+def test_milestone_in_an_untaken_branch_does_not_count() -> None:
     assert run("if False:\n    model = 1\nelse:\n    data = 2", "model =", "data =")["matched"] == 1
 
 
-def test_a_mark_that_the_program_prints_itself_counts_nothing() -> None:
+def test_mark_printed_by_the_program_does_not_count() -> None:
     assert run("print('model =')\nprint('<milestone 0>')", "model = ")["matched"] == 0
 
 
-def test_a_result_is_its_score_and_no_program_the_base() -> None:
+def test_result_gets_its_score_and_a_missing_program_the_base() -> None:
     program = "print('score: 0.25')\nprint('score: 0.5')"
     assert run(program, "print", score_pattern=r"score: ([0-9.]+)")["reward"] == 0.5
     assert run(program + "\n1 / 0", "print", score_pattern=r"score: ([0-9.]+)")["reward"] == -9.9

@@ -1,4 +1,4 @@
-"""Multiple choice: a chosen option is right however it is written, and naming two is wrong."""
+"""Multiple choice: a chosen option is right in any notation, and naming two options is wrong."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ HEDGES += [
 
 @pytest.mark.parametrize("candidate", CHOSEN)
 @pytest.mark.parametrize("gold", ["B", "(B)", r"\text{(B)}"])
-def test_one_option(gold: str, candidate: str) -> None:
+def test_single_option(gold: str, candidate: str) -> None:
     assert equal(gold, candidate) is True
     assert equal(gold.replace("B", "C"), candidate) is False
 
 
 @pytest.mark.parametrize("candidate", HEDGES)
 @pytest.mark.parametrize("gold", ["A", "B", "(A)", r"\text{(B)}"])
-def test_a_hedge_is_wrong_for_each_of_its_options(gold: str, candidate: str) -> None:
+def test_hedge_is_wrong_for_each_of_its_options(gold: str, candidate: str) -> None:
     assert len(find_options(candidate)) == 2
     assert equal(gold, candidate) is False
 
 
 @pytest.mark.parametrize("candidate", ["A, C", "C, A", "(A) and (C)", r"\text{A, C}", "(A), (C)"])
-def test_a_gold_of_several_options(candidate: str) -> None:
+def test_gold_of_several_options(candidate: str) -> None:
     assert equal("A, C", candidate) is True
     assert equal("A, D", candidate) is False
     assert equal("A", candidate) is False
@@ -75,19 +75,19 @@ def test_a_gold_of_several_options(candidate: str) -> None:
         ("Oslo", "B) Oslo", True),
         ("(B) 12", "B", True),
         ("(B) 12", "12", True),
-        ("(A,B)", "(B,A)", False),  # a point, or an interval, is no choice
+        ("(A,B)", "(B,A)", False),  # a point or an interval is not a choice of options
         ("A+B", "B+A", True),
         ("AB", "BA", False),
         ("E", "2E", False),
         ("i", r"\sqrt{-1}", True),
     ],
 )
-def test_what_is_no_choice_is_compared_as_it_was(gold: str, candidate: str, expected: bool) -> None:
+def test_answer_without_options_is_compared_as_usual(gold: str, candidate: str, expected: bool) -> None:
     assert equal(gold, candidate) is expected
 
 
 @pytest.mark.parametrize("text", ["", "x", "AB", "A = 5", "f(A)", "A + B", "(A, B)", "K", "12", "A-B", "[A, B]"])
-def test_what_names_no_option(text: str) -> None:
+def test_text_that_names_no_option(text: str) -> None:
     assert find_options(text) == [] and option_letter(text) is None and split_label(text) is None
 
 
@@ -138,5 +138,5 @@ def test_letters_around_a_slash_are_a_quotient(gold: str, candidate: str) -> Non
         ("(A), (C)", "(A)/(C)", True),
     ],
 )
-def test_a_slash_divides_options_only_of_a_list(gold: str, candidate: str, expected: bool) -> None:
+def test_slash_separates_options_only_in_a_list(gold: str, candidate: str, expected: bool) -> None:
     assert equal(gold, candidate) is expected

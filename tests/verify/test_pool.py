@@ -1,4 +1,4 @@
-"""Rewards that fail in every way: each costs its own row, is counted, and leaves nothing behind."""
+"""Rewards that fail in every way: each failure costs only its own row, is counted, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LIMIT = 2.0
 
 
 def children() -> set[int]:
-    """Living child processes of this one, zombies excluded."""
+    """Return the live child processes of this process, without zombies."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and int(fields[1]) == os.getpid():
@@ -65,7 +65,7 @@ def children() -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process runs; a zombie does not."""
     fields = _stat(pid)
     return bool(fields) and fields[0] != "Z"
 
@@ -87,7 +87,7 @@ def faulty(script: Callable[..., Path], scorer: Scorers) -> Callable[..., Any]:
     return make
 
 
-def test_every_fault_costs_its_own_row_only(samples: Samples, faulty: Any) -> None:
+def test_every_fault_costs_only_its_own_row(samples: Samples, faulty: Any) -> None:
     kinds = [
         "ok",
         "raise",
@@ -112,7 +112,7 @@ def test_every_fault_costs_its_own_row_only(samples: Samples, faulty: Any) -> No
         assert scores.abstained == {"score": 1}
         assert scores.first_traceback is not None and "ValueError: boom" in scores.first_traceback
         assert "worker.py" not in scores.first_traceback
-        again = s.score(samples([{"what": "ok"}] * 50))  # the pool is whole
+        again = s.score(samples([{"what": "ok"}] * 50))  # the pool is complete again
         assert again.rewards == [1.0] * 50
 
 
@@ -129,10 +129,10 @@ def clears(completions, answer, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["pops", "clears"])
-def test_a_reward_that_changes_its_arguments_harms_no_other_row(
+def test_reward_that_mutates_its_arguments_affects_no_other_row(
     name: str, samples: Samples, script: Callable[..., Path], scorer: Scorers
 ) -> None:
-    """The completions of a prompt share their row; each call gets what the data hold."""
+    """The completions of a prompt share their row; each call gets the original values."""
     row = {"spec": {"worth": 0.5, "list": {"a": "xy"}}, "answer": "x"}
     made = samples([row] * 8, group_size=8)
     with scorer(f"{script(CHANGES)}:{name}", workers=1, max_error_rate=1.0) as s:
@@ -141,7 +141,7 @@ def test_a_reward_that_changes_its_arguments_harms_no_other_row(
     assert row["spec"] == {"worth": 0.5, "list": {"a": "xy"}}
 
 
-def test_one_in_ten_raises(samples: Samples, faulty: Any) -> None:
+def test_reward_that_raises_on_one_row_in_ten(samples: Samples, faulty: Any) -> None:
     rows = [{"what": "raise" if i % 10 == 3 else "ok"} for i in range(200)]
     with faulty() as s:
         scores = s.score(samples(rows))
@@ -150,22 +150,22 @@ def test_one_in_ten_raises(samples: Samples, faulty: Any) -> None:
     assert scores.correct == [None if i % 10 == 3 else True for i in range(200)]
 
 
-def test_over_the_error_rate_the_run_stops_with_the_first_traceback(samples: Samples, faulty: Any) -> None:
+def test_run_above_the_error_rate_stops_with_the_first_traceback(samples: Samples, faulty: Any) -> None:
     rows = [{"what": "raise" if i % 10 == 3 else "ok"} for i in range(20)]
     with faulty(max_error_rate=0.1) as s:
-        s.failures(enough=5).add(s.score(samples(rows)).calls)  # exactly at the rate
+        s.failures(enough=5).add(s.score(samples(rows)).calls)  # exactly at the limit
         with pytest.raises(RunError, match=r"(?s)score: 3 of 21 calls failed in .*on row r3:.*ValueError: boom"):
             s.failures(enough=6).add(s.score(samples([*rows, {"what": "raise"}])).calls)
 
 
 @pytest.mark.parametrize(("value", "shown"), [("text", "'text'"), (float("nan"), "nan"), ([1.0], "list")])
-def test_a_wrong_type_names_function_row_and_value(samples: Samples, faulty: Any, value: Any, shown: str) -> None:
+def test_wrong_type_names_function_row_and_value(samples: Samples, faulty: Any, value: Any, shown: str) -> None:
     with faulty() as s, pytest.raises(RewardError, match=rf"reward score  row r2: .*returned .*{shown}"):
         s.score(samples([{"what": "ok"}, {"what": "ok"}, {"what": value}]))
 
 
-def test_a_time_out_costs_about_its_limit(samples: Samples, faulty: Any) -> None:
-    """40 rows, 2 of them loop, in 2 workers: the loops run side by side, the others in between."""
+def test_time_out_costs_about_its_limit(samples: Samples, faulty: Any) -> None:
+    """40 rows, 2 of which loop, in 2 workers: the loops run in parallel, the other rows in between."""
     rows = [{"what": "loop" if i in (5, 25) else "ok"} for i in range(40)]
     with faulty() as s:
         s.score(samples([{"what": "ok"}] * 4))
@@ -177,7 +177,7 @@ def test_a_time_out_costs_about_its_limit(samples: Samples, faulty: Any) -> None
     assert LIMIT <= took < 4 * LIMIT + 2
 
 
-def test_order_and_values_do_not_depend_on_the_number_of_workers(samples: Samples, faulty: Any) -> None:
+def test_scores_do_not_depend_on_the_number_of_workers(samples: Samples, faulty: Any) -> None:
     rows = [{"what": i / 7} for i in range(300)]
     found = []
     for workers in (1, 3):
@@ -186,7 +186,7 @@ def test_order_and_values_do_not_depend_on_the_number_of_workers(samples: Sample
     assert found[0] == found[1] == [i / 7 for i in range(300)]
 
 
-def test_no_process_is_left_behind(samples: Samples, faulty: Any) -> None:
+def test_no_process_is_left_running(samples: Samples, faulty: Any) -> None:
     before = children()
     with faulty() as s:
         assert s.score(samples([{"what": "ok"}, {"what": "loop"}])).timeouts == {"score": 1}
@@ -194,7 +194,7 @@ def test_no_process_is_left_behind(samples: Samples, faulty: Any) -> None:
     assert children() == before
 
 
-def test_workers_that_died_between_two_steps_are_replaced(samples: Samples, faulty: Any) -> None:
+def test_workers_that_died_between_steps_are_replaced(samples: Samples, faulty: Any) -> None:
     before = children()
     with faulty(workers=5) as s:
         s.score(samples([{"what": "ok"}] * 200))
@@ -205,14 +205,14 @@ def test_workers_that_died_between_two_steps_are_replaced(samples: Samples, faul
     assert scores.errors == {"score": 0}
 
 
-def test_what_a_reward_started_ends_with_its_worker(samples: Samples, faulty: Any, tmp_path: Path) -> None:
+def test_child_processes_of_a_reward_end_with_its_worker(samples: Samples, faulty: Any, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with faulty() as s:
         assert s.score(samples([{"what": "grandchild"}], str(note))).timeouts == {"score": 1}
     _wait_for(lambda: not alive(int(note.read_text())), 10)
 
 
-def test_ctrl_c_while_a_reward_hangs_leaves_nothing_and_the_scorer_usable(samples: Samples, faulty: Any) -> None:
+def test_ctrl_c_during_a_hanging_reward_leaves_no_process_and_a_usable_scorer(samples: Samples, faulty: Any) -> None:
     before = children()
     with faulty() as s:
         s.score(samples([{"what": "ok"}]))
@@ -230,7 +230,7 @@ def test_ctrl_c_while_a_reward_hangs_leaves_nothing_and_the_scorer_usable(sample
 
 
 def test_workers_end_when_their_parent_is_killed(script: Callable[..., Path], tmp_path: Path) -> None:
-    """One worker is idle, one in a loop that no signal handler could leave, when the parent gets SIGKILL."""
+    """One worker is idle and one loops without handling signals when the parent gets SIGKILL."""
     script(
         """
         import os, re
@@ -268,7 +268,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_what_a_reward_prints_never_reaches_stdout(script: Callable[..., Path], tmp_path: Path) -> None:
+def test_reward_prints_never_reach_stdout(script: Callable[..., Path], tmp_path: Path) -> None:
     script("import os\ndef score(completion):\n print('talk')\n os.write(1, b'raw talk')\n return 1.0")
     program = """
 from posttrain.recipe.reward_sections import Reward, Scoring
@@ -281,8 +281,8 @@ with Scorer([Reward(use="./mine.py:score")], Scoring(workers=1), None) as s:
     assert "raw talk" in run.stderr
 
 
-def test_a_script_called_math_beside_import_random(script: Callable[..., Path], tmp_path: Path) -> None:
-    """In a worker whose working directory holds the script: `import random` needs the real math."""
+def test_script_named_math_does_not_break_import_random(script: Callable[..., Path], tmp_path: Path) -> None:
+    """In a worker whose working directory contains the script: `import random` needs the standard math."""
     script(
         """
         import random, math, sys
@@ -316,7 +316,7 @@ def test_workers_import_neither_torch_nor_pydantic(
         assert s.score(samples([{}])).rewards == [1.0]
 
 
-def test_setup_runs_once_a_worker_and_outside_the_limit(
+def test_setup_runs_once_per_worker_outside_the_time_limit(
     samples: Samples, script: Callable[..., Path], scorer: Scorers
 ) -> None:
     path = script(
@@ -334,15 +334,13 @@ def test_setup_runs_once_a_worker_and_outside_the_limit(
         assert s.score(samples([{}] * 20)).rewards == [1.0] * 20
 
 
-def test_a_setup_that_fails_is_told(samples: Samples, script: Callable[..., Path], scorer: Scorers) -> None:
+def test_failing_setup_is_reported(samples: Samples, script: Callable[..., Path], scorer: Scorers) -> None:
     path = script("def setup(): raise OSError('no model here')\ndef score(completion): return 1.0")
     with scorer(f"{path}:score") as s, pytest.raises(RewardError, match=r"(?s)cannot be loaded.*no model here"):
         s.score(samples([{}]))
 
 
-def test_what_cannot_be_pickled_is_loaded_by_path(
-    samples: Samples, script: Callable[..., Path], scorer: Scorers
-) -> None:
+def test_unpicklable_reward_is_loaded_by_path(samples: Samples, script: Callable[..., Path], scorer: Scorers) -> None:
     path = script(
         """
         import functools, threading
@@ -358,7 +356,7 @@ def test_what_cannot_be_pickled_is_loaded_by_path(
     assert scores.components == {"counter": [1.0, 0.0], "half": [0.5, 0.0]}
 
 
-def test_a_column_that_cannot_be_sent_is_told(samples: Samples, scorer: Scorers) -> None:
+def test_unpicklable_column_is_reported(samples: Samples, scorer: Scorers) -> None:
     with scorer("math.accuracy") as s, pytest.raises(RewardError, match="cannot be sent to its worker"):
         s.score(samples([{"answer": lambda: 1}]))
 
@@ -383,8 +381,8 @@ async def judge(completion, what):
 """
 
 
-def test_coroutines_run_together(samples: Samples, script: Callable[..., Path], scorer: Scorers) -> None:
-    """60 calls of 0.2 s: 12 s one after the other, 6 s in two workers, about 0.4 s together."""
+def test_coroutines_run_concurrently(samples: Samples, script: Callable[..., Path], scorer: Scorers) -> None:
+    """60 calls of 0.2 s: 12 s sequentially, 6 s in two workers, about 0.4 s concurrently."""
     path = script(ASYNC)
     with scorer({"use": f"{path}:judge"}, workers=2) as s:
         s.score(samples([{"what": "ok"}] * 2))
@@ -394,7 +392,7 @@ def test_coroutines_run_together(samples: Samples, script: Callable[..., Path], 
     assert scores.rewards == [1.0] * 60
 
 
-def test_faults_of_coroutines_cost_their_own_row(
+def test_coroutine_faults_cost_only_their_own_row(
     samples: Samples, script: Callable[..., Path], scorer: Scorers
 ) -> None:
     path = script(ASYNC)

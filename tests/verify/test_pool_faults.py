@@ -1,4 +1,4 @@
-"""What a reward does to the machine around it, in memory, processes, files and sockets, costs its own row only."""
+"""A reward that misuses memory, processes, files or sockets costs only its own row."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ def score(completion, what):
 """
 
 
-def test_every_row_pays_for_itself(script: Callable[..., Path], scorer: Any, samples: Any, tmp_path: Path) -> None:
-    """4 GB at once and piece by piece under a limit of 1 GB; five children; a file and a socket that are refused."""
+def test_each_resource_fault_costs_only_its_own_row(
+    script: Callable[..., Path], scorer: Any, samples: Any, tmp_path: Path
+) -> None:
+    """4 GB in one allocation and in steps under a limit of 1 GB; five child processes; a denied file and a denied
+    socket.
+    """
     path, note = script(GREEDY), tmp_path / "children"
     kinds = ["ok", "memory", "ok", "pieces", "file", "ok", "socket", "forks", "ok"]
     reward = {"use": f"{path}:score", "timeout_s": 5.0}  # for the row that forks and sleeps
@@ -64,7 +68,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_megabyte_that_is_no_number_is_told_in_a_line(script: Callable[..., Path], scorer: Any, samples: Any) -> None:
+def test_huge_invalid_value_is_reported_in_one_line(script: Callable[..., Path], scorer: Any, samples: Any) -> None:
     with scorer(f"{script(GREEDY)}:score") as s, pytest.raises(RewardError, match=r"row r1: returned 'xxx") as caught:
         s.score(samples([{"what": "ok"}, {"what": "megabyte"}]))
     assert len(str(caught.value)) < 400

@@ -1,5 +1,6 @@
-"""What rewards print while a run goes on: in a log of a bounded size, told of once, and in the error of a worker that
-dies."""
+"""Output that rewards print during a run: written to a log of bounded size, announced once, and quoted in the error of
+a worker that dies.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def talking(script: Callable[..., Path]) -> Callable[[OutputLog], Scorer]:
     return lambda printed: Scorer([Reward(use=f"{path}:score")], Scoring(workers=2), None, printed)
 
 
-def test_prints_go_to_a_log_and_are_told_of_once(
+def test_prints_go_to_a_log_that_is_announced_once(
     talking: Callable[[OutputLog], Scorer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told: list[str] = []
@@ -51,7 +52,7 @@ def test_prints_go_to_a_log_and_are_told_of_once(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_log_does_not_fill_the_disk(talking: Callable[[OutputLog], Scorer], tmp_path: Path) -> None:
+def test_log_size_is_bounded(talking: Callable[[OutputLog], Scorer], tmp_path: Path) -> None:
     log = OutputLog(tmp_path, "rewards", lambda _: None, most=100_000)
     with talking(log) as scorer:
         assert scorer.score([Sample("flood", {})] * 3).rewards == [1.0] * 3
@@ -59,9 +60,7 @@ def test_a_log_does_not_fill_the_disk(talking: Callable[[OutputLog], Scorer], tm
     assert 100_000 <= len(text) < 100_100 and text.endswith("\n... the rest is left out\n")
 
 
-def test_a_folder_that_cannot_be_written_costs_the_log_alone(
-    talking: Callable[[OutputLog], Scorer], tmp_path: Path
-) -> None:
+def test_unwritable_folder_only_disables_the_log(talking: Callable[[OutputLog], Scorer], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with talking(OutputLog(tmp_path / "file", "rewards", lambda _: None)) as scorer:
         assert scorer.score([Sample("a", {})]).rewards == [1.0]

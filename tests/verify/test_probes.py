@@ -1,4 +1,4 @@
-"""Bad rewards are found out: each pays for a trick, and the trial names it."""
+"""Exploitable rewards are detected: each one pays for a trick, and the trial names the trick."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tried(use: str, **params: Any) -> Trial:
         ("float(last(completion) == answer)", {}),
     ],
 )
-def test_what_is_wrong_with_a_reward_is_named(script: Callable[..., Path], body: str, paying: dict[str, int]) -> None:
+def test_trial_names_the_exploit_of_a_reward(script: Callable[..., Path], body: str, paying: dict[str, int]) -> None:
     path = script(f"{HEAD}\ndef score(completion, answer):\n    return {body}\n")
     trial = tried(f"{path}:score")
     found = {name: paid for name, (paid, _) in trial.paying.items()}
@@ -69,10 +69,12 @@ def score(completion, answer):
 @pytest.mark.parametrize("full", [1.0, 0.3])
 @pytest.mark.parametrize("passes", [True, False])
 @pytest.mark.parametrize("local", ["oracle_answer", "gold", "my_own_name", "answer"])
-def test_a_reward_that_evaluates_an_answer_is_found(
+def test_reward_that_evaluates_the_answer_is_detected(
     script: Callable[..., Path], local: str, passes: bool, full: float
 ) -> None:
-    """Whatever the right answer is called there, in the reward or in a function of its module; also for part credit."""
+    """Whatever the variable that holds the right answer is called, in the reward or in a function of its module; also
+    with partial credit.
+    """
     path = script(EVALUATES.format(arguments=local, local=local, passes=passes, full=full))
     paying = {name: found for name, found in tried(f"{path}:score").paying.items() if "name of the scorer" in name}
     (name,) = paying
@@ -83,17 +85,17 @@ def test_a_reward_that_evaluates_an_answer_is_found(
     "body",
     [
         "float(last(completion) == answer)",
-        "SequenceMatcher(None, answer, completion).ratio()",  # letters alike are no evaluation
+        "SequenceMatcher(None, answer, completion).ratio()",  # matching letters are not an evaluation
         "len(set('answergold') & set(completion)) / 99",
         "float(len(completion))",
     ],
 )
-def test_a_reward_that_compares_letters_evaluates_nothing(script: Callable[..., Path], body: str) -> None:
+def test_reward_that_compares_letters_is_not_flagged_as_evaluating(script: Callable[..., Path], body: str) -> None:
     path = script(f"from difflib import SequenceMatcher\n{HEAD}\ndef score(completion, answer):\n    return {body}\n")
     assert tried(f"{path}:score").tricks["a name of the scorer"] == (0, 3)
 
 
-def test_the_shipped_accuracy_pays_for_no_trick() -> None:
+def test_shipped_accuracy_pays_for_no_trick() -> None:
     trial = tried("math.accuracy")
     assert trial.paying == {}
     assert trial.tricks["wrong sign"] == (0, 4)
@@ -101,7 +103,7 @@ def test_the_shipped_accuracy_pays_for_no_trick() -> None:
     assert as_json(trial)["tricks"]["repeated"] == {"pays": 0, "rows": 4}
 
 
-def test_mutations() -> None:
+def test_mutations_of_an_answer() -> None:
     assert mutations("7") == {"sign": "-7", "size": "70"}
     assert mutations(-2.5) == {"sign": "2.5", "size": "-20.5"}
     assert mutations("0.25")["size"] == "10.25"
@@ -109,21 +111,21 @@ def test_mutations() -> None:
     assert mutations("0") == mutations("Oslo") == mutations({"a": 1}) == mutations("(1, 1)") == {}
 
 
-def test_probes_hold_gold_where_it_must_not_count() -> None:
+def test_probes_put_gold_in_positions_that_must_not_count() -> None:
     found = probes(ROWS[0], WRITERS["boxed"])
     assert r"\boxed{7}" not in found["gold in the thought"].text.rpartition("</think>")[2]
     assert found["every answer"].text.split() == [rf"\boxed{{{n}}}" for n in ("8", "7", "-7", "70", "8")]
     assert probes({"answer": " "}, WRITERS["boxed"]) == {}
 
 
-def test_only_repetition_may_score_as_much_as_gold() -> None:
+def test_only_the_repetition_probe_can_score_as_much_as_gold() -> None:
     assert pays(HackProbe("x"), 1.0, 1.0) and not pays(HackProbe("x"), 0.9, 1.0)
     assert pays(HackProbe("x", may_equal=True), 1.1, 1.0) and not pays(HackProbe("x", may_equal=True), 1.0, 1.0)
     assert not pays(HackProbe("x"), None, 1.0)
 
 
-def test_a_near_miss_of_the_script_takes_the_place_of_changed_numbers() -> None:
-    """`111` and `1110` may both satisfy a formula: only the script knows. None: a changed number is wrong there."""
+def test_near_miss_of_the_script_replaces_changed_numbers() -> None:
+    """`111` and `1110` may both satisfy a formula: only the script can tell. None: a changed number is wrong there."""
     boxed = WRITERS["boxed"]
     own = Writer(boxed.gold, wrong=lambda row: r"\boxed{000}" if row["answer"] == "111" else None)
     found = probes({"answer": "111"}, own)

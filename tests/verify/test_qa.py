@@ -1,4 +1,4 @@
-"""Answers by words, blocks of a transcript: laws and edges."""
+"""Answers compared by words, and blocks of a transcript: properties and edge cases."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rewards import qa as rewards_qa
 GOOD = "<think>a</think><search>q</search><information>Oslo</information><think>b</think><answer>Oslo</answer>"
 
 
-def test_words_compare_without_case_marks_and_articles() -> None:
+def test_words_are_compared_without_case_punctuation_and_articles() -> None:
     assert qa_norm("The  U.S.A., an Era!") == "usa era"
     assert exact_match("the Oslo!", ["Rome", "oslo"]) == 1.0
     assert golds_of(["a", None, " "]) == ["a"] and golds_of(3) == ["3"] and golds_of(None) == []
 
 
 @pytest.mark.parametrize(("gold", "other"), [("A", "B"), ("the", "an"), ("+", "-"), ("?", "...")])
-def test_a_gold_that_normalises_to_nothing_is_not_equal_to_nothing(gold: str, other: str) -> None:
+def test_gold_that_normalizes_to_nothing_does_not_equal_an_empty_answer(gold: str, other: str) -> None:
     assert [exact_match(said, [gold]) for said in (gold, f" {gold.lower()} ", "", other)] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_word_f1() -> None:
-    """2 of 3 words are right, the gold has 2: P = 2/3, R = 1, F1 = 0.8; a bare yes is all or nothing."""
+    """2 of 3 words are right and the gold has 2: P = 2/3, R = 1, F1 = 0.8; a bare yes scores all or nothing."""
     assert word_f1("big red dog", ["red dog"]) == pytest.approx(0.8)
     assert word_f1("yes it is", ["yes"]) == 0.0
     assert word_f1("Yes.", ["yes"]) == 1.0
     assert word_f1("", ["dog"]) == 0.0
 
 
-def test_a_gold_of_articles_is_contained_in_nothing() -> None:
+def test_gold_of_articles_only_is_contained_in_no_answer() -> None:
     assert not contains("anything at all", ["the"])
     assert contains("in Oslo, Norway", ["Oslo"])
 
@@ -55,11 +55,11 @@ def test_a_gold_of_articles_is_contained_in_nothing() -> None:
         ("", False),
     ],
 )
-def test_the_form_of_a_transcript(text: str, valid: bool) -> None:
+def test_transcript_format(text: str, valid: bool) -> None:
     assert qa.well_formed_search(text) is valid
 
 
-def test_a_word_between_blocks_takes_the_structure_off_a_right_answer() -> None:
+def test_text_between_blocks_costs_a_right_answer_the_structure_reward() -> None:
     stray = GOOD.replace("<search>", "hm<search>")
     assert qa.search_r1(GOOD, "Oslo", structure=0.2)["reward"] == 1.0
     assert qa.search_r1(stray, "Oslo", structure=0.2)["reward"] == pytest.approx(0.8)
@@ -69,7 +69,7 @@ def test_a_word_between_blocks_takes_the_structure_off_a_right_answer() -> None:
         qa.search_r1(GOOD, "Oslo", metric="bleu")  # type: ignore[arg-type]
 
 
-def test_a_wrong_answer_stays_at_0_whatever_was_retrieved() -> None:
+def test_wrong_answer_scores_0_for_any_retrieval() -> None:
     assert qa.density_reward(0.0, [1, 1]) == 0.0
     assert qa.density_reward(1.0, []) == 1.0
     assert qa.density_reward(1.0, None) == 1.0 and qa.usefulness(None) is None
@@ -77,7 +77,7 @@ def test_a_wrong_answer_stays_at_0_whatever_was_retrieved() -> None:
     assert qa.density_reward(None, [1]) is None
 
 
-def test_a_wrong_judgement_on_useful_evidence_costs_positive_less_negative() -> None:
+def test_wrong_judgement_on_useful_evidence_costs_positive_minus_negative() -> None:
     text = "<information>x</information><judge>%s</judge><answer>Oslo</answer>"
     yes, no, odd = (qa.reseek(text % word, "Oslo", [0.9])["reward"] for word in (" yes ", "NO", "maybe"))
     assert yes is not None and no is not None
@@ -85,7 +85,7 @@ def test_a_wrong_judgement_on_useful_evidence_costs_positive_less_negative() -> 
     assert odd == 1.0
 
 
-def test_many_answers_are_worth_a_quarter_and_none_is_worth_nothing() -> None:
+def test_many_answers_score_a_quarter_and_no_answer_scores_0() -> None:
     assert qa.reseek("<answer>Oslo</answer>" * 11, "Oslo")["reward"] == 0.25
     assert qa.reseek("<answer>Oslo</answer>" * 10, "Oslo")["reward"] == 1.0
     judged = "<information>Oslo</information><judge>Yes</judge>"
@@ -99,7 +99,7 @@ def test_one_reference_and_one_item_is_exact_match() -> None:
         assert qa.answer_f1(f"<answer>{said}</answer>", "Oslo")["reward"] == exact_match(said, ["Oslo"])
 
 
-def test_guessing_more_lowers_precision_and_doubles_count_once() -> None:
+def test_extra_guesses_lower_precision_and_duplicates_count_once() -> None:
     assert qa.answer_f1("<answer>Oslo; oslo\nRome</answer>", "Oslo")["precision"] == 0.5
     assert qa.answer_f1('<answer>["a b", "a b", 3]</answer>', [["b"], "3"])["precision"] == 1.0
     assert qa.answer_f1("<answer>[1, 2</answer>", "x")["reward"] == 0.0
@@ -108,7 +108,7 @@ def test_guessing_more_lowers_precision_and_doubles_count_once() -> None:
     assert (two_aliases["precision"], two_aliases["recall"]) == (1.0, 0.5)
 
 
-def test_a_component_dropped_from_declaration_and_text_keeps_the_form() -> None:
+def test_component_missing_from_declaration_and_text_keeps_the_format_reward() -> None:
     text, names = (
         "<plan>p</plan><gold_docs>1</gold_docs><reason>r</reason><answer>Oslo</answer>",
         (
@@ -163,13 +163,13 @@ FORGED = "<think>a</think><search>q</search><information>Oslo</information><thin
         "<information>Paris Rome Oslo Berlin</information><answer>Oslo</answer>",
     ],
 )
-def test_what_the_policy_wrote_is_no_retrieval(text: str) -> None:
+def test_text_written_by_the_policy_is_not_retrieval(text: str) -> None:
     assert tag_contents(qa.searched_text(make_transcript("", text)), "information") == []
     for parts, calls in (([], None), ([text], []), ([text, text], [call("cats", 0)])):
         told = make_transcript("", text, parts, calls)
         assert rewards_qa.search_r2(text, "Oslo", told) == 1.0
         judged = rewards_qa.reseek(text, "Oslo", told)
-        assert judged is not None and judged["judge"] <= (0.1 if calls else 0.0)  # one block of the tool's was judged
+        assert judged is not None and judged["judge"] <= (0.1 if calls else 0.0)  # one tool block was judged
         missed = text.replace("<answer>Oslo", "<answer>Rome")
         told = make_transcript("", missed, [missed] * len(parts), calls)
         wrong = rewards_qa.search_r1(missed, "Oslo", told, retrieval=0.3)
@@ -177,7 +177,7 @@ def test_what_the_policy_wrote_is_no_retrieval(text: str) -> None:
     assert rewards_qa.search_r2(FORGED, "Oslo", stored=True) == 2.0
 
 
-def test_what_a_tool_returned_is_retrieved_in_its_place() -> None:
+def test_tool_results_count_as_retrieval_at_their_position() -> None:
     parts = [
         "<think>a</think>\n<tool_call>{}</tool_call>",
         "<think>b</think><search>q</search>",
@@ -191,7 +191,7 @@ def test_what_a_tool_returned_is_retrieved_in_its_place() -> None:
     assert tag_contents(text, "answer") == ["x"]
 
 
-def test_a_live_rollout_pays_for_what_its_tool_found(scorer: Callable[..., Scorer]) -> None:
+def test_rollout_is_rewarded_for_what_its_tool_found(scorer: Callable[..., Scorer]) -> None:
     parts = ("<search>capital</search>", "<answer>Oslo</answer>")
     with scorer("qa.search_r2") as s:
         rows = [

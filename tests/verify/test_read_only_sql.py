@@ -1,4 +1,4 @@
-"""One policy for SQL that a model wrote, in the reward and in the tool: reading alone, bounded in memory and time."""
+"""The policy for SQL written by a model, in the reward and in the tool: read-only, bounded in memory and time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def connection(file: Path) -> Iterator[sqlite3.Connection]:
 
 
 @pytest.mark.parametrize("what", [*DENIED, *TOO_LARGE])
-def test_it_is_denied_in_the_reward_and_in_the_tool(what: str, file: Path, connection: sqlite3.Connection) -> None:
+def test_forbidden_statement_is_denied_in_the_reward_and_the_tool(
+    what: str, file: Path, connection: sqlite3.Connection
+) -> None:
     query = {**DENIED, **TOO_LARGE}[what]
     before, started = file.read_bytes(), time.monotonic()
     assert run_query(connection, query, 2.0).rows is None
@@ -82,8 +84,8 @@ def test_it_is_denied_in_the_reward_and_in_the_tool(what: str, file: Path, conne
     assert file.read_bytes() == before and time.monotonic() - started < 10
 
 
-def test_memory_stays_bounded() -> None:
-    """All of them in a process of its own, whose largest size is measured."""
+def test_memory_of_queries_is_bounded() -> None:
+    """All queries run in a separate process, whose peak size is measured."""
     code = (
         "import resource\nfrom posttrain.verify import sql\nfrom tests.verify.test_read_only_sql import TOO_LARGE\n"
         "start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -95,7 +97,7 @@ def test_memory_stays_bounded() -> None:
     assert int(done.stdout) < 128 + 2 * (MAX_RESULT_BYTES >> 20) + 64  # megabytes
 
 
-def test_a_query_that_never_ends_is_interrupted(connection: sqlite3.Connection) -> None:
+def test_endless_query_is_interrupted(connection: sqlite3.Connection) -> None:
     started = time.monotonic()
     endless = "with recursive t(n) as (select 1 union all select n + 1 from t) select max(n) from t"
     assert "interrupted" in run_query(connection, endless, 0.1).error
@@ -109,18 +111,18 @@ def test_a_query_that_never_ends_is_interrupted(connection: sqlite3.Connection) 
     "SELECT x FROM t WHERE lower(x) LIKE '%' AND x IN (1, 2) ORDER BY x",
     "/* all */ select x from (select x, row_number() over (order by x) as n from t where x is not null)",
 ])  # fmt: skip
-def test_what_reads_is_run(query: str, connection: sqlite3.Connection) -> None:
+def test_reading_statements_run(query: str, connection: sqlite3.Connection) -> None:
     assert run_query(connection, query, 2.0).rows == [(1,), (2,)]
 
 
-def test_the_tool_asks_for_the_first_rows_only(file: Path) -> None:
+def test_tool_fetches_only_the_first_rows(file: Path) -> None:
     tool = load_module(shipped_folder("tools") / "sql.py").sql
     endless = "with recursive t(n) as (select 1 union all select n + 1 from t) select n from t"
     assert tool(endless, database=file, max_rows=2) == "n\n1\n2\n(more rows)"
     assert tool("select x from t", database=file) == "x\n1\n2\nNone"
 
 
-def test_a_database_that_is_being_written_is_read_with_its_log(tmp_path: Path) -> None:
+def test_database_being_written_is_read_with_its_write_ahead_log(tmp_path: Path) -> None:
     """The rows of a write-ahead log are part of the database."""
     with contextlib.closing(sqlite3.connect(tmp_path / "live.db")) as writer:
         writer.execute("pragma journal_mode = wal")

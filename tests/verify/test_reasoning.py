@@ -1,4 +1,4 @@
-"""Thoughts, answers and second looks: edges that the vectors do not show."""
+"""Rewards on thoughts, answers and reflections: edge cases beyond the vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.verify.reasoning import (
 )
 
 
-def test_a_conclusion_is_the_last_box_else_what_the_answer_is() -> None:
+def test_conclusion_is_the_last_box_or_else_the_answer() -> None:
     assert conclusion(r"\boxed{3}, no: \boxed{4}. The answer is 5") == "4"
     assert conclusion("The answer is 5, so the Answer is: 6; done") == "6"
     assert conclusion("the answer is") is None
@@ -43,22 +43,22 @@ def test_think_answer_consistency(completion: str, reward: float, consistent: bo
     assert (found["reward"], found["consistent"]) == (reward, consistent)
 
 
-def test_consistency_never_pays_more_than_accuracy() -> None:
+def test_consistency_never_scores_more_than_accuracy() -> None:
     for answer in ("4", "5"):
         for thought in ("the answer is 4", "the answer is 5", ""):
             found = think_answer_consistency(f"<think>{thought}</think><answer>{answer}</answer>", "4")
             assert found["reward"] <= float(answer == "4")
 
 
-def test_without_a_gold_there_is_no_score() -> None:
+def test_row_without_gold_has_no_score() -> None:
     for answer in (None, "", " "):
         assert think_answer_consistency("<answer>4</answer>", answer)["reward"] is None
         assert format_and_accuracy("<answer>4</answer>", answer)["reward"] is None
         assert reflection("<answer>4</answer>", answer, 1, 1)["reward"] is None
 
 
-def test_a_model_that_always_says_b_gets_at_most_the_second_value() -> None:
-    """Any order that moves the gold option: B stays B, so the second choice is another option."""
+def test_model_that_always_answers_b_gets_at_most_the_second_value() -> None:
+    """Any shuffle moves the gold option, so the second answer B is a different option."""
     for permutation in ([1, 0, 2, 3], [2, 0, 1, 3], [3, 2, 1, 0]):
         assert shuffled_consistency("B", "B", permutation, "B")["reward"] == 0.5
 
@@ -73,12 +73,12 @@ def test_shuffled_choices(first: Any, second: Any, expected: float) -> None:
     assert found["consistent"] is (expected == 1.0)
 
 
-def test_letters() -> None:
+def test_option_letters() -> None:
     assert [letter_of(t) for t in ("b", "(C)", "D.", "Oslo", "", None)] == ["B", "C", "D", None, None, None]
 
 
 def test_the_length_part_is_largest_at_twice_the_first_answer() -> None:
-    """exp(-((L - 40) / 10)^2): at 45 exp(-1/4)."""
+    """exp(-((L - 40) / 10)^2): exp(-1/4) at 45."""
     twice = "<answer>1</answer><answer>1</answer>"
     at = {total: reflection(twice, "1", total, 20)["length"] for total in (35, 40, 45)}
     assert at[40] == 0.1
@@ -87,7 +87,7 @@ def test_the_length_part_is_largest_at_twice_the_first_answer() -> None:
     assert reflection("<answer>1</answer>", "1", 40, 20)["length"] == 0.0
 
 
-def test_a_missing_reflection_costs_the_form_alone() -> None:
+def test_missing_reflection_costs_only_the_format_reward() -> None:
     text = "<think>a</think><answer>1</answer><think>b</think><answer>2</answer>"
     found = reflection(text, "2", 0, 0)
     assert (found["format"], found["accuracy"]) == (0.0, 1.0)
@@ -106,11 +106,11 @@ def test_a_missing_reflection_costs_the_form_alone() -> None:
         ("Correct", None),
     ],
 )
-def test_verdicts(text: str, said: bool | None) -> None:
+def test_verdicts_are_read(text: str, said: bool | None) -> None:
     assert verdict(text) is said
 
 
-def test_in_stage_2_a_right_verdict_beats_a_wrong_one() -> None:
+def test_right_verdict_beats_a_wrong_one_in_stage_2() -> None:
     right, wrong = (f"Correctness of the final answer: {word}" for word in ("Correct", "Wrong"))
     worst = min(critique(right, 1, refined)["reward"] for refined in (0, 1, None))
     assert worst == pytest.approx(0.2)
@@ -128,13 +128,13 @@ def test_the_two_part_reward_is_0_1_or_2() -> None:
     assert format_and_accuracy("<think> </think><answer>4</answer>", "4")["format"] == 0.0
 
 
-def test_a_minus_counts_where_answers_are_numbers() -> None:
+def test_minus_sign_counts_for_numeric_answers() -> None:
     assert reasoning.same_maths("-5", ["5"]) is False
     assert reasoning.same_maths("5.0", ["5"]) is True
     assert reasoning.same_maths("the Oslo!", ["Oslo"]) is True
 
 
-def test_a_verdict_in_the_thought_is_none() -> None:
+def test_verdict_inside_the_thought_is_ignored() -> None:
     text = "Correctness of the final answer: Correct"
     assert reasoning.verdict(f"<think>{text}</think>") is None
     assert reasoning.verdict(f"<think>hm</think>{text}") is True
@@ -151,11 +151,11 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("gold", "answer", "same"), [*((*p, False) for p in DIFFERENT), *((*p, True) for p in EQUAL)])
-def test_marks_count_where_no_digit_stands(gold: str, answer: str, same: bool) -> None:
+def test_operators_count_in_answers_without_digits(gold: str, answer: str, same: bool) -> None:
     assert reasoning.same_maths(answer, [gold]) is same
 
 
-def test_an_answer_inside_the_thought_is_none() -> None:
+def test_answer_inside_the_thought_is_ignored() -> None:
     text = "<think><answer>6</answer></think><answer>5</answer>"
     assert reflection(text, "5", 0, 0)["accuracy"] == 0.5
     assert reasoning.first_part(text) == text
@@ -167,7 +167,7 @@ def test_an_answer_inside_the_thought_is_none() -> None:
 @pytest.mark.parametrize(
     "last", [r"\boxed{}", r"\boxed{ . }", r"\fbox{\ }", "The answer is", "the answer is: ...", "answer is ;"]
 )
-def test_an_empty_conclusion_hides_none(last: str) -> None:
+def test_empty_conclusion_does_not_hide_an_earlier_one(last: str) -> None:
     assert conclusion(f"So the answer is 6. {last}") == "6"
     assert conclusion(rf"\boxed{{6}} {last}") == "6"
     assert think_answer_consistency(f"<think>the answer is 6. {last}</think><answer>5</answer>", "5")["reward"] == 0.5

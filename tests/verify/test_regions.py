@@ -1,4 +1,4 @@
-"""Boxes and points: every form is read by one reader, matching is optimal, and overlaps obey their laws."""
+"""Boxes and points: one parser reads every format, matching is optimal, and overlaps have the expected properties."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from posttrain.verify.regions import MAX_REGIONS, Region, answer_part, gold_regi
         ('{"type": "click", "x": 5, "y": 6}', (5, 6), None),
     ],
 )
-def test_one_reader_of_every_form(text: str, numbers: tuple[float, ...], label: str | None) -> None:
+def test_parser_reads_every_format(text: str, numbers: tuple[float, ...], label: str | None) -> None:
     assert read_regions(text) == [Region(numbers, label)]
 
 
-def test_several_regions_stay_in_order() -> None:
+def test_several_regions_keep_their_order() -> None:
     assert read_regions("<ref>a</ref><box>(1,2),(3,4)</box><ref>b</ref><box>(5,6),(7,8)</box>") == [
         Region((1, 2, 3, 4), "a"),
         Region((5, 6, 7, 8), "b"),
@@ -61,17 +61,17 @@ def test_no_region_is_an_answer(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a cat", "[1, 2, 3]", "[1, 2, 3, 4, 5]", "[nan, 1, 2, 3]", "[1e999, 1]", "1, 2"])
-def test_what_is_no_region(text: str) -> None:
+def test_text_without_a_region(text: str) -> None:
     assert read_regions(text) is None
 
 
-def test_an_answer_of_thousands_of_boxes_is_none() -> None:
+def test_answer_of_thousands_of_boxes_is_rejected() -> None:
     assert read_regions("[1, 2]" * MAX_REGIONS) is not None
     assert read_regions("[1, 2]" * (MAX_REGIONS + 1)) is None
 
 
 @pytest.mark.parametrize("text", ["[1," * 30_000, "(1, 2, " * 20_000, '{"label": "' * 9_000 + "[1, 2]" * 400])
-def test_reading_takes_no_longer_than_the_text(text: str) -> None:
+def test_parsing_time_is_linear_in_the_text(text: str) -> None:
     started = time.perf_counter()
     read_regions(text)
     assert time.perf_counter() - started < 1.5
@@ -86,18 +86,18 @@ def test_the_last_answer_block_counts() -> None:
     "answer",
     [[1, 2, 3, 4], [[1, 2, 3, 4]], "[1, 2, 3, 4]", {"bbox_2d": [1, 2, 3, 4]}, '[{"bbox_2d": [1, 2, 3, 4]}]'],
 )
-def test_gold_of_every_form(answer: Any) -> None:
+def test_gold_of_every_format(answer: Any) -> None:
     assert gold_regions(answer) == [Region((1, 2, 3, 4))]
 
 
 @pytest.mark.parametrize("answer", ["the cat", [1, 2, 3], [[1, 2, 3, 4], [1, 2, 3]], {"label": "cat"}, 5])
-def test_a_gold_that_cannot_be_read_is_an_error(answer: Any) -> None:
+def test_unreadable_gold_is_an_error(answer: Any) -> None:
     with pytest.raises(ValueError, match="`answer` must be"):
         gold_regions(answer)
 
 
-def test_scales() -> None:
-    """Of a picture of 200 x 100, (100, 50) is its middle: 0.5 and 0.5, or 500 and 500 of 1000."""
+def test_coordinate_scales() -> None:
+    """In a 200 x 100 picture, (100, 50) is the middle: 0.5 and 0.5, or 500 and 500 of 1000."""
     assert to_unit([Region((100, 50))], "pixels", [200, 100]) == [Region((0.5, 0.5))]
     found, gold = same_scale(
         [Region((500, 500, 1000, 1000))], [Region((100, 50, 200, 100))], "0-1000", "pixels", (200, 100)
@@ -108,8 +108,8 @@ def test_scales() -> None:
         same_scale([], [], "0-1000", "pixels", None)
 
 
-def test_the_best_matching_of_all() -> None:
-    """Against every assignment of small tables; taking the largest value first is worse on [[3, 2], [2, 0]]."""
+def test_matching_is_optimal() -> None:
+    """Compared with every assignment of small tables; taking the largest value first is worse on [[3, 2], [2, 0]]."""
     assert best_pairs([[3, 2], [2, 0]]) == [(0, 1), (1, 0)]
     assert best_pairs([[0, 0]]) == best_pairs([]) == best_pairs([[]]) == []
     draw = random.Random(0)
@@ -126,15 +126,15 @@ def test_the_best_matching_of_all() -> None:
         assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
 
 
-def test_a_crowd_is_matched_in_time() -> None:
+def test_many_regions_are_matched_quickly() -> None:
     draw = random.Random(1)
     started = time.perf_counter()
     best_pairs([[draw.random() for _ in range(MAX_REGIONS)] for _ in range(100)])
     assert time.perf_counter() - started < 2
 
 
-def test_laws_of_overlap() -> None:
-    """GIoU is at most IoU, both are 1 for the same box alone and do not change when both axes are scaled."""
+def test_properties_of_overlaps() -> None:
+    """GIoU is at most IoU; both are 1 for identical boxes and invariant under scaling both axes."""
     draw = random.Random(2)
     for _ in range(100):
         a, b = (
@@ -150,26 +150,26 @@ def test_laws_of_overlap() -> None:
 
 
 def test_greedy_matching_would_be_worse() -> None:
-    """Found a lies on gold 1 (0.6) and on gold 2 (0.5), found b on gold 1 alone: both pairs are possible."""
+    """Prediction a overlaps gold 1 (0.6) and gold 2 (0.5), prediction b only gold 1: both pairs are possible."""
     gold = [Region((0, 0, 10, 10)), Region((0, 0, 5, 10))]
     found = [Region((0, 0, 7, 10)), Region((0, 0, 10, 8))]
     scores = boxes.detection(found, gold, threshold=0.6)
     assert scores == {"f1": 1.0, "precision": 1.0, "recall": 1.0, "iou": pytest.approx((5 / 7 + 0.8) / 2)}
 
 
-def test_a_point_in_the_gold_of_boxes_is_an_error() -> None:
+def test_point_in_a_gold_of_boxes_is_an_error() -> None:
     with pytest.raises(ValueError, match="holds a point"):
         boxes.mean_overlap([Region((0, 0, 1, 1))], [Region((1, 1))])
 
 
-def test_naming_every_box_does_not_pay() -> None:
+def test_naming_every_box_is_not_rewarded() -> None:
     gold, wrong = [Region((0, 0, 1, 1))], [Region((i, 0, i + 1, 1)) for i in range(5, 9)]
     assert boxes.mean_overlap([*wrong, *gold], gold) == 0.2
     assert boxes.points_in_boxes([*wrong, *gold], gold) == 0.2
     assert boxes.detection([*wrong, *gold], gold)["f1"] == pytest.approx(1 / 3)
 
 
-def test_forms_are_told_apart() -> None:
+def test_formats_are_distinguished() -> None:
     written = {
         "bbox_2d": json.dumps([{"bbox_2d": [1, 2, 3, 4]}]),
         "point_2d": json.dumps({"point_2d": [1, 2]}),
@@ -181,6 +181,6 @@ def test_forms_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, float("nan"), "nan", "None", " null ", ""])
-def test_a_gold_that_says_nothing_gives_no_score(answer: Any) -> None:
+def test_empty_gold_gives_no_score(answer: Any) -> None:
     assert gold_regions(answer) is None
     assert gold_regions("[]") == gold_regions([]) == []

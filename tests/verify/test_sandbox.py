@@ -1,4 +1,4 @@
-"""Programs that do what they like: each is bounded, harms nothing, and leaves nothing behind."""
+"""Programs in the sandbox: each is bounded, damages nothing and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(code: str, stdin: str = "", limits: Limits = SHORT) -> Finished:
 
 
 def running(mark: str) -> list[int]:
-    """Processes whose command line holds the mark."""
+    """Return the processes whose command line contains the mark."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -41,15 +41,15 @@ def test_input_output_and_exit_code() -> None:
     assert not done.ok
 
 
-def test_a_long_input_that_nobody_reads_does_not_block() -> None:
+def test_long_unread_input_does_not_block() -> None:
     assert run("print(1)", "x" * 1_000_000).stdout == "1\n"
 
 
-def test_a_long_input_arrives_whole() -> None:
+def test_long_input_arrives_completely() -> None:
     assert run("import sys; print(len(sys.stdin.read()))", "é" * 300_000).stdout == "300000\n"
 
 
-def test_a_loop_costs_its_time() -> None:
+def test_endless_loop_costs_its_time_limit() -> None:
     started = time.monotonic()
     assert run("while True: pass").status == "timeout"
     assert time.monotonic() - started < SHORT.seconds + sandbox.GRACE_SECONDS
@@ -80,7 +80,7 @@ def test_memory_of_all_processes_together_is_bounded() -> None:
 
 
 @namespaces
-def test_memory_that_a_starting_child_shares_counts_once() -> None:
+def test_memory_shared_with_a_starting_child_counts_once() -> None:
     done = run(
         """
         import subprocess
@@ -96,7 +96,7 @@ def test_memory_that_a_starting_child_shares_counts_once() -> None:
 
 
 @namespaces
-def test_a_fork_bomb_is_bounded_and_gone() -> None:
+def test_fork_bomb_is_bounded_and_removed() -> None:
     done = run(
         """
         import os
@@ -116,7 +116,7 @@ def test_a_fork_bomb_is_bounded_and_gone() -> None:
 
 
 @namespaces
-def test_what_a_program_leaves_running_ends_with_it() -> None:
+def test_processes_left_by_a_program_end_with_it() -> None:
     done = run(
         """
         import os, sys
@@ -186,7 +186,7 @@ def test_there_is_no_network() -> None:
 
 
 @namespaces
-def test_it_is_nobody_sees_nobody_and_stays_so() -> None:
+def test_program_runs_as_nobody_sees_no_other_process_and_gains_no_privileges() -> None:
     done = run(
         """
         import ctypes, os
@@ -207,7 +207,7 @@ def test_it_is_nobody_sees_nobody_and_stays_so() -> None:
 
 
 @pytest.mark.parametrize("level", ["namespaces", "limits"])
-def test_a_program_larger_than_its_disk_hits_a_limit(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_larger_than_its_disk_hits_a_limit(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: level)
     limits = Limits(disk_mb=1, memory_mb=128)
     done = run("print(1)\n" + "#" * (1 << 20), limits=limits)
@@ -216,25 +216,25 @@ def test_a_program_larger_than_its_disk_hits_a_limit(level: str, monkeypatch: py
 
 
 @namespaces
-def test_a_program_as_large_as_its_disk_runs() -> None:
+def test_program_as_large_as_its_disk_runs() -> None:
     code = "print(1)\n"
     assert run(code + "#" * ((1 << 20) - len(code)), limits=Limits(disk_mb=1, memory_mb=128)).stdout == "1\n"
 
 
-def test_a_megabyte_of_output_is_cut() -> None:
+def test_megabyte_of_output_is_truncated() -> None:
     done = run("while True: print('x' * 1000)", limits=Limits(seconds=5.0, output_bytes=100_000))
     assert done.status == "output"
     assert len(done.stdout) == 100_000
     assert done.seconds < 5
 
 
-def test_a_program_cannot_pretend_that_the_sandbox_failed() -> None:
+def test_program_cannot_fake_a_sandbox_failure() -> None:
     for code in (127, 201, 203, 255):
         assert run(f"import os; os.write(2, b'failed'); os._exit({code})").exit_code == code
     assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").exit_code == 128 + 11
 
 
-def test_without_isolation_nothing_runs_unless_it_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_without_isolation_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
     with pytest.raises(SandboxError, match="allow_unsandboxed"):
         run_python("print(1)")
@@ -249,7 +249,7 @@ def offers_landlock() -> bool:
 
 
 @pytest.mark.skipif(not system_calls.is_supported(), reason="no filter for this machine")
-def test_with_limits_alone_modes_and_times_of_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_only_mode_preserves_file_modes_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
     kept = tmp_path / "kept"
     kept.write_text("kept")
@@ -274,7 +274,7 @@ def test_with_limits_alone_modes_and_times_of_files_stay(tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(not offers_landlock(), reason="this kernel offers no Landlock")
-def test_with_limits_alone_files_and_processes_of_the_user_are_out_of_reach(
+def test_limits_only_mode_blocks_files_and_processes_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
@@ -318,6 +318,6 @@ def test_with_limits_alone_files_and_processes_of_the_user_are_out_of_reach(
     assert secret.read_text() == "kept" and not (tmp_path / "new").exists()
 
 
-def test_the_isolation_is_named() -> None:
+def test_isolation_level_is_named() -> None:
     text = sandbox.describe()
     assert text.startswith("namespaces: no network" if sandbox.isolation() == "namespaces" else "limits only")

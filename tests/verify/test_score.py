@@ -1,4 +1,4 @@
-"""From samples to components, rewards and correctness."""
+"""Scoring: from samples to components, rewards and correctness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = Callable[..., list[Sample]]
 
 
 def test_components_are_named_weighted_and_summed(scorer: Scorers) -> None:
-    """Right answer and form: 1 + 0.1 * 1; wrong answer: 0.1; right answer without the form: 1."""
+    """Right answer and format: 1 + 0.1 * 1; wrong answer: 0.1; right answer without the format: 1."""
     rewards = (
         {"use": "math.accuracy", "params": {"extract": ["answer_tag"]}},
         {"use": "format.structure", "weight": 0.1, "name": "form"},
@@ -56,8 +56,8 @@ def test_parts_are_logged_and_never_summed(script: Callable[..., Path], scorer: 
     assert scores.abstained == {"parts": 1}
 
 
-def test_correct_is_given_to_those_who_ask(scorer: Scorers) -> None:
-    """truncation reads `correct` of accuracy, though it comes first in the recipe; accuracy is logged only."""
+def test_correct_is_passed_to_rewards_that_ask_for_it(scorer: Scorers) -> None:
+    """truncation reads `correct` from accuracy, although it comes first in the recipe; accuracy is only logged."""
     rewards = ({"use": "length.truncation", "params": {"max_length": 10}}, {"use": "math.accuracy", "weight": 0.0})
     rows = [(r"\boxed{7}", "7", 5), (r"\boxed{7}", "7", 11), (r"\boxed{8}", "7", 5), (r"\boxed{7}", "", 5)]
     with scorer(*rewards) as s:
@@ -68,13 +68,15 @@ def test_correct_is_given_to_those_who_ask(scorer: Scorers) -> None:
     assert scores.rewards == [1.0, 0.0, 0.0, None]
 
 
-def test_correct_at_sets_what_right_means(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+def test_correct_at_sets_the_threshold_of_correctness(
+    script: Callable[..., Path], scorer: Scorers, samples: Samples
+) -> None:
     path = script("def share(completion, x): return x")
     with scorer(f"{path}:share", correct_at=0.5) as s:
         assert s.score(samples([{"x": 0.4}, {"x": 0.5}, {"x": None}])).correct == [False, True, None]
 
 
-def test_the_marked_component_says_what_is_right(scorer: Scorers) -> None:
+def test_component_marked_correct_decides_correctness(scorer: Scorers) -> None:
     rewards = ("format.structure", {"use": "math.accuracy", "correct": True})
     with scorer(*rewards) as s:
         assert s.score([Sample(r"\boxed{7}", {"answer": "7"})]).correct == [True]
@@ -97,8 +99,8 @@ def test_ambiguous_correctness_is_refused(rewards: tuple[Any, ...], message: str
         scorer(*rewards)
 
 
-def test_none_for_a_whole_group_leaves_the_component_out(scorer: Scorers) -> None:
-    """The maths verifier has nothing to say about group 1 (no answers); form counts there alone."""
+def test_none_for_a_whole_group_drops_the_component(scorer: Scorers) -> None:
+    """The math verifier has no score for group 1 (no answers), so only the format counts there."""
     rewards = ("math.accuracy", {"use": "format.structure", "weight": 0.5})
     good = "<think>a</think><answer>\\boxed{7}</answer>"
     with scorer(*rewards) as s:
@@ -119,14 +121,14 @@ def test_on_none_error_names_the_row(scorer: Scorers, samples: Samples) -> None:
         s.score(samples([{"answer": "7"}, {"answer": ""}]))
 
 
-def test_no_samples_no_scores(scorer: Scorers) -> None:
+def test_no_samples_give_no_scores(scorer: Scorers) -> None:
     with scorer("math.accuracy") as s:
         scores = s.score([])
     assert scores.components == {"accuracy": []}
     assert scores.rewards == scores.correct == []
 
 
-def test_built_ins() -> None:
+def test_built_in_arguments() -> None:
     sample = Sample(
         "c",
         {"uid": "u", "prompt": "2+3"},
@@ -154,8 +156,8 @@ def test_built_ins() -> None:
     assert built_in("prefilled_think", told, 0, None) is False
 
 
-def test_every_built_in_of_a_plain_completion() -> None:
-    """What a rollout of several turns would say is None, empty, or the completion."""
+def test_every_built_in_argument_of_a_plain_completion() -> None:
+    """Arguments about several turns are None, empty, or the completion."""
     plain = Sample("c", {"prompt": "p"}, prompt="<user>p")
     found = {name: built_in(name, plain, 0, True) for name in BUILT_INS}
     transcript, workflow = found.pop("transcript"), found.pop("workflow")
@@ -169,13 +171,13 @@ def test_every_built_in_of_a_plain_completion() -> None:
     assert workflow.mine.text == "c"
 
 
-def test_a_prefilled_thought_satisfies_the_form(scorer: Scorers) -> None:
+def test_prefilled_thought_satisfies_the_format(scorer: Scorers) -> None:
     with scorer("format.structure") as s:
         text = "a</think><answer>7</answer>"
         assert s.score([Sample(text, {}, prompt="q<think>"), Sample(text, {}, prompt="q")]).rewards == [1.0, 0.0]
 
 
-def test_optional_columns_keep_their_default_where_a_row_lacks_them(
+def test_optional_columns_missing_from_a_row_keep_their_default(
     script: Callable[..., Path], scorer: Scorers, samples: Samples
 ) -> None:
     path = script("def scaled(completion, factor=3.0): return factor")
@@ -205,7 +207,7 @@ BATCHED = """
     ("size", "rows", "best"),
     [("", 5, [0, 0, 0, 0, 2.0]), ("()", 5, [0, 0, 0, 0, 2.0]), ("(2)", 2, [0, 2.0, 0, 2.0, 2.0])],
 )
-def test_a_batched_reward_sees_many_rows_in_one_call(
+def test_batched_reward_gets_many_rows_in_one_call(
     script: Callable[..., Path], scorer: Scorers, samples: Samples, size: str, rows: int, best: list[float]
 ) -> None:
     path = script(BATCHED.format(size=size))
@@ -215,7 +217,9 @@ def test_a_batched_reward_sees_many_rows_in_one_call(
     assert scores.components["ranked/rows"][0] == rows
 
 
-def test_a_batch_that_raises_costs_its_own_rows(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+def test_batch_that_raises_costs_only_its_own_rows(
+    script: Callable[..., Path], scorer: Scorers, samples: Samples
+) -> None:
     path = script(BATCHED.format(size="(2)"))
     made = samples([{"level": x} for x in (0, 1, 2, 3)])
     with scorer({"use": f"{path}:ranked"}, max_error_rate=1.0) as s:
@@ -225,7 +229,7 @@ def test_a_batch_that_raises_costs_its_own_rows(script: Callable[..., Path], sco
     assert "ValueError: no" in (scores.first_traceback or "")
 
 
-def test_a_batch_of_the_wrong_length_is_told(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+def test_batch_of_the_wrong_length_is_reported(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
     path = script(
         """
         from posttrain.verify.contract import batched
@@ -246,7 +250,7 @@ def test_batched_needs_completions(script: Callable[..., Path], scorer: Scorers)
 
 
 def test_conditions_and_clips_of_the_recipe(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
-    """style is 9, clipped to 2, and counts where right is 1."""
+    """style is 9, clipped to 2, and counts if right is 1."""
     path = script("def right(completion, ok):\n    return ok\n\ndef style(completion):\n    return 9\n")
     style = {"use": f"{path}:style", "clip": [0, 2], "condition": {"on": "right"}}
     with scorer({"use": f"{path}:right"}, style) as s:

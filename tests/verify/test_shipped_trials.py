@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow(reason="half a minute of programs")
 
 
 @pytest.mark.parametrize("script", [pytest.param(s, marks=SLOW) if s == "code" else s for s in sorted(SHIPPED)])
-def test_a_shipped_reward_is_clean(script: str) -> None:
+def test_shipped_reward_passes_its_trial(script: str) -> None:
     tried = own_rows(SHIPPED[script])
     assert {own.function for own in tried} == set(read_examples(SHIPPED[script])), "a reward without rows of its own"
     for own in tried:
@@ -36,7 +36,7 @@ def test_a_shipped_reward_is_clean(script: str) -> None:
         assert not any(moved for by_name in trial.injected.values() for moved, _ in by_name.values())
 
 
-def test_rows_beside_a_reward_that_reads_correct(script: Callable[..., Path]) -> None:
+def test_rows_next_to_a_reward_that_reads_correct(script: Callable[..., Path]) -> None:
     path = script("""
         def short(completion, correct): return 1.0 if correct and len(completion) < 90 else 0.0
         def wordy(completion): return len(completion) / 10
@@ -54,7 +54,7 @@ def test_rows_beside_a_reward_that_reads_correct(script: Callable[..., Path]) ->
     assert [own.function for own in own_rows(path, "wordy")] == ["wordy"]
 
 
-def test_rows_that_are_none(script: Callable[..., Path]) -> None:
+def test_invalid_rows_are_refused(script: Callable[..., Path]) -> None:
     assert own_rows(script("def f(completion): return 1.0")) == []
     with pytest.raises(RewardError, match="unknown keys: parms"):
         own_rows(script("def f(completion): return 1.0\nROWS = {'rows': [{}], 'parms': {}}", "keys.py"))

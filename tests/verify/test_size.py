@@ -1,4 +1,4 @@
-"""Answers that would cost more than any limit of time: found by their looks, and wrong."""
+"""Answers too expensive to evaluate under any time limit: detected from their text, and wrong."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("text", HUGE)
-def test_too_large_is_wrong_at_once_and_no_gold(text: str) -> None:
+def test_too_large_answer_is_wrong_immediately_and_invalid_as_gold(text: str) -> None:
     assert equal("5", "5")  # the library is imported
     started = time.monotonic()
     assert too_large(text)
@@ -75,13 +75,12 @@ def test_too_large_is_wrong_at_once_and_no_gold(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", FINE)
-def test_what_people_write_is_read(text: str) -> None:
+def test_usual_answers_are_parsed(text: str) -> None:
     assert not too_large(text)
 
 
-def test_the_look_costs_little_whatever_the_text() -> None:
-    """Brackets within brackets, long rows of marks: no more than MAX_CHARS characters, MAX_DEPTH deep, are looked
-    at."""
+def test_size_check_is_cheap_for_any_text() -> None:
+    """Nested brackets, long runs of punctuation: at most MAX_CHARS characters and MAX_DEPTH levels are inspected."""
     started = time.monotonic()
     for text in ("{" * 2000, "^" * 2000, "!" * 2000, "9" * 2000, "{^{!}" * 400, "({[" * 10 + "9" * 1900):
         too_large(text)
@@ -110,14 +109,14 @@ LONG = "+".join(rf"\frac{{1}}{{x+{i}}}" for i in range(1, 25))
         (r"\sqrt{x+\sqrt{x+\sqrt{x}}}=3", "x=5", False),
     ],
 )
-def test_large_formulas_are_compared_in_little_work(gold: str, candidate: str, expected: bool) -> None:
+def test_large_formulas_are_compared_with_little_work(gold: str, candidate: str, expected: bool) -> None:
     prepare()
     assert equal(gold, candidate) is expected
 
 
 SINES = "+".join(rf"\sin({i}x)" for i in range(1, 60))
 ROOTS = ",".join(rf"\sqrt{{{i}}}" for i in range(2, 58))
-# Hard for a comparison that rearranges, solves or works out.
+# Hard for a comparison that rearranges, solves or evaluates.
 HARD = [
     (r"\sqrt{10^{9000}+1}", "1"),
     (r"\sqrt{2024!+1}", "1"),
@@ -156,7 +155,7 @@ MOST_CALLS = 3_000_000  # two seconds or less; what sympy remembers of earlier t
 
 
 def calls_of(gold: str, candidate: str) -> int:
-    """How many functions are called for a comparison, whatever else the machine does."""
+    """Return how many functions a comparison calls, independent of the load of the machine."""
     count = 0
 
     def counted(_frame: object, event: str, _argument: object) -> None:
@@ -173,7 +172,7 @@ def calls_of(gold: str, candidate: str) -> int:
 
 
 def test_no_large_number_is_tested_for_primality(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sympy asks for it in some of its random orders of facts: without the limit in 17 of these 40."""
+    """sympy tests primality in some of its random fact orders: without the limit in 17 of these 40."""
     prepare()
     tested: list[int] = []
     isprime = primetest.isprime

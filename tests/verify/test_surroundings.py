@@ -1,4 +1,4 @@
-r"""What stands around a box: usual endings are paid, maths and denials that change the answer are not."""
+"""Text around a box: usual endings are accepted; math and denials that change the answer are not."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ USUAL = [
 
 
 @pytest.mark.parametrize("completion", USUAL)
-def test_usual_endings_are_paid(completion: str) -> None:
+def test_usual_endings_are_accepted(completion: str) -> None:
     assert grade(completion, "42")["reward"] == 1.0
     start = completion.rindex("boxed" if "boxed" in completion else "fbox")
     other = completion[:start] + completion[start:].replace("42", "41", 1)
@@ -246,7 +246,7 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize("completion", [*CHANGED, *DENIED, *HIDDEN])
-def test_what_is_no_answer_to_a_reader_is_not_paid(completion: str) -> None:
+def test_text_that_a_reader_would_not_accept_is_wrong(completion: str) -> None:
     assert grade(completion, "42")["reward"] == 0.0
 
 
@@ -283,11 +283,11 @@ def test_what_is_no_answer_to_a_reader_is_not_paid(completion: str) -> None:
         (r"\boxed{1010}_2", "1010_2"),
     ],
 )
-def test_a_box_within_an_expression_gives_all_of_it(completion: str, answer: str) -> None:
+def test_box_within_an_expression_gives_the_whole_expression(completion: str, answer: str) -> None:
     assert grade(completion, answer)["reward"] == 1.0
 
 
-def test_a_denied_box_is_none_of_two() -> None:
+def test_denied_box_is_not_counted_among_two() -> None:
     assert grade(r"\boxed{2} is wrong \boxed{1}", r"\boxed{1}, \boxed{2}")["reward"] == 0.0
     assert grade(r"\boxed{1} \boxed{2}", r"\boxed{1}, \boxed{2}")["reward"] == 1.0
 
@@ -307,7 +307,7 @@ def test_a_denied_box_is_none_of_two() -> None:
         "The answer is not 42",
     ],
 )
-def test_a_denied_anchor_is_no_answer(completion: str) -> None:
+def test_denied_anchor_is_not_an_answer(completion: str) -> None:
     assert grade(completion, "42", extract=("anchor",))["reward"] == 0.0
     assert grade(f"The answer is 42.\n{completion.replace('42', '43')}", "42", extract=("anchor",))["reward"] == float(
         "is not 4" not in completion
@@ -330,11 +330,11 @@ def test_a_denied_anchor_is_no_answer(completion: str) -> None:
         ("The answer is 42 (guess)", "anchor"),
     ],
 )
-def test_other_places_are_read_as_a_reader_does(completion: str, extract: str) -> None:
+def test_other_positions_are_read_as_a_reader_does(completion: str, extract: str) -> None:
     assert grade(completion, "42", extract=(extract, "last_number"))["reward"] == 0.0  # type: ignore[arg-type]
 
 
-def test_it_is_linear_in_hostile_text() -> None:
+def test_extraction_is_linear_in_hostile_text() -> None:
     started = time.process_time()
     for text in (
         r"\phantom{",

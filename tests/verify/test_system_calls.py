@@ -1,4 +1,4 @@
-"""The filter of system calls: what programs need goes through, what harms the machine does not."""
+"""The system call filter: what programs need is allowed, what damages the machine is denied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(code: str, level: str, monkeypatch: pytest.MonkeyPatch, *, seconds: floa
     return run_python(code, limits=Limits(seconds=seconds, memory_mb=400), allow_unsandboxed=True)
 
 
-# It prints what was possible. Each leaves the machine as it was, should it be allowed.
+# Prints the calls that succeeded. Each call leaves the machine unchanged even if it is allowed.
 DENIED = """
 import fcntl, mmap, resource, socket
 PARENT, NUMBERS, EPERM = os.getppid(), ctypes.create_string_buffer(128), 1
@@ -208,7 +208,7 @@ ORDINARY = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ORDINARY)
-def test_what_programs_need_is_allowed(name: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_programs_need_are_allowed(name: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed = ORDINARY[name]
     done = run(textwrap.dedent(code), level, monkeypatch, seconds=20.0)
     assert (done.stdout, done.exit_code) == (printed, 0), done
@@ -221,7 +221,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("machine", HEADERS)
-def test_the_numbers_are_the_kernels(machine: str) -> None:
+def test_call_numbers_match_the_kernel_headers(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip("no headers of the kernel here")
     text = HEADERS[machine].read_text()
@@ -235,11 +235,11 @@ def test_the_numbers_are_the_kernels(machine: str) -> None:
     ]
     for name, numbers in [item for table in tables for item in table.items()]:
         if name == "fchmodat2" and name not in known:
-            continue  # younger than these headers
+            continue  # newer than these headers
         assert str(numbers[at] if numbers[at] is not None else "") == known.get(name, ""), name
 
 
-def test_no_call_is_in_two_rules() -> None:
+def test_each_call_is_in_one_rule() -> None:
     for at in range(2):
         rules = [*system_calls._ALLOWED.values(), *(numbers for numbers, _ in system_calls._WITH_ARGUMENTS.values())]
         numbers = [rule[at] for rule in [*rules, *system_calls._SIGNALS.values()] if rule[at] is not None]

@@ -1,4 +1,4 @@
-"""SQL, JSON, BLEU, boxes, scripts and agents: laws and edges that the vectors do not show."""
+"""Rewards for SQL, JSON, BLEU, boxes, scripts and agents: properties and edge cases beyond the vectors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_gold_against_itself_is_the_maximum() -> None:
         "SELECT \x00",
     ],
 )
-def test_only_reading_queries_run_and_the_database_stays(query: str) -> None:
+def test_only_reading_queries_run_and_the_database_is_unchanged(query: str) -> None:
     connection = sql.database(DB)
     assert sql.run_query(connection, query, 1.0).rows is None
     assert sql.run_query(connection, "SELECT count(*) FROM emp", 1.0).rows == [(2,)]
 
 
-def test_a_query_without_end_costs_its_limit() -> None:
+def test_endless_query_costs_its_time_limit() -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
     assert "interrupted" in sql.run_query(sql.database(DB), endless, 0.05).error
     many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100001) SELECT i FROM n"
@@ -63,7 +63,7 @@ def test_a_database_file_is_copied_not_opened_for_writing(tmp_path: Path) -> Non
         sql.sql_reward("SELECT 1", "SELECT 1", str(tmp_path / "missing.db"))
 
 
-def test_order_and_doubles_count_only_where_asked() -> None:
+def test_order_and_duplicates_count_only_if_requested() -> None:
     assert sql.same_rows([(1,), (2,)], [(2,), (1,), (1,)])
     assert not sql.same_rows([(1,), (2,)], [(2,), (1,)], order_sensitive=True)
 
@@ -82,12 +82,12 @@ def test_tokens_and_names() -> None:
 
 
 @pytest.mark.parametrize("text", ["{'a': 1}", '{"a": NaN}', '{"a": 1, "a": 1}', "[1]", "3", "so: {}", "[" * 100_000])
-def test_what_is_no_object(text: str) -> None:
+def test_text_that_is_not_an_object(text: str) -> None:
     assert structured.json_reward(text, {"a": 1})["validity"] == 0.0
     assert structured.json_reward(text, {"a": 1})["reward"] == 0.0
 
 
-def test_values_are_alike_by_kind() -> None:
+def test_values_are_compared_by_type() -> None:
     assert structured.alike(1, 1.0000001, 6) and structured.alike(" a", "a ", 6) and structured.alike([1], [1.0], 6)
     assert not structured.alike(1, True, 6) and not structured.alike("1", 1, 6) and not structured.alike([True], [1], 6)
     assert structured.alike(10**400, 10**400, 6) and not structured.alike(10**400, 1.0, 6)
@@ -99,7 +99,7 @@ def test_a_schema_replaces_the_overlap_of_keys() -> None:
     assert structured.json_reward('{"a": 4}', {"a": 4}, schema=schema)["structure"] == 0.0
 
 
-def test_a_length_part_weighs_nothing_unless_asked() -> None:
+def test_length_part_has_weight_0_by_default() -> None:
     long: dict[str, Any] = {"tokens": 50, "budget": 100}
     assert structured.json_reward('{"a": 1}', {"a": 1}, **long) == {
         **dict.fromkeys(("reward", "validity", "format", "structure", "content"), 1.0),
@@ -109,7 +109,7 @@ def test_a_length_part_weighs_nothing_unless_asked() -> None:
 
 
 def test_bleu_by_hand() -> None:
-    """a b c d against a b x d: 3 of 4, 1 of 3, 0 of 2, 0 of 1, each plus one: (4/5 * 2/4 * 1/3 * 1/2)^(1/4)."""
+    """a b c d against a b x d: 3 of 4, 1 of 3, 0 of 2, 0 of 1, add-one smoothed: (4/5 * 2/4 * 1/3 * 1/2)^(1/4)."""
     assert bleu.bleu("a b c d", ["a b x d"]) == pytest.approx((4 / 5 * 2 / 4 * 1 / 3 * 1 / 2) ** 0.25)
     assert bleu.bleu("same words here", ["same words here", "a longer reference than that"]) == 1.0
     assert bleu.bleu(" ", ["a"]) == 0.0
@@ -122,7 +122,7 @@ def test_tokens_of_machine_translation() -> None:
     ]
 
 
-def test_selection() -> None:
+def test_selection_of_rows() -> None:
     scores = [0.3, 0.1, 0.5, 0.1]
     assert bleu.choose(scores, 3) == [0, 1, 3]
     assert bleu.choose(scores, 1) == [1]
@@ -131,7 +131,7 @@ def test_selection() -> None:
     assert bleu.choose(scores, 9) == [0, 1, 2, 3]
 
 
-def test_exact_boxes_that_are_sure_get_everything() -> None:
+def test_exact_boxes_with_full_confidence_get_the_maximum() -> None:
     text = "<think>a</think><answer>[{'Position': [0, 0, 2, 2], 'Confidence': 1}, {'Position': [5, 5, 9, 9]}</answer>"
     assert boxes.box_reward(text, [[5, 5, 9, 9], [0, 0, 2, 2]])["reward"] == 3.0
 
@@ -140,19 +140,19 @@ def test_exact_boxes_that_are_sure_get_everything() -> None:
     "written",
     ["[{'Position': [0, 0, 1]}]", "[{'Box': [0, 0, 1, 1]}]", "5", "[[0, 0, 1, 1]]", "[{'Position': [0, 0, 1, NaN]}]"],
 )
-def test_boxes_that_cannot_be_read_earn_nothing(written: str) -> None:
+def test_unreadable_boxes_score_0(written: str) -> None:
     found = boxes.box_reward(f"<answer>{written}</answer>", [[0, 0, 1, 1]])
     assert (found["iou"], found["confidence"], found["format"]) == (0.0, 0.0, 0.0)
 
 
-def test_a_confidence_earns_no_more_than_certainty() -> None:
+def test_confidence_is_clamped_to_0_and_1() -> None:
     """A matched box with c = 1e6 counts as c = 1, an unmatched one with c = -1e6 as c = 0: 1 each, never more."""
     box = "<answer>[{'Position': [0, 0, 2, 2], 'Confidence': %g}]</answer>"
     assert boxes.box_reward(box % 1e6, [[0, 0, 2, 2]])["confidence"] == 1.0
     assert boxes.box_reward(box % -1e6, [[5, 5, 9, 9]])["confidence"] == 1.0
 
 
-def test_overlaps() -> None:
+def test_overlap_measures() -> None:
     assert boxes.iou((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
     assert boxes.iou((2, 2, 0, 0), (0, 0, 2, 2)) == 0.0
     half = "<answer>[{'Position': [0, 0, 2, 1], 'Confidence': 0.8}]</answer>"
@@ -160,7 +160,7 @@ def test_overlaps() -> None:
     assert boxes.box_reward(half, [])["iou"] == 0.0
 
 
-def test_units_of_scripts() -> None:
+def test_units_of_writing_systems() -> None:
     assert list(language.units("don't well-known x 5")) == ["LATIN", "LATIN"]
     assert list(language.units("漢字かな カナー 한국어")) == [
         *("CJK", "CJK", "HIRAGANA", "HIRAGANA", "KATAKANA", "KATAKANA", "KATAKANA", "HANGUL"),
@@ -170,7 +170,7 @@ def test_units_of_scripts() -> None:
         language.language_share("a", language="xx")
 
 
-def test_a_translated_word_never_lowers_the_share() -> None:
+def test_translated_word_never_lowers_the_language_share() -> None:
     mixed = [language.language_share(f"yes {word} no") for word in ("да", "好", "yes")]
     assert mixed == [pytest.approx(2 / 3), pytest.approx(2 / 3), 1.0]
     assert language.language_share("opened thought</think> 答え", language="en") == 1.0
@@ -214,17 +214,17 @@ def test_programs_and_personas() -> None:
         (r"所以 $\text{mod }n$ $\sin x$ <img src='a b.png'/>", 1.0),
     ],
 )
-def test_words_in_another_dress_are_words(text: str, share: float) -> None:
+def test_decorated_words_are_words(text: str, share: float) -> None:
     assert language.language_share(text, language="zh") == pytest.approx(share)
 
 
 @pytest.mark.parametrize("box", ["", " ", r"\ ", ".", r"\,\;", "~", r"\quad", r"\text{ }", "...", "?"])
-def test_a_blank_box_is_no_answer(box: str) -> None:
+def test_blank_box_is_not_an_answer(box: str) -> None:
     assert format.structure(rf"<think>a</think> \boxed{{{box}}}", mode="boxed") == 0.0
 
 
 @pytest.mark.parametrize("box", ["7", r"\emptyset", "A", r"\text{no}", "-", "+"])
-def test_a_box_with_something_in_it_is_one(box: str) -> None:
+def test_box_with_content_is_an_answer(box: str) -> None:
     assert format.structure(rf"<think>a</think> \boxed{{{box}}}", mode="boxed") == 1.0
 
 

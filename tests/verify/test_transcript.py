@@ -1,4 +1,4 @@
-"""The typed transcript: what of a rollout, an example and a labelled row a reward is given as `transcript`."""
+"""The typed transcript: what a reward gets as `transcript` from a rollout, an example and a labelled row."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def sample(r: Rollout) -> Sample:
     return Sample(r.text, r.prompt.row, prompt=r.prompt.text, **sample_fields(r))
 
 
-def test_who_said_what() -> None:
-    """Of tools a message a call; of an environment what it showed; without either the completion is the only turn."""
+def test_transcript_roles_and_turns() -> None:
+    """Tools give one message per call, an environment its observations; otherwise the completion is one turn."""
     assert built_in("transcript", sample(rollout(SEARCHED, ANSWERED)), 0, None) == [
         Message("prompt", "<user>q"),
         Message("model", SEARCHED.text),
@@ -68,7 +68,7 @@ def test_who_said_what() -> None:
     assert built_in("transcript", alone, 0, None) == [Message("prompt", "q"), Message("model", "a\nb")]
 
 
-def test_what_the_model_wrote_is_no_tools() -> None:
+def test_text_written_by_the_model_is_not_a_tool_result() -> None:
     r = rollout(SEARCHED, ANSWERED)
     text = searched_text(built_in("transcript", sample(r), 0, None))
     assert "<information>Oslo  x </information>" in text and "<written>Rome</written>" in text
@@ -77,8 +77,8 @@ def test_what_the_model_wrote_is_no_tools() -> None:
     assert "<information>" not in searched_text(make_transcript("<information>Oslo</information>", own))
 
 
-def test_a_row_of_completions_tells_the_same() -> None:
-    """`posttrain pairs` grades what a generation with tools wrote down."""
+def test_row_of_completions_gives_the_same_transcript() -> None:
+    """`posttrain pairs` grades the records of a generation with tools."""
     for turns in ((SEARCHED, ANSWERED), (Turn("left", reply="a wall", reward=0.5), Turn("right", reward=1.0)), ()):
         r = rollout(*turns)
         again = sample_fields_of_record(json.loads(json.dumps(turn_records(r))))
@@ -86,7 +86,7 @@ def test_a_row_of_completions_tells_the_same() -> None:
         assert again == first
 
 
-def test_a_reward_gets_it_in_its_worker(tmp_path: Path) -> None:
+def test_reward_gets_the_transcript_in_its_worker(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(SCRIPT)
     rewards = [Reward(use="s.py:found"), Reward(use="qa.search_r2", weight=0)]
     wrong = rollout(SEARCHED, Turn("<information>Oslo</information><answer>Oslo</answer>"))
@@ -97,7 +97,7 @@ def test_a_reward_gets_it_in_its_worker(tmp_path: Path) -> None:
     assert [f["scores"]["search_r2"] for f in found] == [2.0, 0.0], "half of the evidence would be the model's own"
 
 
-def test_examples_and_labelled_rows_may_bring_one(tmp_path: Path) -> None:
+def test_examples_and_labelled_rows_can_hold_a_transcript(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(SCRIPT)
     assert all(outcome.ok for outcome in run_examples(tmp_path / "s.py"))
     told: list[Any] = [
@@ -122,7 +122,7 @@ def test_examples_and_labelled_rows_may_bring_one(tmp_path: Path) -> None:
         ([("modell", "a")], "no role 'modell'.*\n.*prompt, model, tool, environment"),
     ],
 )
-def test_what_is_no_transcript(given: Any, told: str) -> None:
+def test_invalid_transcript_is_refused(given: Any, told: str) -> None:
     with pytest.raises(RewardError, match=told) as error:
         read_transcript(given, "a", "line 3")
     assert "line 3" in str(error.value)

@@ -1,4 +1,4 @@
-"""Rewards as people wrote them for TRL's trainers, unchanged; and classes, partials and coroutines."""
+"""Rewards written for TRL's trainers, used unchanged; and classes, partials and coroutines."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def score(script: Path) -> Score:
-    """The rewards that `use` gives completions of rows."""
+    """Return the rewards that `use` gives for completions of rows."""
 
     def scored(use: str, rows: list[dict[str, Any]], texts: list[str], **params: Any) -> list[float | None]:
         sections = [Reward(use=f"{script}:{use}", params=params)]
@@ -158,7 +158,9 @@ MESSAGES = [{"messages": [{"role": "user", "content": "1+1"}], "answer": "2"}] *
         ("made", ROWS, {}, [2, 0]),
     ],
 )
-def test_it_runs(use: str, rows: Any, params: dict[str, Any], expected: list[float | None], score: Score) -> None:
+def test_trl_reward_runs_unchanged(
+    use: str, rows: Any, params: dict[str, Any], expected: list[float | None], score: Score
+) -> None:
     assert score(use, rows, ["2", "3"], **params) == pytest.approx(expected)
 
 
@@ -173,8 +175,8 @@ def test_it_runs(use: str, rows: Any, params: dict[str, Any], expected: list[flo
         ("Plain", True),
     ],
 )
-def test_what_kwargs_offer_is_not_read(use: str, knows: bool, script: Path) -> None:
-    """A reward of lengths takes every column and names none: gold says nothing to it, and it is not audited."""
+def test_unread_kwargs_columns_are_not_audited(use: str, knows: bool, script: Path) -> None:
+    """A length reward takes every column and reads none: it does not depend on gold, so it is not audited."""
     assert load_reward(Reward(use=f"{script}:{use}"), None).knows_gold == knows
     rows = [{"prompt": f"{n}+1", "answer": str(n + 1), "solution": str(n + 1)} for n in range(8)]
     with Scorer([Reward(use=f"{script}:{use}")], Scoring(workers=1), None) as scorer:
@@ -190,12 +192,14 @@ def test_what_kwargs_offer_is_not_read(use: str, knows: bool, script: Path) -> N
         ("Plain", {"scale": 1.0}, "unknown parameter `scale`"),
     ],
 )
-def test_a_class_that_cannot_be_made_is_refused(use: str, params: dict[str, Any], told: str, script: Path) -> None:
+def test_class_that_cannot_be_instantiated_is_refused(
+    use: str, params: dict[str, Any], told: str, script: Path
+) -> None:
     with pytest.raises(RewardError, match=told):
         load_reward(Reward(use=f"{script}:{use}", params=params), None)
 
 
-def test_what_a_reward_raises_on_gold_is_told_with_its_line(script: Path) -> None:
+def test_exception_on_gold_is_reported_with_its_line(script: Path) -> None:
     raised = pytest.raises(RewardError, match=r"every call on row .* raised")
     with Scorer([Reward(use=f"{script}:raises")], Scoring(workers=1), None) as scorer, raised as error:
         audit_gold(scorer, [{"uid": "r1", "prompt": "1+1", "answer": "2"}])
@@ -203,8 +207,8 @@ def test_what_a_reward_raises_on_gold_is_told_with_its_line(script: Path) -> Non
     assert f'File "{script}", line ' in str(error.value)
 
 
-def test_what_a_class_raises_is_told_with_its_traceback(script: Path) -> None:
-    """`raise` in the `__call__` of a reward in TRL's form: the line of the script is in what a run shows."""
+def test_exception_in_a_class_is_reported_with_its_traceback(script: Path) -> None:
+    """`raise` in the `__call__` of a TRL-style reward: the run shows the line of the script."""
     text = "class Boom:\n    def __call__(self, completions, **kwargs):\n        raise KeyError('colour')\n"
     (script.parent / "boom.py").write_text(text)
     with Scorer([Reward(use="./boom.py:Boom")], Scoring(workers=1), script.parent) as scorer:

@@ -1,4 +1,4 @@
-"""Right answers with a sign, number, operator, order or bracket changed: none of them may be accepted."""
+"""Right answers with a changed sign, number, operator, order or bracket: none of the variants may be accepted."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CHANGES: list[Callable[[str], Iterator[str]]] = [
     *(another_number, another_digit, another_operator, another_sign, another_mark),
     *(one_value_less, one_value_more, another_order, more_around_it),
 ]
-# Changes after which the answer is right.
+# Changes that leave the answer right.
 RIGHT = {
     "{5 \\choose 3}", "\\binom{5}{3}",  # 5 over 2 is 5 over 3
     "(0)",  # of {0}
@@ -96,7 +96,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_answer_is_wrong(change: Callable[[str], Iterator[str]]) -> None:
+def test_changed_answer_is_wrong(change: Callable[[str], Iterator[str]]) -> None:
     golds = [gold for gold in GOLDS if any(changed != gold for changed in change(gold))]
     chosen = random.Random(0).sample(golds, min(MOST, len(golds)))
     accepted = [
