@@ -107,7 +107,9 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
 
 
 def find_doubts(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Doubt]:
-    """Find suspicious patterns in the gold answers that the reward reads."""
+    """Find suspicious patterns in the gold answers that the reward reads; none if the script has `ROW_PROBLEM`."""
+    if callable(_script_attribute(reward, "ROW_PROBLEM")):
+        return []
     if write.column not in (*reward.columns, *reward.optional_columns):
         return []
     return [*detect_doubts(rows, write.column, maths=reads_maths(reward)), *script_doubts(reward, rows, write.column)]
@@ -180,10 +182,15 @@ class Golds(NamedTuple):
 def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
     """Split the rows by whether a completion can be compared with their gold answer.
 
-    Rows count as unusable only if the reward reads the gold column.
+    Rows count as unusable only if the reward reads the gold column. A script's `ROW_PROBLEM(row)` decides instead, for
+    scripts whose `GOLD` cannot write a completion for every valid row: such a row is not audited.
 
     Raises RewardError if the column holds dicts and the reward's annotation does not accept dicts.
     """
+    if callable(explain_problem := _script_attribute(reward, "ROW_PROBLEM")):
+        problems = [explain_problem(row) for row in rows]
+        unusable = {row_uid(row, i): why for i, (row, why) in enumerate(zip(rows, problems, strict=True)) if why}
+        return Golds([row for row, why in zip(rows, problems, strict=True) if not why], unusable)
     writer = find_script_writer(reward, rows)
     column = writer.column if writer else "answer"
     _refuse_dicts(reward, rows, column)

@@ -11,15 +11,22 @@ from posttrain.verify.extract import last_thought
 
 LATIN = frozenset({"LATIN"})
 SCRIPTS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("en", "fr", "de", "es", "it", "pt", "vi"), LATIN),
+    **dict.fromkeys(("en", "fr", "de", "es", "it", "pt", "vi", "nl", "sv", "fi", "pl", "tr", "id", "sw"), LATIN),
     "zh": frozenset({"CJK"}),
     "ja": frozenset({"CJK", "HIRAGANA", "KATAKANA"}),
     "ko": frozenset({"HANGUL", "CJK"}),
-    "ru": frozenset({"CYRILLIC"}),
+    **dict.fromkeys(("ru", "bg", "uk"), frozenset({"CYRILLIC"})),
     "el": frozenset({"GREEK"}),
-    "ar": frozenset({"ARABIC"}),
+    **dict.fromkeys(("ar", "fa", "ur"), frozenset({"ARABIC"})),
     "he": frozenset({"HEBREW"}),
-    "hi": frozenset({"DEVANAGARI"}),
+    **dict.fromkeys(("hi", "mr", "ne"), frozenset({"DEVANAGARI"})),
+    "bn": frozenset({"BENGALI"}),
+    "gu": frozenset({"GUJARATI"}),
+    "kn": frozenset({"KANNADA"}),
+    "ml": frozenset({"MALAYALAM"}),
+    "pa": frozenset({"GURMUKHI"}),
+    "ta": frozenset({"TAMIL"}),
+    "te": frozenset({"TELUGU"}),
     "th": frozenset({"THAI"}),
 }
 _ONE_EACH = frozenset({"CJK", "HIRAGANA", "KATAKANA"})  # written without blanks: each character is a unit
