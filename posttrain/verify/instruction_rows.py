@@ -95,7 +95,7 @@ def read_instructions(ids: Any, arguments: Any, ground_truth: Any) -> list[Instr
         if not ids or len(ids) != len(given):
             raise ValueError(f"`instruction_id_list` has {len(ids)} ids, and `kwargs` has {len(given)} entries")
         return [
-            Instruction(name, _checked(str(name), from_json(entry or {}, Mapping, "an object", "kwargs")))
+            Instruction(name, _validate_arguments(str(name), from_json(entry or {}, Mapping, "an object", "kwargs")))
             for name, entry in zip(ids, given, strict=True)
         ]
     if ground_truth is None:
@@ -107,10 +107,10 @@ def read_instructions(ids: Any, arguments: Any, ground_truth: Any) -> list[Instr
         raise ValueError(f"`ground_truth` has the unknown func_name {function!r}{f'; {hint}' if hint else ''}")
     name, names, implied = TULU_FUNCTIONS[function]
     renamed = {names.get(key, key): held[key] for key in held if key in names}
-    return [Instruction(name, _checked(name, {**renamed, **implied}))]
+    return [Instruction(name, _validate_arguments(name, {**renamed, **implied}))]
 
 
-def _checked(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _validate_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments without nulls, integral floats as int. Raises ValueError if they do not fit the checker."""
     if name not in CHECKERS:
         hint = did_you_mean(name, CHECKERS)
@@ -123,7 +123,7 @@ def _checked(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
         raise ValueError(f"instruction {name} has the unknown argument {', '.join(unknown)}; {takes}")
     hints = typing.get_type_hints(CHECKERS[name])
-    checked = {key: _checked_value(name, key, value, hints[key]) for key, value in arguments.items()}
+    checked = {key: _validate_value(name, key, value, hints[key]) for key, value in arguments.items()}
     if checked.get("nth_paragraph", 1) > checked.get("num_paragraphs", 1) or checked.get("nth_paragraph", 1) < 1:
         raise ValueError(f"instruction {name}: nth_paragraph must be from 1 to num_paragraphs")
     if "language" in checked and checked["language"].partition("-")[0].lower() not in SCRIPTS:
@@ -133,7 +133,7 @@ def _checked(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _checked_value(name: str, key: str, value: Any, hint: Any) -> Any:
+def _validate_value(name: str, key: str, value: Any, hint: Any) -> Any:
     where = f"instruction {name}: {key}"
     if get_origin(hint) is Literal:
         if value not in get_args(hint):

@@ -73,8 +73,8 @@ def _compose(wanted: dict[str, dict]) -> str:
     if "startend:end_checker" in wanted:
         text += f"\n{get('startend:end_checker')['end_phrase']}"
     if "detectable_format:json_format" in wanted:
-        text = json.dumps({word: text}, ensure_ascii=False)
-    if "startend:quotation" in wanted:
+        text = json.dumps(text if "startend:quotation" in wanted else {word: text}, ensure_ascii=False)
+    elif "startend:quotation" in wanted:
         text = f'"{text}"'
     if "change_case:english_capital" in wanted:
         text = text.upper()

@@ -18,15 +18,17 @@ from posttrain.verify.language_identification import is_written_in
 Relation = Literal["less than", "at least", "at most", "around", "exactly"]  # IFEval has the first two
 
 _CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_CLOSING = ")]}\"'*_\N{RIGHT DOUBLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}"
 _OPENING = "([{\"'*_\N{LEFT DOUBLE QUOTATION MARK}\N{LEFT SINGLE QUOTATION MARK}"
+_SENTENCE_END = re.compile(r"(.*?[^.?!…]|)([.?!…]+)(?:[)\]}\"'*_:;”’]\W*)?")
 # Words after which `.` ends no sentence, and words that begin a sentence even there.
 _ABBREVIATIONS = re.compile(
-    r"mr|mrs|ms|dr|prof|st|jr|sr|inc|ltd|co|corp|vs|etc|rev|gen|col|lt|sgt|capt|gov|sen|rep|fig|no|vol|ed|approx|dept|est"
-    r"|jan|feb|mar|apr|aug|sept|oct|nov|dec|[^\W\d_]|.*[^\W\d_]\.[^\W\d_]+"
+    r"mr|mrs|ms|dr|prof|st|jr|sr|inc|ltd|co|corp|vs|etc|rev|gen|col|lt|sgt|capt|gov|sen|rep|fig|vol|ed|approx|dept|est"
+    r"|jan|feb|mar|apr|aug|sept|oct|nov|dec|[^\W\d_]|(?!(?:p\.)?p\.s$).*[^\W\d_]\.[^\W\d_]+"
 )
 _SENTENCE_STARTERS = re.compile(
-    r"(?:the|an?|th(?:is|at|ese|ose)|s?he|it|they|we|i|you|in|on|at|but|however|there|if|when|what|as|for),?", re.I
+    r"(?:the|an?|th(?:is|at|ese|ose)|s?he|it|they|we|i|you|in|on|at|and|or|so|by|do|from|with|his|her|my|our|your|their|its"
+    r"|some\w*|but|however|then|there|if|when|what|as|for|introduction|overview|conclusion),?",
+    re.IGNORECASE,
 )
 _TOKEN = re.compile(r"(?:--|\.{2,}|[^\s,;:!?()\[\]{}<>\"@#$%&])+")
 _CONTRACTION = re.compile(r"(?<=\w)(?=N['’]T$)|(?<=[A-Z])(?=['’](?:S|M|D|LL|RE|VE)$)")
@@ -79,23 +81,28 @@ def count_sentences(text: str) -> int:
     """Count the sentences, approximately as NLTK's Punkt model for English.
 
     A sentence ends at a word with `.`, `?` or `!` before white space. After an abbreviation (`Dr.`, `U.S.`, an initial)
-    it ends only before a capitalized function word, and after an ellipsis before a capital. Line breaks end nothing.
+    it ends only before a capitalized word that often begins sentences, after a number (`1.`) not before a small letter,
+    and after an ellipsis only before a capital. Line breaks end nothing.
     """
     words = text.split()
     return sum(map(_ends_sentence, words, words[1:])) + bool(words)
 
 
 def _ends_sentence(word: str, following: str) -> bool:
-    word = word.rstrip(_CLOSING)
+    found = _SENTENCE_END.fullmatch(word)
+    if found is None:
+        return False
+    stem, marks = found[1].lstrip(_OPENING).lower(), found[2]
     following = following.lstrip(_OPENING)
-    if word.endswith(("?", "!")):
+    if "?" in marks or "!" in marks:
         return True
-    if word.endswith(("..", "…")):
+    if len(marks) > 1 or marks == "…":
         return following[:1].isupper()
-    stem = word[:-1].lstrip(_OPENING).lower()
-    if not word.endswith(".") or not _ABBREVIATIONS.fullmatch(stem):
-        return word.endswith(".")
-    return following[:1].isupper() and _SENTENCE_STARTERS.fullmatch(following) is not None
+    if stem.isdigit():
+        return not following[:1].islower()
+    return _ABBREVIATIONS.fullmatch(stem) is None or bool(
+        following[:1].isupper() and _SENTENCE_STARTERS.fullmatch(following)
+    )
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: Relation) -> bool:
@@ -128,7 +135,7 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
     """Return whether at least so many placeholders such as `[address]` occur."""
-    return len(re.findall(r"\[[^\n\]]*\]", text)) >= num_placeholders
+    return len(re.findall(r"\[[^\n\[\]]*\]", text)) >= num_placeholders
 
 
 def postscript(text: str, *, postscript_marker: str) -> bool:
@@ -174,7 +181,7 @@ def json_format(text: str) -> bool:
 
 def title(text: str) -> bool:
     """Return whether a line has a title in double angular brackets."""
-    return any(found.strip("<> \t") for found in re.findall(r"<<([^\n]+)>>", text))
+    return any("<<" in line and line.partition("<<")[2].rpartition(">>")[0].strip("<> \t") for line in text.split("\n"))
 
 
 def two_responses(text: str) -> bool:

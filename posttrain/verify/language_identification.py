@@ -7,11 +7,12 @@ import re
 from posttrain.verify.language import SCRIPTS, prose, script_of, units
 
 MIN_SCRIPT_SHARE = 0.8  # of the words; names and terms of another script are allowed
-MIN_WORDS = 8  # a text of at least so many words has function words of its language
+MIN_WORDS = 20  # a text of at least so many words has function words of its language
 _SEPARATORS = re.compile(r"[^\w\u0300-\u036f\u0900-\u0dff\u200c\u200d]+|[\d_]+")
 
 _FUNCTION_WORDS = {
-    "en": "the of and to is in that it was for are with you this be not we have on as at by i my your can will or an a",
+    "en": "the of and to is in that it was for are with you this be not we have on as at by i my your can will or an a"
+    " from they their he she but all over so",
     "de": "der die das und ist nicht ein eine ich zu mit den auf für sich von wir sie es im dem auch",
     "fr": "le la les et est des une un pas que je vous dans pour qui sur nous il du ce elle au",
     "es": "el la los las y es que en un una no por con para del se hoy lo su al más como",

@@ -30,11 +30,12 @@ def test_examples_of_the_page_pass(text: str, tmp_path: Path) -> None:
 
 def test_recipe_of_the_page_is_valid() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    rewards, by_role, judged, local = (
+    rewards, by_role, instructions, judged, local = (
         [Reward.model_validate(entry) for entry in tree.plain(yaml.parse(block, "page").tree)["rewards"]]
         for block in blocks
     )
     assert by_role[0].reads == "solver" and by_role[1].roles == ["solver"]
+    assert instructions[0].params == {"mode": "share", "loose": False}
     assert judged[1].use == "judge.rating" and local[1].use == "judge_model"
     assert rewards[1].condition is not None and rewards[1].condition.on == "accuracy"
 
