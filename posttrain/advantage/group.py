@@ -65,6 +65,17 @@ def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool 
     return normalize_by_group(scored, torch.zeros_like(batch.group_ids), eps=1e-4)
 
 
+@register("advantage", "remax", paper="2310.10505", needs=("greedy_rewards",))
+def remax(batch: RolloutBatch) -> Tensor:
+    """Subtract the reward of the prompt's greedy answer -> [N]; the deviation is not normalized.
+
+    The step samples one greedy answer more per prompt, which is scored and not trained on. The baseline does not depend
+    on the sampled rows, so a group may be a single row. A row without a score, or whose greedy answer has none, gets 0.
+    """
+    baselines = require_field(batch.greedy_rewards, "greedy_rewards").to(require_rewards(batch))
+    return (require_rewards(batch) - baselines).nan_to_num(0.0)
+
+
 @register("advantage", "opo", paper="2505.23585", needs=("groups", "lengths"))
 def opo(batch: RolloutBatch, *, singleton: Singleton = "zero") -> Tensor:
     """Subtract the length-weighted mean reward of the group -> [N]; the deviation is not normalized.

@@ -246,6 +246,7 @@ class Rollout:
     turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
+    greedy_reward: float | None = None  # reward of the greedy answer to the prompt; None = not asked for, or unscored
     variant: Variant | None = None  # what was sampled from in place of the data's prompt; None = the prompt itself
     loss_ids: tuple[int, ...] | None = None  # prompt tokens of the training pass; None = those of `prompt`
     bin: int | None = None  # bin that the prompt sampler assigned to its prompt
@@ -343,6 +344,7 @@ class Extras:
     that only some rollouts carry."""
 
     opponent_rewards: Tensor | None = None  # [N,M] of the opponent's answers to the row's prompt, NaN = unscored
+    greedy_rewards: Tensor | None = None  # [N] of the greedy answer to the row's prompt, NaN = unscored
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     finished: Tensor | None = None  # [N] bool, the rollout has ended; False = it continues in the next step
     new_tokens: Tensor | None = None  # [N,T] bool, sampled in this step

@@ -143,6 +143,7 @@ def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
         opponent_rewards=torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None,
+        greedy_rewards=_column([r.greedy_reward for r in rollouts]),
         lengths=torch.tensor([r.sampled_length for r in rollouts]),
         bins=None if any(r.bin is None for r in rollouts) else torch.tensor([r.bin for r in rollouts]),
     )

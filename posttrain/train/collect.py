@@ -227,7 +227,12 @@ def sample_share(
     first_group = batch * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batch, *round_)
     share = range(ctx.ranks.number, len(prompts), ctx.ranks.count)
-    sample = partial(sample_prompts, ctx, state, counts, calls, plan, first_group=first_group)
+    sample = partial(sample_prompts, ctx, state, counts, calls, first_group=first_group)
+    greedy: list[Rollout] = []  # answers that are scored and not trained on
+    if "greedy_rewards" in ctx.objective.needs and not plan.measure:
+        once = replace(plan, rollouts=[min(count, 1) for count in plan.rollouts], measure=True)
+        greedy = sample(once, prompts, seed=derive(seed, "greedy"), share=share)
+    sample = partial(sample, plan)
     if ctx.variants is None or plan.measure:
         fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated)
     else:
@@ -248,6 +253,9 @@ def sample_share(
     if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group and not plan.measure:
         solutions, scored = solution_rows(ctx, state.step, fresh, counts)
         fresh, calls = [*fresh, *solutions], [*calls, *scored]
+    baselines = {answer.group: answer.reward for answer in greedy}
+    for rollout in fresh:
+        rollout.greedy_reward = baselines.get(rollout.group)
     if plan.bins:
         for rollout in fresh:
             rollout.bin = plan.bins[rollout.group % GROUP_STRIDE - first_group]

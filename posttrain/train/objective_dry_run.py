@@ -72,6 +72,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             correct=row % 2 == 0,
             bin=group % 2 if "bins" in objective.needs else None,
             against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
+            greedy_reward=0.5,
             trajectory=group if recipe.rollout.several_rows else None,
             nodes=(Node(group, float(row % 2), 1.0),) if "node_ids" in given else (),
             part=row,

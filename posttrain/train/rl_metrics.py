@@ -26,7 +26,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     `correct` counts a truncated completion as wrong, as `accuracy` of an evaluation does.
     """
     roles = role_metrics(rollouts, batch) if any(r.call is not None for r in rollouts) else {}
-    names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights", "keep")
+    names = ["group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "greedy_rewards"]
+    names += ["reward_weights", "keep"]
     # Move only per-row fields to the CPU; per-token fields stay: hidden states may take gigabytes.
     by_row = {name: getattr(batch, name) for name in names}
     batch = RolloutBatch(mask=batch.mask.any(-1, keepdim=True), **by_row).to("cpu")
@@ -59,6 +60,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         values["reward/shaped"] = known_mean(batch.rewards)  # after group_rewards
     if batch.opponent_rewards is not None:
         values["opponent/reward"] = known_mean(batch.opponent_rewards.flatten())
+    if batch.greedy_rewards is not None and not batch.greedy_rewards.isnan().all():
+        values["greedy/reward"] = known_mean(batch.greedy_rewards)
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = known_mean(column)
     if any(r.turns for r in rollouts):

@@ -34,6 +34,7 @@ IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to th
 RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning", "from_role"}
 NO_BASELINE = {
     "reward",
+    "remax",
     "batch",
     "reinforce_pp",
     "gae",
@@ -73,6 +74,7 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
         columns={name: numbers()[GROUPS] for name in ("easiness", "tool_seconds")},
         truncated=torch.zeros(12, dtype=torch.bool),
         lengths=LENGTHS,
+        greedy_rewards=torch.tensor([0.25, 0.5, 0.75, 1.0], dtype=dtype)[GROUPS],
         answer_ids=torch.tensor([0, 0, 1, 2, 2, 2, -1, -1, 3, 4, 5, 4]),
         old_logp=-matrix(),
         rollout_logp=-matrix(),

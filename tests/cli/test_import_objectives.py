@@ -98,6 +98,7 @@ def left_out(draft: Draft) -> dict[str, str]:
           "loss.aggregation": "seq_mean_token_mean"}),
         (VERL | {MODE: "gpg", "algorithm.adv_estimator": "gpg"}, "rl",
          {"loss.use": "reinforce", "advantage.scale": "none", "loss.aggregation": "token_mean"}),
+        (VERL | {"algorithm.adv_estimator": "remax"}, "rl", {"advantage.use": "remax", "algorithm": None}),
         (VERL | {"algorithm.adv_estimator": "opo"}, "rl", {"advantage.use": "opo"}),
         (VERL | {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False}, "rl",
          {"advantage.use": "best_of_group", "advantage.normalize": False, "advantage.scale": None}),
@@ -179,7 +180,12 @@ def test_imported_objective_equals_the_files(
         ),
         (GRPO | {"importance_sampling_level": "sequence_token"}, "rl", "loss.use", "sequence_token"),
         (FACTORY | {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo", "loss.use", "kto_pair"),
-        (VERL | {"algorithm.adv_estimator": "remax"}, "rl", "advantage.use", "remax"),
+        (
+            VERL | {"algorithm.adv_estimator": "tir_optimal_token_baseline"},
+            "rl",
+            "advantage.use",
+            "tir_optimal_token_baseline",
+        ),
         (VERL | {"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov"}, "rl", "loss.use", "clip_cov"),
     ],
 )

@@ -69,6 +69,23 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         "advantage.channels.0.among.on: `channels` reads `corect`",
         {"advantage": SUMMED},
     ),
+    ({"advantage": "remax", "rollout": STORED}, "rollout.engine stored samples nothing", {"advantage": "reward"}),
+    (
+        {"advantage": "remax", "rollout": {"shape": "chunks"}},
+        "which is a single completion",
+        {"advantage": "trajectory"},
+    ),
+    (
+        {"advantage": "remax", "prompt_variants": "templates"},
+        "`prompt_variants` change prompts",
+        {"advantage": "group"},
+    ),
+    ({"advantage": "remax", "replay": "ssb"}, "stored rollouts have none", {"advantage": "group"}),
+    (
+        {"advantage": "remax", "rollout": {"staleness": 1, "partial": True, "engine": "vllm"}, "corrections": ["tis"]},
+        "continues those of earlier steps",
+        {"advantage": "group"},
+    ),
     ({"rollout": {"group_size": 1}}, "there is only 1", {"rollout": {"group_size": 2}}),
     ({"loss": {"use": "gspo", "clip_low": 0.2}}, "never clips", {"loss": {"use": "gspo", "clip_low": 3e-4}}),
     (

@@ -59,6 +59,7 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         columns=dict.fromkeys(MARKS, (GROUPS + 1).to(dtype)),
         truncated=torch.zeros(15, dtype=torch.bool),
         lengths=LENGTHS,
+        greedy_rewards=GROUPS.to(dtype) / 4,
         answer_ids=torch.where(rewards > 0.5, 0, torch.arange(15)),
         old_logp=-matrix(),
         rollout_logp=-matrix(),
