@@ -1,6 +1,7 @@
-"""Published systems through the command line on `tiny`, three steps each: what each is for has happened.
+"""Published systems through the command line on `tiny`, three steps each: the central mechanism of each system takes
+effect.
 
-docs/systems.yaml says for each system which test that is; here are those that no other file has.
+docs/systems.yaml names the test of each system; this file has the tests that are in no other file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Values = dict[str, Any]
 
 
 def ran(cli: Any, folder: Path, values: Values, *, rows: list[Values], name: str = "run") -> list[Values]:
-    """The metrics of a run of the recipe in `folder`, on these rows."""
+    """Run the recipe in `folder` on these rows and return its metrics."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     around: Values = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}, "run": {"steps": 3}}
     recipe = folder / f"{name}.yaml"
@@ -43,9 +44,11 @@ def samples(run: Path) -> list[Values]:
 
 
 @pytest.mark.parametrize("name", presets.names("dpo"))
-def test_a_preference_preset_widens_the_margin(name: str, cli: Any, tmp_path: Path) -> None:
-    """As `algorithm: NAME`, on pairs with every column that such a loss may read. The margin that mnpo wants is finite,
-    and its history begins beyond it."""
+def test_preference_preset_widens_the_margin(name: str, cli: Any, tmp_path: Path) -> None:
+    """Runs `algorithm: NAME` on pairs with every column that such a loss may read.
+
+    The target margin of mnpo is finite, and its history starts above it.
+    """
     loss = {"loss": SETTINGS[use]} if (use := presets.preset(name).choices["loss"]["use"]) in SETTINGS else {}
     rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": f"{i} {i} {i}", **NUMBERS} for i in range(12)]
     if name == "kto":
@@ -78,14 +81,14 @@ REWARDS = (
 
 
 def paid(example: Example) -> float | None:
-    """The reward that an example expects."""
+    """Return the reward that an example expects."""
     found = example.expected["reward"] if isinstance(example.expected, Mapping) else example.expected
     return None if found is None else float(found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("use", REWARDS)
-def test_the_shipped_reward_pays_in_a_run(use: str, cli: Any, tmp_path: Path) -> None:
-    """Stored completions, those of the reward's examples, earn in a run what the examples say, and are trained on."""
+def test_shipped_reward_scores_its_examples_in_a_run(use: str, cli: Any, tmp_path: Path) -> None:
+    """Stored completions from the reward's examples get the expected rewards in a run and are trained on."""
     script, function = use.split(".")
     path = Path(str(shipped_folder("rewards").joinpath(f"{script}.py")))
     known = [e for e in read_examples(path)[function] if not e.params and e.completion and paid(e) is not None]
@@ -108,7 +111,9 @@ def test_the_shipped_reward_pays_in_a_run(use: str, cli: Any, tmp_path: Path) ->
     assert len(metrics) == 3 and all(row["grad_norm"] > 0 for row in metrics)
     expected = {row["prompt"]: row["paid"] for row in rows}
     found = {prompt: s["reward"] for s in samples(tmp_path / "run") for prompt in expected if prompt in s["prompt"]}
-    assert found == pytest.approx(expected, abs=0.05)  # srpo_reflection counts tokens, which are others here
+    assert found == pytest.approx(
+        expected, abs=0.05
+    )  # srpo_reflection counts tokens, and this tokenizer counts differently
 
 
 WORLD = '''
@@ -125,8 +130,8 @@ class World:
 '''
 
 
-def test_a_rollout_may_take_more_turns_later(cli: Any, tmp_path: Path) -> None:
-    """ScalingInter-RL: one turn in the first step, two in the second, three in the third; replies are not sampled."""
+def test_turn_limit_grows_by_stage(cli: Any, tmp_path: Path) -> None:
+    """ScalingInter-RL: one turn in the first step, two in the second, three in the third; replies are scripted."""
     (tmp_path / "world.py").write_text(WORLD)
     values: Values = {
         "stage": "rl",
@@ -148,8 +153,8 @@ def test_a_rollout_may_take_more_turns_later(cli: Any, tmp_path: Path) -> None:
     assert all(row["completions/max_length"] <= 12 * n for n, row in enumerate(metrics, 1)), "replies are no samples"
 
 
-def test_two_value_heads_are_pessimistic_where_they_disagree(cli: Any, tmp_path: Path) -> None:
-    """SAFE: both heads learn, they stay different, and the values that advantages read are below their mean."""
+def test_two_value_heads_are_pessimistic_when_they_disagree(cli: Any, tmp_path: Path) -> None:
+    """SAFE: both heads learn and stay different, and the values used for advantages are below their mean."""
     values: Values = {
         "stage": "rl",
         "algorithm": "safe",
@@ -174,9 +179,10 @@ def test_two_value_heads_are_pessimistic_where_they_disagree(cli: Any, tmp_path:
     assert bool((head(states)[:, 0] <= apart.mean(-1) + 1e-6).all())
 
 
-def test_a_choice_is_made_again_behind_shuffled_options(cli: Any, tmp_path: Path) -> None:
-    """ACRE, with a mark for `close` that the tiny model writes now and then: what was asked again has a second answer,
-    and rewards read it. Only the completion is trained on."""
+def test_question_with_shuffled_options_is_answered_again(cli: Any, tmp_path: Path) -> None:
+    """ACRE, with a character that the tiny model sometimes writes as `close`: such rows get a second answer, which
+    rewards read. Only the completion is trained on.
+    """
     (tmp_path / "marks.py").write_text(
         "def second(completion):\n"
         "    head, _, tail = completion.rpartition('<second permutation=')\n"
@@ -214,8 +220,8 @@ def test_a_choice_is_made_again_behind_shuffled_options(cli: Any, tmp_path: Path
     assert all(len(sample["segments"]) == 1 for sample in samples(tmp_path / "run") if sample.get("segments"))
 
 
-def test_the_clip_is_around_an_average_of_the_weights(cli: Any, tmp_path: Path) -> None:
-    """PPO-EWMA: the average stays behind the policy, follows each of two updates a step, and is in checkpoints."""
+def test_ratio_is_clipped_around_averaged_weights(cli: Any, tmp_path: Path) -> None:
+    """PPO-EWMA: the averaged weights lag the policy, follow each of two updates per step, and are in checkpoints."""
     values: Values = {
         "stage": "rl",
         "algorithm": "decoupled_ppo",
@@ -243,9 +249,10 @@ def test_the_clip_is_around_an_average_of_the_weights(cli: Any, tmp_path: Path) 
     assert cli.rows_of(run) == metrics
 
 
-def test_what_dpo_learnt_scores_answers_and_guides_a_search(cli: Any, tmp_path: Path) -> None:
-    """From r to Q*: after DPO digits are worth more than letters by the model's own log-ratio, and a search by it finds
-    answers that are worth more than samples."""
+def test_dpo_log_ratio_scores_answers_and_guides_a_search(cli: Any, tmp_path: Path) -> None:
+    """From r to Q*: after DPO, digits score higher than letters by the model's log-ratio, and a search by that score
+    finds better answers than sampling.
+    """
     pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i) * 3, "rejected": "abcdef"} for i in range(12)]
     start = {"stage": "sft", "optim": {"lr": 1e-6}, "run": {"steps": 1}}
     ran(cli, tmp_path, start, rows=[{"prompt": "1+1=", "completion": "2"}] * 4, name="start")

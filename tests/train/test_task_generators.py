@@ -1,4 +1,4 @@
-"""Runs over task generators: difficulty that follows the policy, exact resumes, and each system through the CLI."""
+"""Training on task generators: difficulty that follows the policy, exact resume, and each system through the CLI."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAMPLERS: dict[str, Values] = {
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_that_was_killed_goes_on_exactly(
+def test_killed_run_resumes_exactly(
     recipe: Callable[..., Any],  # noqa: F811
     run: Any,  # noqa: F811
     use: Any,  # noqa: F811
@@ -52,7 +52,7 @@ def test_a_run_that_was_killed_goes_on_exactly(
     name: str,
     staleness: int,
 ) -> None:
-    """With the difficulty that the checkpoint holds, which has moved by then."""
+    """With the difficulty stored in the checkpoint, which has changed by then."""
     changes = {"data": TASKS, "sampler": SAMPLERS[name], "rollout": {"staleness": staleness, "group_size": 4}}
     made = recipe(
         **merge_sections(changes, {"scoring": {"correct_at": 0.3, "max_bad_gold": 1}, "run": {"samples_per_step": 99}})
@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_goes_on_exactly(
 
 
 def trained(folder: Path, algorithm: str, changes: Values) -> tuple[list[Values], list[Values]]:
-    """Metrics and samples of three steps of a preset's own example on the tiny model."""
+    """Return metrics and samples of three steps of a preset's example on the tiny model."""
     shown = json.loads(CliRunner().invoke(app, ["methods", "show", f"preset/{algorithm}", "--json"]).stdout)[0]
     base = {key: value for key, value in yaml.safe_load(shown["recipe"]).items() if key != "rewards"}
     small: Values = {
@@ -106,7 +106,7 @@ PAID = {"rewards": [{"use": "easy.py:most"}], "scoring": {"max_bad_gold": 1}}
 
 
 @pytest.mark.slow
-def test_saturn_goes_on_to_harder_formulas(tmp_path: Path) -> None:
+def test_saturn_moves_to_harder_formulas(tmp_path: Path) -> None:
     (tmp_path / "easy.py").write_text(EASY)
     metrics, samples = trained(tmp_path, "saturn", {**PAID, "sampler": {"window": 4}})
     assert [row["sampler/stage"] for row in metrics] == [1, 2, 3]
@@ -116,7 +116,7 @@ def test_saturn_goes_on_to_harder_formulas(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_scaler_moves_each_environment_and_swaps_one(tmp_path: Path) -> None:
+def test_scaler_adapts_each_environment_and_swaps_one(tmp_path: Path) -> None:
     (tmp_path / "easy.py").write_text(EASY)
     changes = {**PAID, "sampler": {"active": 2, "max_limit": 1, "gain": 8.0}}
     metrics, _ = trained(tmp_path, "scaler", changes)
@@ -127,7 +127,7 @@ def test_scaler_moves_each_environment_and_swaps_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ariadne_pays_beginnings_of_the_path(tmp_path: Path) -> None:
+def test_ariadne_rewards_prefixes_of_the_path(tmp_path: Path) -> None:
     metrics, samples = trained(tmp_path, "ariadne", {})
     assert {"score/path/path_reward", "score/path/tag_format"} & set(metrics[0]) or "path/path_reward" in str(
         samples[0]
@@ -137,7 +137,7 @@ def test_ariadne_pays_beginnings_of_the_path(tmp_path: Path) -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, asked: Callable[[str], str]) -> None:
-    """Rollouts that search for what `asked` finds in the question, and answer in their second turn, each otherwise."""
+    """Rollouts that search for what `asked` finds in the question and give different answers in their second turn."""
     words = itertools.count()
 
     def make_engine(_: Any, loaded: Any, **__: Any) -> ScriptedEngine:
@@ -156,10 +156,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, asked: Callable[[str], str]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["searchgym", "asearcher"])
-def test_search_agents_train_beside_what_their_world_returned(
+def test_search_agents_train_with_masked_tool_results(
     tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tool answers from the documents of the questions' own world; what it returned is no trained token."""
+    """The tool answers from the documents of the question's world; the tokens it returned are not trained on."""
     (tmp_path / "easy.py").write_text(EASY)
     scripted(monkeypatch, lambda text: text.split("?")[0].split()[-1])
     changes: Values = {
@@ -179,7 +179,7 @@ def test_search_agents_train_beside_what_their_world_returned(
 
 
 @pytest.mark.slow
-def test_questions_over_documents_of_ones_own(tmp_path: Path) -> None:
+def test_questions_over_custom_documents(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "world.txt").write_text("\n\n".join(make_world(0, 60).documents.values()))
     (tmp_path / "easy.py").write_text(EASY)

@@ -1,4 +1,4 @@
-"""Ranks that divide the columns and rows of every layer compute what one whole model does."""
+"""Tensor parallelism: ranks that divide the columns and rows of every layer compute what one whole model computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["folder", "rows"]  # fixtures
 
 KEYS: dict[tuple[str, str], Values] = {
     ("rl", "tiny"): {"regularisers": [{"use": "entropy_bonus", "coef": 0.1}]},  # reads all of the vocabulary
-    # its loss of the router is a mean over micro-batches, which must be those of one process
+    # its router loss is a mean over micro-batches, which must equal those of one process
     ("sft", "qwen3_moe"): {"batch": {"size": 8, "micro_size": 2, "packing": True}},
 }
 MESHES = {
@@ -34,7 +34,7 @@ MESHES = {
 
 
 def test_two_ranks_divide_each_layer_and_the_head(rows: Any, folder: Path) -> None:
-    """All weights, read by slices from files; one process goes on with the whole."""
+    """All weights are read in slices from files; one process continues with the whole model."""
     path = save_model(folder)
     expected = rows("sft", 1, steps=3, path=path)
     assert_equal(rows("sft", 2, steps=2, name="run", path=path, parallel={"tensor": 2}), expected[:2])
@@ -45,7 +45,7 @@ def test_two_ranks_divide_each_layer_and_the_head(rows: Any, folder: Path) -> No
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["tiny", "qwen3_moe"])
 @pytest.mark.parametrize("stage", RECIPES)
-def test_meshes_with_divided_layers_compute_what_one_process_does(
+def test_meshes_with_divided_layers_match_one_process(
     rows: Any, stage: str, kind: str, model: Values, folder: Path
 ) -> None:
     path = save_model(folder) if kind == "tiny" else str(save_family(kind, folder / kind))
@@ -56,8 +56,8 @@ def test_meshes_with_divided_layers_compute_what_one_process_does(
 
 
 @pytest.mark.slow
-def test_experts_are_stored_in_their_places(rows: Any, folder: Path) -> None:
-    """Of each half of a weight a rank has a part. Four ranks go on, then two that divide it evenly, then one."""
+def test_divided_experts_are_saved_in_their_layout(rows: Any, folder: Path) -> None:
+    """Each rank has part of each half of a weight. Four ranks are followed by two that divide it evenly, then one."""
     path = str(save_family("qwen3_moe", folder / "moe"))
     keys = KEYS["sft", "qwen3_moe"]
     given: Values = {"path": path, "keys": keys, "name": "run"}
@@ -70,7 +70,7 @@ def test_experts_are_stored_in_their_places(rows: Any, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
-def test_compiled_layers_in_parts_compute_what_whole_ones_do(rows: Any, model: Values) -> None:
+def test_compiled_divided_layers_match_whole_layers(rows: Any, model: Values) -> None:
     expected = rows("sft", 1, steps=3, **model)
     assert_equal(rows("sft", 2, steps=3, parallel={"tensor": 2}, compile=True, **model), expected)
 
@@ -86,14 +86,14 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", FAMILIES)
-def test_families_in_parts_compute_what_whole_ones_do(answer: Any, key: str) -> None:
-    """Log-probs within 1e-5 and gradient norms within 2e-6; whatever the plan says of them."""
+def test_divided_families_match_whole_models(answer: Any, key: str) -> None:
+    """Log-probs within 1e-5 and gradient norms within 2e-6, whatever the plan contains."""
     assert answer("ranked", work="split_families", key=key, kinds=FAMILIES[key].split(), ranks=2) == [0, 0]
 
 
 @pytest.mark.slow
-def test_a_trained_activation_in_parts_is_refused(rows: Any, folder: Path) -> None:
-    """Apertus' has two numbers a layer; the plan leaves them out, though each rank has the gradient of its columns."""
+def test_divided_trainable_activation_is_refused(rows: Any, folder: Path) -> None:
+    """Apertus has two numbers per layer; the plan omits them, though each rank has only the gradient of its columns."""
     path = str(save_family("apertus", folder / "model"))
     with pytest.raises(AssertionError):
         rows("sft", 2, steps=1, name="run", path=path, parallel={"tensor": 2})
@@ -104,7 +104,7 @@ def test_a_trained_activation_in_parts_is_refused(rows: Any, folder: Path) -> No
     assert told in (folder / "run" / "status.json").read_text()
 
 
-def test_the_plan_of_an_architecture_is_followed_or_refused() -> None:
+def test_tensor_parallel_plan_is_followed_or_refused() -> None:
     check = tensor_split.check
     with torch.device("meta"):
         llama = family("llama")
@@ -118,8 +118,8 @@ def test_the_plan_of_an_architecture_is_followed_or_refused() -> None:
         check(narrow, 2)
 
 
-def test_biases_of_adapters_are_divided_as_their_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks in turn: outputs by columns stand beside each other, and terms by rows add up."""
+def test_adapter_biases_are_divided_like_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks run in turn: column outputs are concatenated and row terms are summed."""
     monkeypatch.setattr(tensor_split, "sum_parts", lambda x, _: x)
     x, whole = torch.randn(3, 8), adapted()
     with torch.no_grad():
@@ -127,11 +127,11 @@ def test_biases_of_adapters_are_divided_as_their_layers_are(monkeypatch: pytest.
         rows = [run_part(whole, rank, Part(1), x.chunk(2, -1)[rank]) for rank in range(2)]
         expected = whole(x)
     torch.testing.assert_close(torch.cat(columns, -1), expected)
-    torch.testing.assert_close(rows[0] + rows[1] - whole.base_layer.bias, expected)  # behind each sum
+    torch.testing.assert_close(rows[0] + rows[1] - whole.base_layer.bias, expected)  # after each sum
 
 
 def adapted() -> Any:
-    """A linear layer, 8 to 6, under an adapter with a bias; no number is 0."""
+    """Return a linear layer, 8 to 6, under an adapter with a bias; no number is 0."""
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["0"], lora_bias=True)
     module = get_peft_model(nn.Sequential(nn.Linear(8, 6)), config).base_model.model[0]
@@ -154,14 +154,14 @@ def run_part(whole: Any, rank: int, part: Part, x: torch.Tensor) -> torch.Tensor
 
 
 def divider_of(rank: int) -> Divider:
-    """Without a process group."""
+    """Return a divider without a process group."""
     divider = Divider.__new__(Divider)
     divider.rank, divider.count, divider.group, divider.head, divider.entered = rank, 2, None, None, None
     return divider
 
 
-def test_what_enters_a_block_is_kept_only_while_a_layer_by_rows_will_end_it() -> None:
-    """Queries, keys and values share it; a pass without gradient and the output head leave nothing behind."""
+def test_block_input_is_held_only_until_the_row_parallel_layer() -> None:
+    """Queries, keys and values share the input; a pass without gradient and the output head hold nothing."""
     divider = divider_of(0)
     states = torch.ones(2, 8, requires_grad=True) * 1
     with torch.no_grad():
@@ -175,8 +175,8 @@ def test_what_enters_a_block_is_kept_only_while_a_layer_by_rows_will_end_it() ->
     assert divider.entered is None
 
 
-def test_embeddings_go_with_the_head_that_they_are_tied_to() -> None:
-    """And a head stays whole where its tokens cannot be divided evenly."""
+def test_tied_embeddings_are_divided_with_the_head() -> None:
+    """A head stays whole if the vocabulary cannot be divided evenly."""
     with torch.device("meta"):
         alone, tied = (family("llama", tie_word_embeddings=tie) for tie in (False, True))
         odd = family("llama", vocab_size=111)
@@ -186,8 +186,8 @@ def test_embeddings_go_with_the_head_that_they_are_tied_to() -> None:
     assert "lm_head" not in tensor_split.plan_of(odd, 2)
 
 
-def test_a_part_of_several_pieces_has_a_part_of_each() -> None:
-    """Gate and up projection of experts, one behind the other: rows 0 to 3 and 4 to 7."""
+def test_fused_weight_is_divided_within_each_block() -> None:
+    """Gate and up projections of experts are concatenated: rows 0 to 3 and 4 to 7."""
     whole = torch.arange(8)[None, :, None].expand(2, 8, 3)
     assert Part(1, 2).of(whole, 1, 2)[0, :, 0].tolist() == [2, 3, 6, 7]
     assert Part(1).of(whole, 1, 2)[0, :, 0].tolist() == [4, 5, 6, 7]

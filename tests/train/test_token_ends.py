@@ -1,4 +1,4 @@
-"""Where each token ends in the text of a completion."""
+"""Character position in a completion's text at which each token ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.train import scoring as module
 from posttrain.train.scoring import token_ends
 
 
-def test_ends_are_those_of_the_decoded_text() -> None:
+def test_token_ends_match_the_decoded_text() -> None:
     _, tokenizer = tiny.build(0)
     text = "<think>ab 1</think>4"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -20,19 +20,19 @@ def test_ends_are_those_of_the_decoded_text() -> None:
 
 
 class Dropping:
-    """A tokenizer whose words carry their blank, which is dropped at the start of a text."""
+    """A tokenizer whose words include their leading space, which is dropped at the start of a text."""
 
     def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
         return ["".join([" a", " bc", "d"][i] for i in row).removeprefix(" ") for row in rows]
 
 
-def test_a_leading_blank_is_not_lost() -> None:
-    """`a bcd`: 1, then 4 with the blank, then 5."""
+def test_leading_space_is_counted() -> None:
+    """`a bcd`: 1, then 4 with the space, then 5."""
     assert token_ends([0, 1, 2], Dropping()) == [1, 4, 5]
 
 
-def test_what_is_known_of_tokens_is_that_of_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pair is decoded once, also beside new ones; too many are forgotten; another tokenizer knows none of them."""
+def test_token_cache_is_per_tokenizer_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair is decoded once, also next to new ones; the cache is bounded; another tokenizer has its own cache."""
     monkeypatch.setattr(module, "MAX_CACHED", 4)
     asked: list[list[int]] = []
 

@@ -1,4 +1,6 @@
-"""A run that trains on nothing does not end as one that has trained: each way to it is refused, or told and stopped."""
+"""A run that trains on nothing must not end like one that has trained: each case is refused, or reported and
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def silent(completion):
 def early(completion, step):
     return len(completion) if step < 2 else 0.5
 """
-# In a file of their own: what scores imports no torch.
+# In a separate file, because scoring workers import no torch.
 PARTS = '''
 import torch
 from posttrain.batch import PairLoss, TokenLoss
@@ -82,7 +84,7 @@ FLAT = {"rewards": [{"use": "own.py:flat"}]}
 DROPPED = {"keep": "dynamic_sampling", "scoring": {"workers": 1, "correct_at": 2.0}}
 TINY_LR = {"optim": {"lr": 1e-30}}
 
-# what is trained on, and what is said of it at the latest behind the first step
+# what is trained on, and the message at the latest after the first step
 NOTHING: dict[str, tuple[dict[str, Any], str]] = {
     "equal rewards": (RL | FLAT, "no update in this step: no group has a signal; no answer reached scoring.correct_at"),
     "unscored": (RL | {"rewards": [{"use": "own.py:silent"}]}, "silent returned None for all"),
@@ -133,7 +135,9 @@ def made(tmp_path: Path) -> Callable[[dict[str, Any]], Any]:
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_nothing_is_trained(case: str, made: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_training_signal_is_stopped(
+    case: str, made: Any, opened: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
     values, said = NOTHING[case]
     recipe = made(values)
     with opened() as directory, pytest.raises(PosttrainError) as told:
@@ -146,7 +150,7 @@ def test_nothing_is_trained(case: str, made: Any, opened: Opened, capsys: pytest
 
 
 @pytest.mark.parametrize("values", [RL, SFT, DPO], ids=lambda values: values["stage"])
-def test_a_frozen_model_is_refused(values: Any, made: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_model_is_refused(values: Any, made: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     build = optim.build
     monkeypatch.setattr(optim, "build", lambda model, *rest: build(model.requires_grad_(False), *rest))
     recipe = made(values)
@@ -155,10 +159,10 @@ def test_a_frozen_model_is_refused(values: Any, made: Any, opened: Opened, monke
 
 
 @pytest.mark.parametrize("values", [RL, SFT, DPO], ids=lambda values: values["stage"])
-def test_an_adapter_that_no_gradient_reaches(
+def test_adapter_without_gradient_is_refused(
     values: Any, made: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both of its factors are 0: so is the gradient of either."""
+    """Both of its factors are 0, so the gradients of both are 0."""
     build = optim.build
 
     def zeroed(model: Any, *rest: Any) -> Any:
@@ -174,7 +178,7 @@ def test_an_adapter_that_no_gradient_reaches(
     assert "the gradient of every trained weight is 0" in capsys.readouterr().err
 
 
-def test_a_scale_at_which_every_gradient_overflows(
+def test_loss_scale_at_which_every_gradient_overflows(
     made: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = functools.partial(torch.amp.GradScaler, init_scale=2.0**40, backoff_factor=0.999)
@@ -185,8 +189,8 @@ def test_a_scale_at_which_every_gradient_overflows(
 
 
 @pytest.mark.parametrize("values", [RL | FLAT, SFT | TINY_LR, DPO | TINY_LR], ids=lambda values: values["stage"])
-def test_steps_in_a_row_without_an_update_end_the_run(values: Any, made: Any, opened: Opened) -> None:
-    """Saved, so that more patience with --resume goes on with the next step."""
+def test_consecutive_steps_without_an_update_stop_the_run(values: Any, made: Any, opened: Opened) -> None:
+    """The run is saved, so --resume with a higher limit continues with the next step."""
     make = lambda limit: made(values | {"run": {"steps": 5, "max_idle_steps": limit}})  # noqa: E731
     recipe = make(2)
     with opened() as directory, pytest.raises(RunError, match=r"no update in the last 2 steps(.|\n)*max_idle_steps"):
@@ -198,7 +202,7 @@ def test_steps_in_a_row_without_an_update_end_the_run(values: Any, made: Any, op
     assert [row["step"] for row in read_metrics(directory.path)] == [1, 2, 3, 4, 5]
 
 
-def test_the_summary_counts_updates_and_the_share_of_tokens(made: Any, opened: Opened) -> None:
+def test_summary_counts_updates_and_the_share_of_trained_tokens(made: Any, opened: Opened) -> None:
     with opened() as directory:
         found = sft.run(made(SFT), directory)
         rows = read_metrics(directory.path)
@@ -211,7 +215,7 @@ def test_the_summary_counts_updates_and_the_share_of_tokens(made: Any, opened: O
     assert 0 < found["trained_ratio"] <= 1
 
 
-def test_counts_of_a_run_that_goes_idle_are_resumed() -> None:
+def test_update_counts_are_resumed() -> None:
     """Two updates in step 1, none in 2 and 3, one in 4."""
     state = State()
     for updates in (2, 0, 0):
@@ -227,7 +231,7 @@ def test_counts_of_a_run_that_goes_idle_are_resumed() -> None:
     assert update_check.summary(state) == {"updates": 3, "steps_without_update": 2, "trained_ratio": pytest.approx(0.4)}
 
 
-def test_a_reward_that_returns_nothing_is_named(made: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_without_return_value_is_named(made: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = made(RL | {"rewards": [{"use": "own.py:silent"}]})
     with opened() as directory, pytest.raises(RunError, match="nothing was trained"):
         rl.run(recipe, directory)
@@ -246,7 +250,9 @@ def test_a_reward_that_returns_nothing_is_named(made: Any, opened: Opened, capsy
         ([False, False, True, True], [False, False, False, True], "share", None),
     ],
 )
-def test_signal_is_what_keep_and_masks_leave(keep: list[bool], mask: list[bool], name: str, said: str | None) -> None:
+def test_signal_is_counted_after_keep_and_masks(
+    keep: list[bool], mask: list[bool], name: str, said: str | None
+) -> None:
     """Two groups of two whose rewards differ; in the last case one is dropped, and one row of the other is masked."""
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 0, 1, 1]),

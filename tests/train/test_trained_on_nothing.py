@@ -1,7 +1,7 @@
-"""Each way to train on nothing, as a user meets it on the command line.
+"""Each way to train on nothing, as a user sees it on the command line.
 
-What is wrong is said before the first step or directly after it, the exit status is not 0, and nothing of what is left
-looks like a trained model.
+The problem is reported before or directly after the first step, the exit status is not 0, and no output looks like a
+trained model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FLAT = "rewards=[{use: 'own.py:flat'}]"
 RATE = "the learning rate 1e-30 changes no weight"
 NO_GRADIENT = "the gradient of every trained weight is 0"
 
-# verb, what is changed, what is said. Refused: before anything is loaded. Without rows: once they are rendered.
+# verb, change, message. Refused: before anything is loaded. Without rows: after rendering.
 REFUSED = {
     "sft, rate 0": ("sft", ["optim.lr=0"], "optim.lr: must be greater than 0"),
     "rl, rate 0": ("rl", ["optim.lr=0"], "optim.lr: must be greater than 0"),
@@ -129,7 +129,7 @@ IDLE = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with data, rewards and a recipe for each verb; the working directory."""
+    """The working directory, with data, rewards and a recipe for each verb."""
     sums = [(f"{i}+{i}=", f"{2 * i}.") for i in range(12)]
     masked = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "train": False}]
     files = {
@@ -170,7 +170,7 @@ def test_refused_before_anything_is_loaded(case: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WITHOUT_ROWS)
-def test_no_row_is_left(case: str, folder: Path) -> None:
+def test_data_without_remaining_rows_is_refused(case: str, folder: Path) -> None:
     verb, changes, said = WITHOUT_ROWS[case]
     result = call(verb, *changes, "--output", "out")
     assert result.exit_code == 2 and said in in_one_line(result.stderr), result.stderr
@@ -178,7 +178,7 @@ def test_no_row_is_left(case: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", IDLE)
-def test_no_step_makes_an_update(case: str, folder: Path) -> None:
+def test_run_without_any_update_fails(case: str, folder: Path) -> None:
     verb, changes, said = IDLE[case]
     result = call(verb, *changes, "--output", "out")
     told = in_one_line(result.stderr)
@@ -192,15 +192,15 @@ def test_no_step_makes_an_update(case: str, folder: Path) -> None:
     assert [row["updates"] for row in rows] == [0, 0, 0]
 
 
-def test_dapo_that_finds_no_group_to_keep_says_why(folder: Path) -> None:
+def test_dapo_without_a_group_to_keep_reports_why(folder: Path) -> None:
     result = call("rl", "algorithm=dapo", "--output", "out")
     assert result.exit_code == 1 and not (folder / "out" / "final").exists()
     told = in_one_line(result.stderr)
     assert "none of 4 groups passed `keep` in 10 generation batches" in told and "40 had no right answer" in told
 
 
-def test_a_long_run_without_updates_is_stopped(folder: Path) -> None:
-    """The steps that are allowed to pass without one are counted, and the recipe says how many."""
+def test_long_run_without_updates_is_stopped(folder: Path) -> None:
+    """Steps without an update are counted against the limit that the recipe sets."""
     result = call("rl", FLAT, "run.steps=1000", "run.max_idle_steps=2", "--output", "out")
     assert result.exit_code == 1 and "no update in the last 2 steps, 0 updates before" in result.stderr
     assert not (folder / "out" / "final").exists()
@@ -212,20 +212,20 @@ def test_a_long_run_without_updates_is_stopped(folder: Path) -> None:
     ids=["dpo, tiny beta", "sft, gradients clipped to next to nothing"],
 )
 @pytest.mark.usefixtures("folder")
-def test_updates_of_next_to_nothing_are_told(verb: str, changes: list[str]) -> None:
+def test_negligible_updates_are_reported(verb: str, changes: list[str]) -> None:
     result = call(verb, *changes, "--output", "out")
     first, _, rest = in_one_line(result.stderr).partition("optim.eps (1e-08) takes more than 99% of each update")
     assert f"{verb} 1/3" in first and f"{verb} 3/3" in rest
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_warm_up_longer_than_the_run_is_told() -> None:
+def test_warm_up_longer_than_the_run_is_reported() -> None:
     result = call("sft", "optim.warmup_steps=100", "--output", "out")
     assert "the learning rate rises to 2.97e-05 and never reaches optim.lr 0.001" in result.stderr
     assert "never reaches" not in call("sft", "optim.warmup_steps=2", "--output", "other").stderr
 
 
-def test_a_sound_run_is_none_of_these(folder: Path) -> None:
+def test_working_run_triggers_none_of_these_checks(folder: Path) -> None:
     result = call("sft", "--output", "out", "--json")
     summary = json.loads(result.stdout)
     assert result.exit_code == 0 and (summary["updates"], summary["steps_without_update"]) == (3, 0)
@@ -233,8 +233,8 @@ def test_a_sound_run_is_none_of_these(folder: Path) -> None:
     assert summary["trainable_parameters"] == 113856 and (folder / "out" / "final").is_dir()
 
 
-def test_the_ledger_accounts_for_every_token_of_a_run(folder: Path) -> None:
-    """With groups that `keep` drops and others replace."""
+def test_ledger_accounts_for_every_token_of_a_run(folder: Path) -> None:
+    """Includes groups that `keep` drops and that others replace."""
     changes = ["keep=dynamic_sampling", "rollout.max_gen_batches=8", "scoring.correct_at=0.12"]
     result = call("rl", *changes, "--output", "out", "--json")
     found = json.loads(result.stdout)["ledger"]

@@ -1,5 +1,6 @@
-"""Trees of rollouts: a search branches, grades its ends, backs up what they say, and its paths are trained on; the same
-on two ranks (test_distributed.py), and from the middle of a run."""
+"""Tree search in rollouts: a search branches, grades its leaves, backs up their values, and its paths are trained
+on; also on two ranks (test_distributed.py) and resumed from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ Trained = list[tuple[list[Rollout], RolloutBatch]]
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """The rollouts and the batch of each step, with advantages."""
+    """Record the rollouts and the batch of each step, with advantages."""
     found: Trained = []
     update, batch_of = rl.update, rl.batch_of
     sampled: list[list[Rollout]] = []
@@ -116,7 +117,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 @pytest.fixture
 def run(cli: Any, home: Path) -> Callable[..., list[Values]]:
-    """The metrics of a recipe's steps through the command line."""
+    """Run a recipe's steps through the command line and return their metrics."""
 
     def started(values: Values, name: str = "run", *options: str) -> list[Values]:
         (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
@@ -127,19 +128,20 @@ def run(cli: Any, home: Path) -> Callable[..., list[Values]]:
 
 
 def trees_of(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """The rows of each tree, by their place."""
+    """Return the rows of each tree, by position."""
     found: dict[int, list[int]] = {}
     for place, rollout in enumerate(rollouts):
         found.setdefault(rollout.group, []).append(place)
     return list(found.values())
 
 
-def test_paths_share_what_was_sampled_once_and_each_step_has_the_credit_of_its_node(
+def test_tree_paths_share_tokens_and_steps_get_the_advantage_of_their_node(
     run: Callable[..., list[Values]], trained: Trained
 ) -> None:
-    """Three steps of DeepSearch: paths of a tree begin with the same tokens and log-probs where they share a node; a
-    token's advantage is tanh(value) of its node (its end: the value itself) minus the mean of the tree's ends; no node
-    on a right path is worth less than 0, and a right end is worth 1."""
+    """Three steps of DeepSearch: paths of a tree start with the same tokens and log-probs up to the node they share;
+    a token's advantage is tanh(value) of its node (for a leaf the value itself) minus the mean over the tree's
+    leaves; no node on a right path has a value below 0, and a right leaf has value 1.
+    """
     metrics = run(values_of())
     assert any(row["grad_norm"] > 0 for row in metrics)
     branched = right = 0
@@ -167,7 +169,7 @@ def test_paths_share_what_was_sampled_once_and_each_step_has_the_credit_of_its_n
     assert branched > 0 and right > 0
 
 
-def test_a_shared_node_is_trained_once_unless_each_path_trains_it(
+def test_shared_node_is_trained_once_unless_each_path_trains_it(
     run: Callable[..., list[Values]], trained: Trained
 ) -> None:
     run(values_of({**MCTS, "shared_prefix": "once"}, run={"steps": 1}))
@@ -184,9 +186,10 @@ def test_a_shared_node_is_trained_once_unless_each_path_trains_it(
         assert set(counts.values()) == {1}
 
 
-def test_rows_that_the_search_has_graded_are_not_scored_again(run: Callable[..., list[Values]], home: Path) -> None:
-    """Each end is called once, those of no row too: the calls are as many as the ends of all trees, each of which is
-    in a row or a sibling of one."""
+def test_rows_graded_by_the_search_are_not_scored_again(run: Callable[..., list[Values]], home: Path) -> None:
+    """Each leaf is graded once, including leaves that are no row: there are as many calls as leaves of all trees,
+    each of which is in a row or a sibling of one.
+    """
     metrics = run(values_of(run={"steps": 1, "samples_per_step": 40}))
     scored = (home / "calls.txt").read_text().splitlines()
     records = [json.loads(line) for line in (home / "run" / "samples.jsonl").read_text().splitlines()]
@@ -198,8 +201,8 @@ def test_rows_that_the_search_has_graded_are_not_scored_again(run: Callable[...,
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_goes_on_from_its_middle(run: Callable[..., list[Values]], home: Path, staleness: int) -> None:
-    """With staleness the paths of the step to come are in the checkpoint, with their nodes."""
+def test_run_with_trees_resumes_exactly(run: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+    """With staleness, the paths of the next step are in the checkpoint, with their nodes."""
     correct = {"corrections": [{"use": "tis"}]} if staleness else {}
     values = values_of(rollout={"staleness": staleness}, **correct)
     whole = run(values)
@@ -208,15 +211,17 @@ def test_a_run_goes_on_from_its_middle(run: Callable[..., list[Values]], home: P
     assert run(values, "run", "--resume") == whole
 
 
-def test_right_answers_of_hard_prompts_take_the_first_places_when_they_come_again(
+def test_stored_right_answers_of_hard_prompts_replace_the_search(
     run: Callable[..., list[Values]], trained: Trained, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step asks the same five prompts. Those whose paths are right seldom, at most half of them, are not searched
-    again: their right answers are the first rows, given and trained on with the value 1, beside whole completions. A
-    run that goes on from the middle knows them too."""
+    """Every step has the same five prompts.
+
+    Prompts with at most half of their paths right are not searched again: their right answers are the first rows,
+    given and trained on with value 1, next to whole completions. A resumed run has the stored answers too.
+    """
     shape = {**MCTS, "reuse_below": 0.5, "direct": 4}
     values = values_of(shape, data={"source": "rows.jsonl", "size": 5}, scoring={"workers": 1, "correct_at": 0.15})
-    learn = TreeSearch.learn  # as if paths of 8 tokens had ended by themselves: what did not is not stored
+    learn = TreeSearch.learn  # as if paths of 8 tokens had ended with EOS: unfinished paths are not stored
 
     def learn_of_all(self: Any, memory: Any, ended: Any, step: int) -> Any:
         return learn(self, memory, [one._replace(finish="stop") for one in ended], step)
@@ -243,8 +248,8 @@ def test_right_answers_of_hard_prompts_take_the_first_places_when_they_come_agai
     assert run(values, "run", "--resume") == metrics
 
 
-def test_a_prompt_that_is_solved_more_often_leaves_the_store() -> None:
-    """At most a quarter right: stored; none right: as it was; half right: gone. Given rows say nothing of it."""
+def test_prompt_solved_more_often_leaves_the_store() -> None:
+    """At most a quarter right: stored; none right: unchanged; half right: removed. Given rows do not count."""
     search = TreeSearch(reuse_below=0.25, stored=2)
 
     def step(memory: Any, *rights: bool, uid: str = "a", given: bool = False) -> Any:
@@ -266,7 +271,7 @@ def test_a_prompt_that_is_solved_more_often_leaves_the_store() -> None:
     assert TreeSearch().learn(None, [Ended("a", (1,), False, 1.0, True)], 0) == ({}, {})
 
 
-def test_a_class_that_learns_nothing_is_refused(home: Path, cli: Any) -> None:
+def test_class_without_learn_is_refused(home: Path, cli: Any) -> None:
     (home / "one.py").write_text("class Forgets:\n    async def run(self, asked):\n        return []\n")
     (home / "run.yaml").write_text(
         json.dumps(values_of("one.py:Forgets", advantage="group", algorithm=None, rollout={"group_size": 2}))
@@ -275,8 +280,8 @@ def test_a_class_that_learns_nothing_is_refused(home: Path, cli: Any) -> None:
         cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
-def test_a_function_of_the_users_grows_a_tree(run: Callable[..., list[Values]], trained: Trained) -> None:
-    """The better of two beginnings is continued twice; both rows have its value and share its tokens."""
+def test_custom_function_grows_a_tree(run: Callable[..., list[Values]], trained: Trained) -> None:
+    """The better of two prefixes is continued twice; both rows have its value and share its tokens."""
     run(values_of("./shapes.py:best_of_two", run={"steps": 1}))
     rollouts, batch = trained[0]
     assert len(rollouts) == 10 and batch.node_ids is not None
@@ -285,16 +290,19 @@ def test_a_function_of_the_users_grows_a_tree(run: Callable[..., list[Values]], 
         assert (one.nodes[1].number, other.nodes[1].number) == (3, 4)
 
 
-def test_data_inspect_says_what_a_tree_becomes(home: Path, cli: Any) -> None:
-    """Four paths of four segments of two tokens, none of which ends well, so that the deepest node that has not grown
-    is next. With `once` the second and third add two segments each to the first, and the fourth three."""
+def test_data_inspect_shows_the_rows_of_a_tree(home: Path, cli: Any) -> None:
+    """Four paths of four segments of two tokens.
+
+    No path ends well, so the deepest unexpanded node is next. With `once` the second and third add two segments each
+    to the first, and the fourth three.
+    """
     for shared, trained in (("each", 32), ("once", 22)):
         (home / "run.yaml").write_text(json.dumps(values_of({**MCTS, "shared_prefix": shared})))
         said = " ".join(cli.run("data", "inspect", str(home / "run.yaml")).split())
         assert f"mcts: a rollout that fills its limits is 4 rows, a group of its own; {trained} of 32 tokens" in said
 
 
-def test_plan_counts_the_paths(home: Path, cli: Any) -> None:
+def test_plan_counts_the_tree_paths(home: Path, cli: Any) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of()))
     assert re.search(r"rows of a rollout that fills its limits\s+4", cli.run("plan", str(home / "run.yaml")))
 
@@ -310,18 +318,18 @@ def test_plan_counts_the_paths(home: Path, cli: Any) -> None:
         ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
     ],
 )
-def test_what_cannot_stand_beside_a_tree_is_refused(home: Path, changes: Values, message: str) -> None:
+def test_keys_incompatible_with_a_tree_are_refused(home: Path, changes: Values, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_dict(values_of(**changes), base_dir=home, where="test")
 
 
-def test_credit_by_node_without_a_tree_is_refused(home: Path) -> None:
+def test_node_advantage_without_a_tree_is_refused(home: Path) -> None:
     values = values_of({"use": "serial_exit"}, algorithm="grpo", advantage="tree_steps")
     with pytest.raises(RecipeError, match=r"paths of a tree: `rollout\.shape: mcts`"):
         load_dict(values, base_dir=home, where="test")
 
 
-def test_a_reward_that_reads_many_rows_is_refused_before_the_model_loads(
+def test_batched_reward_with_a_tree_is_refused_before_the_model_loads(
     home: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posttrain.train.assemble.sharding.load", lambda *_, **__: pytest.fail("the model was loaded"))
@@ -334,8 +342,9 @@ def test_a_reward_that_reads_many_rows_is_refused_before_the_model_loads(
 def search(
     answers: Callable[[tuple[int, ...], int], tuple[int, ...]], right: Callable[[Row], bool], **keys: Any
 ) -> list[Row]:
-    """The rows of `mcts` behind the prompt (9,), of at most six tokens; answers: (what was asked, place) -> tokens,
-    where 0 ends a completion."""
+    """Return the rows of `mcts` for the prompt (9,), of at most six tokens; answers: (request, position) -> tokens,
+    where 0 ends a completion.
+    """
 
     async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
         assert not greedy
@@ -353,12 +362,14 @@ def search(
     return asyncio.run(TreeSearch(segment_tokens=2, **keys).run(asked))
 
 
-def test_the_search_goes_on_below_what_ended_well() -> None:
-    """Two children each, tokens 1 and 2, which end at depth 3; right are paths that begin with 2. The first path goes
-    down the first children, as UCT ties, and ends wrong: -1/4, -1/2, -3/4, -1 from the root down. Of the nodes that
-    have not grown, (1,2) has the parent -1/2 / 2 and (2) the root, -1/4 / 1: equal, and the deeper one is next. It ends
-    wrong: (1) has -1 and the root -1/2. Then (2) is all that is left to grow; its first child ends right, which sets
-    the root to 1/4 and (2), which had 0, to 1/2; the second ends right, too: 1/2 and 1."""
+def test_search_continues_below_nodes_with_right_leaves() -> None:
+    """Two children each, tokens 1 and 2, which end at depth 3; paths that begin with 2 are right.
+
+    The first path follows the first children, as UCT ties, and ends wrong: -1/4, -1/2, -3/4, -1 from the root down.
+    Of the unexpanded nodes, (1,2) has the parent value -1/2 / 2 and (2) the root's -1/4 / 1: equal, so the deeper
+    one is next. It ends wrong: (1) has -1 and the root -1/2. Then only (2) can be expanded; its first child ends
+    right, which sets the root to 1/4 and (2), which had 0, to 1/2; the second ends right, too: 1/2 and 1.
+    """
 
     def answers(prompt: tuple[int, ...], place: int) -> tuple[int, ...]:
         return (place + 1, 0) if len(prompt) == 3 else (place + 1,)
@@ -369,12 +380,14 @@ def test_the_search_goes_on_below_what_ended_well() -> None:
     assert [[node.value for node in row.nodes] for row in rows] == [
         [-1, -0.75, -1], [-1, -0.75, -1], [1, 0.75, 1], [1, 0.75, 1]
     ]  # fmt: skip
-    assert rows[0].nodes[0].visits == rows[2].nodes[0].visits == 3  # once as a candidate, and two paths
+    assert rows[0].nodes[0].visits == rows[2].nodes[0].visits == 3  # once as a candidate, and in two paths
 
 
-def test_the_surest_right_end_of_a_step_is_backed_up() -> None:
-    """Ends (1,0), (2,0) and (3,0), of which the last two are right: (2,0) has the higher log-probs. The next path is
-    (3,0), an end that was left over, as nothing can grow."""
+def test_right_leaf_with_the_highest_log_probs_is_backed_up() -> None:
+    """Leaves (1,0), (2,0) and (3,0); the last two are right and (2,0) has the higher log-probs.
+
+    The next path is the remaining leaf (3,0), as no node can be expanded.
+    """
     rows = search(
         lambda _, place: (place + 1,), lambda row: row.segments[0].ids != (1,),
         width=3, max_depth=1, paths=2,
@@ -382,15 +395,16 @@ def test_the_surest_right_end_of_a_step_is_backed_up() -> None:
     assert [row.segments[0].ids for row in rows] == [(2,), (3,)]
 
 
-def test_a_tree_ends_at_its_bound_with_one_path() -> None:
-    """max_nodes comes before any end: the newest path is a row that was cut off."""
+def test_tree_at_max_nodes_returns_one_path() -> None:
+    """max_nodes is reached before any leaf: the newest path is a truncated row."""
     rows = search(lambda _, place: (place + 1,), lambda _: True, width=2, max_depth=3, paths=4, max_nodes=4)
     assert len(rows) == 1 and rows[0].finish == "length" and len(rows[0].segments) == 1
 
 
-def test_credit_of_steps_by_hand() -> None:
-    """Two paths of one tree: nodes worth 0.5 and 1, and 0.5 and -1, whose mean end is 0; a third row is alone in its
-    tree, and nothing is subtracted. With the reward as the final score: 1 and 0, mean 1/2."""
+def test_node_advantages_by_hand() -> None:
+    """Two paths of one tree: node values 0.5 and 1, and 0.5 and -1, with a mean leaf of 0; a third row is alone in
+    its tree, and nothing is subtracted. With the reward as the final score: 1 and 0, mean 1/2.
+    """
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 0, 1]),
         mask=torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=torch.bool),
@@ -404,9 +418,11 @@ def test_credit_of_steps_by_hand() -> None:
     assert by_reward == pytest.approx([half - 0.5, half - 0.5, 0.5, half - 0.5, -0.5, 0.0, 1.0, 0.0, 0.0])
 
 
-def test_an_engine_that_takes_requests_as_they_come_grows_the_same_tree(tmp_path: Path) -> None:
-    """Two prompts whose trees wait for no other: each request has the path so far as its prompt and a seed of its own;
-    ends are graded by calls in this thread, each once; and all tokens are counted, those of no path too."""
+def test_concurrent_engine_grows_the_same_tree(tmp_path: Path) -> None:
+    """Two prompts whose trees do not wait for each other: each request has the path so far as its prompt and a
+    separate seed; leaves are graded by calls in this thread, each once; and all tokens are counted, including those
+    of no path.
+    """
     tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
     engine = ConcurrentScriptedEngine(lambda request, _: str(len(request.ids)) * 9, tokenizer)
     graded: list[Rollout] = []

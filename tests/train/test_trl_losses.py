@@ -1,4 +1,4 @@
-"""Our pair losses and those of TRL's DPOTrainer on one batch and a policy moved away from its reference."""
+"""Our pair losses compared with TRL's DPOTrainer on one batch and a policy moved away from its reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.models import load as models
 from posttrain.train import preference
 from posttrain.train.hf_trainer import Job
 
-# ours, its keys, TRL's settings, and what TRL's number is times ours.
+# our loss, its keys, TRL's settings, and the ratio of TRL's value to ours.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "robust": (
         "dpo",
@@ -46,13 +46,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 
 
 class Stock(DPOTrainer):
-    """TRL's trainer as it comes, but for tokenisation, which our renderer did."""
+    """TRL's unmodified trainer, except for tokenization, which our renderer did."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         return dataset
 
 
-def test_losses_and_gradients_are_those_of_trl(dpo_recipe: Any, opened: Any, tmp_path: Any) -> None:
+def test_losses_and_gradients_match_trl(dpo_recipe: Any, opened: Any, tmp_path: Any) -> None:
     recipe = dpo_recipe(batch={"size": 6, "micro_size": 6})
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
     pairs = prepare_pairs(recipe.data, loaded.tokenizer, tmp_path).items
@@ -87,15 +87,17 @@ def test_losses_and_gradients_are_those_of_trl(dpo_recipe: Any, opened: Any, tmp
 
 
 def step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of one batch."""
+    """Compute loss and gradient of one batch."""
     trainer.model.zero_grad()
     value = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(6))
     value.backward()
     return value.item(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
 
 
-def test_losses_without_a_reference_are_those_of_trl() -> None:
-    """ORPO's term (TRL takes means by token, in float32, and adds the likelihood elsewhere) and CPO's without it."""
+def test_reference_free_losses_match_trl() -> None:
+    """ORPO's term (TRL takes means by token in float32 and adds the likelihood elsewhere) and CPO without the
+    likelihood.
+    """
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
@@ -115,9 +117,10 @@ def test_losses_without_a_reference_are_those_of_trl() -> None:
     torch.testing.assert_close(simpo.losses, expected)
 
 
-def test_kto_is_that_of_trl() -> None:
-    """Loss and gradient by log-probs, with a positive KL estimate and with one below 0, which counts as 0. TRL takes
-    that of a micro-batch, ours is that of the step: here they are one."""
+def test_kto_matches_trl() -> None:
+    """Loss and gradient with respect to log-probs, with a positive KL estimate and with a negative one, which counts
+    as 0. TRL estimates KL on a micro-batch, we on the step: here they are the same.
+    """
     weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
     labels, ref = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([-5.0, -6.0, -2.0, -4.0])
     for gap in (0.8, -0.8):
@@ -139,7 +142,7 @@ def test_kto_is_that_of_trl() -> None:
 
 
 def trl_kto(logp: Any, ref: Any, labels: Any, kl: Any, ref_kl: Any, **settings: float) -> torch.Tensor:
-    """The loss of TRL's KTOTrainer for completions of one token with these log-probs."""
+    """Compute the loss of TRL's KTOTrainer for one-token completions with these log-probs."""
     from collections import defaultdict
 
     from trl import KTOTrainer

@@ -44,7 +44,7 @@ REWARDS: dict[str, list[float | None]] = {
     "short": [0.5, 0, 0.25, 1, 0.5, 0.5, 0.5, 0.5, 1, None, 0.25, None, 0, 0.5, None, 0.75],
 }
 
-# method -> what TRL is told; the preset of the same name is what we do
+# method -> TRL's settings; ours are the preset of the same name
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
@@ -68,7 +68,7 @@ Made = Callable[..., Trainer]
 
 
 def completions(tokenizer: Any) -> list[list[int]]:
-    """Token ids of all rows; all but those of CUT end with the end of text."""
+    """Return token ids of all rows; all rows except CUT end with EOS."""
     draw = torch.Generator().manual_seed(1)
     rows = [torch.randint(20, len(tokenizer), (n,), generator=draw).tolist() for n in LENGTHS]
     return [row if i in CUT else [*row[:-1], tokenizer.eos_token_id] for i, row in enumerate(rows)]
@@ -76,7 +76,7 @@ def completions(tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """Makes TRL trainers on `tiny` with fixed rollouts, and log-probs that a test sets as `trainer.logps`."""
+    """Factory of TRL trainers on `tiny` with fixed rollouts, and log-probs that a test sets as `trainer.logps`."""
     pytest.importorskip("trl")
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -86,7 +86,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     done = completions(tokenizer)
 
     class FixedLogps:
-        logps: Tensor | None = None  # None = those of the model
+        logps: Tensor | None = None  # None: the model's log-probs
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             if self.logps is None:
@@ -143,12 +143,12 @@ def rows_of_data(rewards: dict[str, list[float | None]]) -> list[dict[str, Any]]
 
 
 def scored(trainer: Trainer, rewards: dict[str, list[float | None]] = REWARDS) -> dict[str, Tensor]:
-    """TRL's batch with its advantages; log-probs that are not its own are added by `with_logps`."""
+    """Return TRL's batch with its advantages; log-probs from elsewhere are added by `with_logps`."""
     return trainer._generate_and_score_completions(rows_of_data(rewards))
 
 
 def our_batch(rewards: dict[str, list[float | None]] = REWARDS) -> RolloutBatch:
-    """The same rollouts as ours."""
+    """Return the same rollouts as our batch."""
     groups = [i // SIZE for i in range(ROWS)]
     total = combine(rewards, WEIGHTS, dict.fromkeys(WEIGHTS, "ignore_component"), groups)
 
@@ -176,7 +176,9 @@ def logps(method: str) -> dict[str, Tensor]:
 def trl_step(
     trainer: Trainer, batch: dict[str, Tensor], given: dict[str, Tensor], beta: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """TRL's loss and its gradient by log-prob. beta is set only now: the trainer would load a reference model."""
+    """Compute TRL's loss and its gradient by log-prob. beta is set only now: otherwise the trainer would load a
+    reference model.
+    """
     trainer.beta = beta
     trainer.logps = given["new"].clone().requires_grad_()
     inputs = {**batch, "old_per_token_logps": given["old"], "ref_per_token_logps": given["ref"]}
@@ -186,7 +188,7 @@ def trl_step(
 
 
 def our_step(objective: Objective, batch: RolloutBatch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Our loss and its gradient by log-prob."""
+    """Compute our loss and its gradient by log-prob."""
     new = given["new"].clone().requires_grad_()
     assigned = objective.compute_advantages(batch.replace(old_logp=given["old"], ref_logp=given["ref"]))
     loss, _ = objective.loss(assigned, new, objective.totals(assigned))
@@ -207,7 +209,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 @METHOD
-def test_advantages(made: Made, method: str) -> None:
+def test_advantages_match_trl(made: Made, method: str) -> None:
     expected = scored(made(method))["advantages"]
     found = ours(method).compute_advantages(our_batch()).advantages
     assert found is not None and (expected != 0).sum() >= 8
@@ -216,10 +218,10 @@ def test_advantages(made: Made, method: str) -> None:
 
 @METHOD
 @pytest.mark.parametrize("kl", ["none", "k3", "k3_is"])
-def test_loss_and_gradient(made: Made, method: str, kl: str) -> None:
+def test_loss_and_gradient_match_trl(made: Made, method: str, kl: str) -> None:
     """Off-policy, with and without KL; `k3_is` is TRL's default (`use_bias_correction_kl`), `k3` is without it.
 
-    A KL has a gradient for rows without an advantage, too.
+    A KL also has a gradient for rows without an advantage.
     """
     if kl == "k3_is" and method in ("gspo", "luspo"):
         pytest.skip("TRL weighs a token's KL by the ratio of its sequence, we by its own")
@@ -236,14 +238,14 @@ def test_loss_and_gradient(made: Made, method: str, kl: str) -> None:
         "cispo",
         "sapo",
         "vespo",
-    ):  # the case is worth something: some tokens are clipped, others are not
+    ):  # the case is not trivial: some tokens are clipped, others are not
         signal = rows.mask & (batch["advantages"] != 0)[:, None]
         assert (by_logp[signal] == 0).any() and (by_logp[signal] != 0).any()
 
 
 @METHOD
-def test_truncated_rows_masked(made: Made, method: str) -> None:
-    """TRL's `mask_truncated_completions`: rows without an end lose their tokens and stay in the row count."""
+def test_masking_of_truncated_rows_matches_trl(made: Made, method: str) -> None:
+    """TRL's `mask_truncated_completions`: truncated rows lose their tokens and stay in the row count."""
     trainer, given = made(method, mask_truncated_completions=True), logps(method)
     batch = scored(trainer)
     expected, by_logp = trl_step(trainer, batch, given)
@@ -256,8 +258,8 @@ def test_truncated_rows_masked(made: Made, method: str) -> None:
 
 
 @METHOD
-def test_accumulated_over_micro_batches(made: Made, method: str) -> None:
-    """Four micro-batches of four rows: what TRL adds up is what we add up, with its denominators and ours."""
+def test_accumulation_over_micro_batches_matches_trl(made: Made, method: str) -> None:
+    """Four micro-batches of four rows: TRL's accumulated loss equals ours, with TRL's denominators and with ours."""
     parts = [slice(i, i + SIZE) for i in range(0, ROWS, SIZE)]
     settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "per_device_train_batch_size": SIZE}
     trainer, given = made(method, **settings), logps(method)
@@ -285,8 +287,10 @@ def test_two_sided_clip(made: Made) -> None:
 
 
 @pytest.mark.parametrize("method", ["grpo", "gspo", "dapo"])
-def test_gradient_by_parameters(made: Made, method: str) -> None:
-    """Nothing fixed but the rollouts: both compute log-probs from the model, on-policy; all parameters' gradients."""
+def test_parameter_gradients_match_trl(made: Made, method: str) -> None:
+    """Only the rollouts are fixed: both sides compute log-probs from the model, on-policy; all parameters' gradients
+    are compared.
+    """
     trainer = made(method)
     batch, model = scored(trainer), trainer.model
     assert "old_per_token_logps" not in batch
@@ -318,7 +322,7 @@ def test_dapo_drops_groups_without_a_signal(made: Made) -> None:
     assert_close(ours_by_logp * (tokens - 15), by_logp * tokens)
 
 
-def test_equal_rewards_teach_nothing(made: Made) -> None:
+def test_equal_rewards_have_zero_advantage(made: Made) -> None:
     """0.1 + 0.5 * 0.4 in every row: exactly 0 here; TRL's may be rounding over eps, at most some thousandths."""
     equal: dict[str, list[float | None]] = {"right": [0.1] * ROWS, "short": [0.4] * ROWS}
     found = ours("grpo").compute_advantages(our_batch(equal)).advantages
@@ -328,7 +332,7 @@ def test_equal_rewards_teach_nothing(made: Made) -> None:
 
 @pytest.mark.parametrize("method", ["dapo", "cispo"])
 def test_several_updates_have_their_own_denominators(made: Made, method: str) -> None:
-    """A generation batch used for two updates: TRL divides each by half of all tokens, we by those of the update."""
+    """One generation batch for two updates: TRL divides each by half of all tokens, we by the tokens of the update."""
     half = slice(0, ROWS // 2)
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": ROWS // 2}
     trainer, given = made(method, **settings), logps(method)
@@ -342,7 +346,7 @@ def test_several_updates_have_their_own_denominators(made: Made, method: str) ->
 
 
 def test_huge_ratios_stay_finite(made: Made) -> None:
-    """A token 800 nats likelier than before, in a row with a negative advantage: TRL's loss is infinite."""
+    """A token 800 nats more likely than before, in a row with a negative advantage: TRL's loss is infinite."""
     trainer, given = made("grpo"), logps("grpo")
     given["old"][1, 0] = given["new"][1, 0] - 800
     expected, _ = trl_step(trainer, scored(trainer), given)

@@ -1,4 +1,4 @@
-"""Rewards by turn: what they give, where it stands in the batch, and that turns learn from it."""
+"""Turn rewards: their values, their position in the batch, and learning from them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Echo:
 
 @pytest.fixture
 def scored(tmp_path: Path) -> Callable[..., Any]:
-    """Scores of samples by rewards of SCRIPT."""
+    """Return the scores of samples by rewards of SCRIPT."""
     (tmp_path / "s.py").write_text(SCRIPT)
 
     def score(samples: list[Sample], *rewards: dict[str, Any], **scoring: Any) -> Any:
@@ -72,8 +72,8 @@ def scored(tmp_path: Path) -> Callable[..., Any]:
     return score
 
 
-def test_weights_clips_and_conditions_are_of_each_turn(scored: Any) -> None:
-    """Digits 1, 0, 3 in three turns, at most 2 a turn: 1, 0, 2, times 0.5 is 1.5 in all; nothing without a 7."""
+def test_weights_clips_and_conditions_apply_per_turn(scored: Any) -> None:
+    """Digits 1, 0, 3 in three turns, at most 2 per turn: 1, 0, 2, times 0.5 gives 1.5 in total; nothing without a 7."""
     samples = [
         Sample(text, {}, parts=parts)
         for text, parts in [("7\nx\n456", ("7", "x", "456")), ("1\n2", ("1", "2")), ("7 none", ("7 none",))]
@@ -82,7 +82,7 @@ def test_weights_clips_and_conditions_are_of_each_turn(scored: Any) -> None:
     found = scored(
         samples, {"use": "right", "weight": 1, "correct": True}, digits, {"use": "picky", "on_none": "ignore_component"}
     )
-    assert found.components["digits"] == [4.0, 2.0, 1.0]  # as the script gave them
+    assert found.components["digits"] == [4.0, 2.0, 1.0]  # as the script returned them
     assert found.turn_scores["digits"] == [(1.0, 0.0, 3.0), (1.0, 1.0), (1.0,)]
     assert found.rewards == [1 + 1.5, 0.0, 1 + 0.5]
     assert found.turn_rewards == [(0.5, 0.0, 1.0), (0.0, 0.0), (0.5,)]
@@ -97,13 +97,13 @@ def test_steps_of_a_single_turn(scored: Any) -> None:
 
 
 @pytest.mark.parametrize(("use", "told"), [("long", "row 0: returned .* for 1 part"), ("blind", "takes no `parts`")])
-def test_a_wrong_reward_by_turn_is_told(use: str, told: str, scored: Any) -> None:
+def test_invalid_turn_reward_is_reported(use: str, told: str, scored: Any) -> None:
     with pytest.raises(RewardError, match=told):
         scored([Sample("x", {})], {"use": use})
 
 
 class Characters:
-    """A tokeniser whose tokens are characters."""
+    """A tokenizer whose tokens are characters."""
 
     def decode(self, ids: Any, **_: Any) -> str:
         return "".join(map(chr, ids))
@@ -113,7 +113,7 @@ class Characters:
 
 
 def rollout(*turns: tuple[str, str | None], reward: float, given: tuple[float, ...], group: int = 0) -> Rollout:
-    """Turns and replies, a character a token."""
+    """Return a rollout of turns and replies, with one character per token."""
     segments: list[Segment] = []
     for text, reply in turns:
         segments.append(Segment("model", tuple(map(ord, text))))
@@ -134,18 +134,18 @@ def rollout(*turns: tuple[str, str | None], reward: float, given: tuple[float, .
     return made
 
 
-def test_they_stand_at_the_ends_of_their_turns() -> None:
+def test_turn_rewards_are_placed_at_the_ends_of_their_turns() -> None:
     r = rollout(("ab", "xy"), ("cde", None), reward=2.0, given=(0.5, -1.0))
     assert r.part_ends == (1, 6)
     batch = rollout_batch([r], needs={"token_rewards", "turn_ids"})
     assert batch.turn_rewards is not None and batch.token_rewards is not None
     assert batch.turn_rewards.tolist() == batch.turn_scores["mine"].tolist() == [[0, 0.5, 0, 0, 0, 0, -1.0]]
-    assert batch.token_rewards.tolist() == [[0, 0.75, 0, 0, 0, 0, -0.75]]  # with the environment's 0.25 a turn
+    assert batch.token_rewards.tolist() == [[0, 0.75, 0, 0, 0, 0, -0.75]]  # with 0.25 per turn from the environment
     whole = token_rewards(batch.replace(token_rewards=None))
-    assert whole.tolist() == [[0, 0.5, 0, 0, 0, 0, 1.5]]  # the row's 2 less what the first turn has
+    assert whole.tolist() == [[0, 0.5, 0, 0, 0, 0, 1.5]]  # the row's 2 minus the first turn's reward
 
 
-def test_steps_end_where_their_text_does() -> None:
+def test_steps_end_at_the_end_of_their_text() -> None:
     text = "ab\ncd\n\nef"
     one = Rollout(Prompt("p", {}, "", (1,)), 0, (Segment("model", tuple(map(ord, text))),), text, "stop", 0)
     one.part_ends = ends_of_parts(one, "lines", Characters())
@@ -153,8 +153,10 @@ def test_steps_end_where_their_text_does() -> None:
     assert turn_of_each(one).tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
-def test_turns_of_a_step_batch() -> None:
-    """Two rollouts answer alike shown the same: what followed is compared there, -0.5 and 0.5 * gamma 1."""
+def test_turns_with_equal_states_are_compared() -> None:
+    """Two rollouts give the same reply to the same observation: their returns are compared there, -0.5 and 0.5 *
+    gamma 1.
+    """
     rows = [
         rollout(("ab", "x"), ("c", None), reward=1.0, given=(0.0, 0.0)),
         rollout(("q", "x"), ("d", None), reward=0.0, given=(0.0, 0.0)),
@@ -173,13 +175,13 @@ def test_turns_of_a_step_batch() -> None:
     assert steps.batch.dones is not None and steps.batch.dones.tolist() == [False, True] * 3
     found = gigpo(batch, gamma=1.0)
     assert found.shape == batch.mask.shape and not found[~batch.mask].any()
-    # episode 0.5, -0.5, 0; first turns share the prompt (the same again); of the second, two were shown x.
+    # episode 0.5, -0.5, 0; first turns share the prompt (same values); two second turns were shown x.
     assert found[0].tolist() == pytest.approx([1.0, 1.0, 0, 1.0] + [0.0] * (batch.mask.shape[1] - 4))
     assert float(found[1][batch.mask[1]][-1]) == pytest.approx(-1.0)
     assert float(found[2][batch.mask[2]][-1]) == pytest.approx(0.0)  # seen once
 
 
-def test_a_batch_without_a_trained_token_has_no_steps() -> None:
+def test_batch_without_trained_tokens_has_no_steps() -> None:
     empty = RolloutBatch(
         torch.zeros(2, dtype=torch.long),
         torch.zeros(2, 3, dtype=torch.bool),
@@ -190,7 +192,7 @@ def test_a_batch_without_a_trained_token_has_no_steps() -> None:
     assert gigpo(empty).tolist() == [[0.0] * 3] * 2
 
 
-def test_calls_know_their_turn() -> None:
+def test_calls_record_their_turn() -> None:
     r = rollout(("a", "b"), ("c", None), reward=0.0, given=())
     r.turns = (r.turns[0], Turn("c", (ToolCall("t", {}, "no", "error"),)))
     given = sample_fields(r)
@@ -200,7 +202,7 @@ def test_calls_know_their_turn() -> None:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[..., Any]:
-    """A recipe on the tiny model with rewards by turn."""
+    """Factory of recipes on the tiny model with turn rewards."""
     (tmp_path / "s.py").write_text(SCRIPT)
     (tmp_path / "echo.py").write_text(ECHO)
     (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"prompt": "say {i}"}}' for i in range(16)))
@@ -223,8 +225,8 @@ def toy(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("advantage", ["gigpo", "step_gae", "mc_critic"])
-def test_turns_learn_from_what_they_earn(advantage: str, toy: Any, opened: Opened) -> None:
-    """An environment pays each of three turns for a digit, and the rollout for nothing."""
+def test_policy_learns_from_turn_rewards(advantage: str, toy: Any, opened: Opened) -> None:
+    """An environment rewards each of three turns for a digit, and the rollout for nothing."""
     recipe = toy(
         environment={"use": "echo.py:Echo", **({"simulations": 8} if advantage == "mc_critic" else {})},
         rollout={
@@ -241,9 +243,12 @@ def test_turns_learn_from_what_they_earn(advantage: str, toy: Any, opened: Opene
     assert sum(earned[-3:]) / 3 > sum(earned[:3]) / 3 + 0.5
 
 
-def test_one_action_in_a_state_learns_from_plays_behind_it(toy: Any, opened: Opened, tmp_path: Path) -> None:
-    """MC-GRPO: the rewards say nothing. A digit is one legal action, which play rewards, and every other character the
-    second one; the policy learns to begin with a digit."""
+def test_single_action_learns_from_simulated_plays(toy: Any, opened: Opened, tmp_path: Path) -> None:
+    """MC-GRPO: rewards carry no signal.
+
+    A digit is one legal action, which the plays reward, and every other character the second one; the policy learns
+    to begin with a digit.
+    """
     (tmp_path / "choice.py").write_text(
         "class Choice:\n"
         "    def reset(self, row): self.over = False\n"
@@ -292,7 +297,7 @@ def test_steps_of_a_single_turn_are_credited(advantage: str, toy: Any, opened: O
         ),
     ],
 )
-def test_rewards_by_turn_that_nobody_gives(changes: Any, told: str, toy: Any, opened: Opened) -> None:
+def test_turn_advantage_without_turn_rewards_is_refused(changes: Any, told: str, toy: Any, opened: Opened) -> None:
     with pytest.raises((RewardError, ValueError), match=told), opened("run") as directory:
         rl.run(toy(**changes), directory)
 
@@ -317,8 +322,8 @@ def told(batch, *, column: Column = "tool_seconds"):
 """
 
 
-def test_what_tools_and_environments_take_is_measured(toy: Any, opened: Opened, tmp_path: Path) -> None:
-    """In the loop: two steps of 0.02 s are 0.04 s of a row and more; the rehearsal before has none."""
+def test_time_of_tools_and_environments_is_measured(toy: Any, opened: Opened, tmp_path: Path) -> None:
+    """In the loop: two steps of 0.02 s give at least 0.04 s per row; the earlier rehearsal has none."""
     (tmp_path / "timed.py").write_text(TIMED)
     recipe = toy(
         environment={"use": "timed.py:Slow"},
@@ -334,7 +339,7 @@ def test_what_tools_and_environments_take_is_measured(toy: Any, opened: Opened, 
     assert rehearsed == "0.000" and 0.02 <= float(measured) < 5
 
 
-def test_a_turn_takes_as_long_as_its_slowest_call() -> None:
+def test_turn_time_is_that_of_its_slowest_call() -> None:
     calls = [ToolCall("a", {}, "x", seconds=0.5), ToolCall("b", {}, "y", "error", seconds=2.0)]
     reply = _reply_to_calls(calls)
     assert reply.seconds == 2.0

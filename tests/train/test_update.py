@@ -1,4 +1,4 @@
-"""What the updates of one RL step compute, and how many passes they take."""
+"""The updates of one RL step: their gradients and the number of forward passes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def spread(completion):
 
 @pytest.fixture
 def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs two steps on `tiny`; gives the gradient of each update, how many rows went through passes without gradient,
-    and the metrics. Keyword arguments change sections of the recipe."""
+    """Run two steps on `tiny`; return the gradient of each update, the number of rows in passes without gradient,
+    and the metrics. Keyword arguments change sections of the recipe.
+    """
     (tmp_path / "rewards.py").write_text(REWARD)
     rows = [json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)}) for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -38,7 +39,7 @@ def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 10},
         "rewards": [{"use": "rewards.py:spread"}],
         "scoring": {"workers": 1},
-        "optim": {"lr": 1e-3, "eps": 1e-2},  # eps: an update that is as smooth as the gradient
+        "optim": {"lr": 1e-3, "eps": 1e-2},  # eps: makes the update as smooth as the gradient
         "run": {"steps": 2, "keep_rollouts": 2},
     }
 
@@ -76,12 +77,12 @@ def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
         ({"minibatches": 2, "epochs": 2}, 0.5),
     ],
 )
-def test_rows_of_the_first_update_are_not_measured_apart(
+def test_first_update_needs_no_separate_old_log_prob_pass(
     batch: dict[str, Any], left: float, ran: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their own training pass is at the weights of the start. The numbers are those of a pass over all rows."""
+    """The rows' training pass uses the weights of the start. The values equal those of a pass over all rows."""
     gradients, passes, values = ran("own", batch=batch)
-    monkeypatch.setattr(TrainContext, "has_dropout", True)  # then every row has a pass of its own
+    monkeypatch.setattr(TrainContext, "has_dropout", True)  # then every row has a separate pass
     all_gradients, all_passes, expected = ran("whole", batch=batch)
     updates = batch.get("minibatches", 1) * batch.get("epochs", 1)
     assert passes == left * all_passes and len(gradients) == len(all_gradients) == 2 * updates
@@ -95,14 +96,14 @@ def test_rows_of_the_first_update_are_not_measured_apart(
         torch.testing.assert_close(own.batch.old_logp, whole.batch.old_logp, rtol=1e-4, atol=1e-5)
 
 
-def test_one_pass_before_the_updates_measures_all_that_is_needed(ran: Run) -> None:
-    """A critic's values come from a pass over all rows, which gives the old log-probs as well."""
+def test_one_pass_gives_critic_values_and_old_log_probs(ran: Run) -> None:
+    """The critic's values need a pass over all rows, which also gives the old log-probs."""
     _, passes, _ = ran("ppo", algorithm="ppo", batch={"minibatches": 2}, kl={"coef": 0.0})
     assert passes == 2 * 16
 
 
-def test_with_dropout_all_rows_are_measured(ran: Run) -> None:
-    """A training pass with dropout is not that of the policy which the later ones are compared with."""
+def test_dropout_requires_an_old_log_prob_pass_over_all_rows(ran: Run) -> None:
+    """A training pass with dropout does not give the log-probs of the policy that later passes are compared with."""
     lora = {"path": "tiny", "lora": {"rank": 4, "dropout": 0.2}}
     assert ran("several", model=lora, batch={"minibatches": 2})[1] == 2 * 16
     assert ran("one", model=lora)[1] == 0

@@ -1,5 +1,6 @@
-"""Families of models that see: what the trainer computes of rows with images is what transformers computes of each row,
-padded and packed, with its gradient; and what the engine samples has the log-probs of the trainer."""
+"""Vision-language model families: rows with images, padded and packed, give the log-probs and gradients that
+transformers gives for each row alone; and the engine's samples have the trainer's log-probs.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def alone(loaded: LoadedModel, rows: Sequences) -> list[torch.Tensor]:
     return found
 
 
-def test_rows_of_a_batch_are_the_rows_alone(seeing: LoadedModel) -> None:
-    """Padded; packed where the model takes borders. The first image stands in two rows, and is looked at once."""
+def test_batched_rows_match_single_rows(seeing: LoadedModel) -> None:
+    """Padded, and packed if the model supports row boundaries. The first image is in two rows and is encoded once."""
     rows = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26, 27, 28]])
     expected = alone(seeing, rows)
     weights = [p for n, p in seeing.model.named_parameters() if n.endswith(("q_proj.weight", "patch_embedding.weight"))]
@@ -89,10 +90,12 @@ def test_rows_of_a_batch_are_the_rows_alone(seeing: LoadedModel) -> None:
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4), packed
 
 
-def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel) -> None:
-    """Rows of four prompts in one line, which have the log-probs and gradients of rows alone. Two of the prompts have
-    the same tokens and other images, and one row also has an image behind its prompt. Each image goes through the tower
-    once, whether rows share their prompt or not."""
+def test_rows_of_a_group_share_prompt_and_images(seeing: LoadedModel) -> None:
+    """Rows of four prompts are packed in one line and have the log-probs and gradients of single rows.
+
+    Two of the prompts have the same tokens and different images, and one row also has an image after its prompt.
+    Each image goes through the tower once, whether rows share their prompt or not.
+    """
     pictured, several, plain = prompts_of(seeing)
     assert pictured.images is not None
     turned = dataclasses.replace(pictured, images=dataclasses.replace(pictured.images, shown=(TURNED,)))
@@ -139,16 +142,18 @@ def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel) -> N
         assert read[1] == math.ceil((sum(rows.lengths) - shared) / 64) * 64 < sum(rows.lengths)
 
 
-def test_a_tower_that_runs_in_every_pass_runs_once(seeing: LoadedModel, monkeypatch: Any) -> None:
-    """On features; on pixels that the model is given itself; on a probe, where a row has no image. Which passes had
-    images is known, but for idle ones, which leave no gradient either."""
+def test_image_tower_runs_once(seeing: LoadedModel, monkeypatch: Any) -> None:
+    """With features; with pixels given to the model; with a probe, if a row has no image.
+
+    Passes with images are counted, except idle ones, which leave no gradient.
+    """
     model, reader = backbone(causal_of(seeing.model)), seeing.images
     assert reader is not None
     rows, runs = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26]]), list[int]()
     expected, see = alone(seeing, rows), model.get_image_features
 
     def counted(*args: Any, **given: Any) -> Any:
-        fresh = not isinstance((*args, *given.values())[0], tower.Features)  # which are handed back as they are
+        fresh = not isinstance((*args, *given.values())[0], tower.Features)  # which are returned unchanged
         runs.append(fresh)
         return see(*args, **given)
 
@@ -169,8 +174,8 @@ def test_a_tower_that_runs_in_every_pass_runs_once(seeing: LoadedModel, monkeypa
         assert not tower.pop_images_seen(model) and all(w.grad is None for w in seeing.model.parameters())
 
 
-def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypatch: Any) -> None:
-    """Those of transformers before 5.19 are given the features in place of pixels."""
+def test_models_without_feature_inputs_give_the_same_results(seeing: LoadedModel, monkeypatch: Any) -> None:
+    """Models of transformers before 5.19 get the features in place of pixels."""
     rows = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26]])
     with torch.no_grad():
         expected = completion_scores(seeing.model, rows, 3, reader=seeing.images)["logp"]
@@ -184,8 +189,8 @@ def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_family_trains_two_steps(kind: str, rows_of: Any, tmp_path: Path) -> None:
-    """sft, packed where a trial allows it, and rl with the transformers engine, whose log-probs are the trainer's."""
+def test_family_trains_two_steps(kind: str, rows_of: Any, tmp_path: Path) -> None:
+    """sft, packed if a trial allows it, and rl with the transformers engine, whose log-probs are the trainer's."""
     save_seeing(kind, tmp_path / kind)
     open_image(probe_image()).save(tmp_path / "frame.png")
     open_image(WIDE).save(tmp_path / "wide.png")
@@ -213,8 +218,8 @@ def test_a_family_trains_two_steps(kind: str, rows_of: Any, tmp_path: Path) -> N
             rows_of(sft.run, recipe, "packed")
 
 
-def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None:
-    """Two completions of each prompt in one batch: prompts are padded on the left, and run once."""
+def test_sampled_tokens_have_the_trainers_log_probs(seeing: LoadedModel) -> None:
+    """Two completions of each prompt in one batch: prompts are padded on the left and encoded once."""
     prompts = prompts_of(seeing)
     engine = TransformersEngine(seeing, batch_size=16)
     rollouts = engine.generate(prompts, 2, Sampling(max_new_tokens=5, temperature=1.0), seed=3)
@@ -230,8 +235,8 @@ def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None
 
 
 @pytest.mark.slow
-def test_halves_on_two_ranks_compute_what_the_whole_does(answer: Any, tmp_path: Path) -> None:
-    """Log-probs and gradient norms of all families; one of the ranks has no image, then neither has one."""
+def test_two_ranks_match_one_process(answer: Any, tmp_path: Path) -> None:
+    """Log-probs and gradient norms of all families; first one of the ranks has no image, then neither has one."""
     for kind in FAMILIES:
         save_seeing(kind, tmp_path / kind)
     assert answer("ranked", work="split_seeing", root=str(tmp_path), kinds=list(FAMILIES), ranks=2) == [0, 0]

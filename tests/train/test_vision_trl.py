@@ -1,4 +1,4 @@
-"""Losses of sft and GRPO on rows with images beside those of TRL, on the same rows and weights."""
+"""Losses of sft and GRPO on rows with images compared with TRL, on the same rows and weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .vision_families import save_seeing
 
 
 @pytest.mark.parametrize("kind", ["tiny-vision", "qwen2_5_vl"])
-def test_the_loss_is_that_of_trl(kind: str, tmp_path: Path) -> None:
+def test_sft_loss_matches_trl(kind: str, tmp_path: Path) -> None:
     """Prompts and answers of uneven length; TRL pads prompts on the left and moves them, we pad on the right."""
     rows, theirs = [], []
     for n, color in enumerate(("red", "green", "blue")):
@@ -58,11 +58,12 @@ GROUP, LENGTHS, REWARDS = 2, (4, 2, 3, 6), (1.0, 0.0, 0.25, 0.75)
 
 
 @pytest.mark.parametrize("kind", ["tiny-vision", "qwen2_5_vl"])
-def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two prompts with an image each and two completions of each, whose policy of before was another, so that some
-    ratios are cut off. TRL's trainer computes advantages, log-probs and loss; ours pads, and packs."""
+def test_grpo_loss_and_gradient_match_trl(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts with an image each and two completions of each; the old policy differs, so some ratios are
+    clipped.
+
+    TRL's trainer computes advantages, log-probs and loss; ours pads, and packs.
+    """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

@@ -1,4 +1,4 @@
-"""vLLM samples from prompts with images, and holds the vision tower that the trainer has changed."""
+"""vLLM samples from prompts with images, with the vision tower that the trainer has changed."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ class Painter:
 """
 
 
-def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) -> None:
-    """After each update the engine's log-probs are those of the trainer, but for the share of the one token that is
-    never sampled, about 1/111 of a fresh model's. A tower that stayed behind would differ by far more. An environment
-    shows another picture before the second turn."""
+def test_rollouts_use_the_trained_vision_tower(tmp_path: Path, cli: Any) -> None:
+    """After each update the engine's log-probs equal the trainer's, except for the probability of the one token that
+    is never sampled, about 1/111 of a fresh model's. A stale tower would differ by far more. An environment shows
+    another picture before the second turn.
+    """
     model, tokenizer = tiny_vision.build()
     config = model.config
     config.text_config.num_attention_heads = config.text_config.num_key_value_heads = 2
-    config.text_config.head_dim = 32  # one that vLLM on a CPU knows
+    config.text_config.head_dim = 32  # one that vLLM on a CPU supports
     torch.manual_seed(0)
     LlavaForConditionalGeneration(config).float().save_pretrained(tmp_path / "seeing")
     tiny_vision.build_processor(tokenizer).save_pretrained(tmp_path / "seeing")
@@ -88,9 +89,12 @@ def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) 
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_families_sample_what_the_trainer_computes(kind: str, tmp_path: Path) -> None:
-    """Positions by height and width, windows and deep features of the tower are those of vLLM's own code. Its log-probs
-    are those of transformers over the tokens that may be sampled, before and after all weights have changed."""
+def test_vllm_log_probs_of_families_match_the_trainer(kind: str, tmp_path: Path) -> None:
+    """Positions by height and width, windows and deep features of the tower are computed by vLLM's code.
+
+    Its log-probs equal those of transformers over the tokens that may be sampled, before and after all weights have
+    changed.
+    """
     path = str(save_seeing(kind, tmp_path / kind, wide_heads=True))
     loaded = load(Model(path=path, vision="all"), tmp_path)
     assert loaded.images is not None

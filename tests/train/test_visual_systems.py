@@ -1,6 +1,8 @@
-"""Systems whose papers train models that see, on `tiny-vision` and drawn pictures: three steps each, with a gradient.
+"""Systems whose papers train vision-language models, on `tiny-vision` and drawn pictures: three steps each, with a
+gradient.
 
-docs/systems.yaml names the systems. What each is for is asserted on texts by its own test; pictures go the same way.
+docs/systems.yaml names the systems. The central mechanism of each is asserted on text by a separate test; pictures
+take the same path.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def run(cli: Any, folder: Path, values: Values) -> list[Values]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
+def test_preset_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
     values = {**values_of(name), "model": MODEL, "run": {"steps": 3}}
     run(cli, folder, values)
 
@@ -83,7 +85,7 @@ RECIPES: dict[str, Values] = {
         },
         "rewards": [{"use": "rewards.py:digits"}, {"use": "maze.path"}],
     },
-    "vl_dac": {  # on a screen that is shown anew after each turn
+    "vl_dac": {  # on a screen that is shown again after each turn
         "stage": "rl",
         "data": {"source": "task:screen", "size": 12, "params": {"levels": [1], "types": True}},
         "environment": {"use": "screen"},
@@ -98,7 +100,7 @@ RECIPES: dict[str, Values] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
+def test_recipe_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
     values: Values = {"run": {"steps": 3}, **RECIPES[name]}
     assert values["stage"] in STAGES
     if values["stage"] == "rl":

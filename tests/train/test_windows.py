@@ -1,4 +1,4 @@
-"""T-PPO: a rollout has a window of tokens a step; what has not ended goes on in the next one, under its policy."""
+"""T-PPO: a rollout gets a window of tokens per step; unfinished rollouts continue in the next step under its policy."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def values_of(**changes: Any) -> Values:
     }
 
 
-def test_a_truncated_rollout_goes_on_under_the_next_policy(
+def test_truncated_rollout_continues_under_the_next_policy(
     cli: Any,
     home: Path,  # noqa: F811
     seen: Seen,  # noqa: F811
 ) -> None:
-    """Each rollout that has not ended is there in the next step, with the same tokens and log-probs, at most four more,
-    and the version of each token's step. It has no reward before it ends; older tokens have no policy loss, and the
-    critic learns from rollouts that have ended alone. A step has as many rollouts as there is room for."""
+    """Each unfinished rollout is in the next step with the same tokens and log-probs, at most four more tokens, and
+    the version of each token's step. It has no reward before it ends; older tokens have no policy loss, and the
+    critic learns only from finished rollouts. A step has as many rollouts as there is room for.
+    """
     (home / "run.yaml").write_text(json.dumps(values_of()))
     cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
     metrics = cli.rows_of(home / "run")
@@ -80,8 +81,8 @@ def test_a_truncated_rollout_goes_on_under_the_next_policy(
 
 
 @pytest.mark.parametrize("rollout", [{}, {"prompts_per_step": 1, "group_size": 1}], ids=["many", "one"])
-def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, rollout: Values) -> None:  # noqa: F811
-    """The unfinished rollouts are in the checkpoint. With one rollout a step, a step may draw no prompt at all."""
+def test_run_with_windows_resumes_exactly(cli: Any, home: Path, rollout: Values) -> None:  # noqa: F811
+    """The unfinished rollouts are in the checkpoint. With one rollout per step, a step may sample no prompt at all."""
     (home / "run.yaml").write_text(json.dumps(values_of(rollout=rollout, batch={"minibatches": 1})))
     rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=6)
     assert any(row.get("rollout/continued") for row in rows[3:])
@@ -103,7 +104,7 @@ def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, rollout: Va
         ),
     ],
 )
-def test_what_cannot_stand_beside_windows_is_refused(home: Path, changes: Values, message: str) -> None:  # noqa: F811
+def test_keys_incompatible_with_windows_are_refused(home: Path, changes: Values, message: str) -> None:  # noqa: F811
     with pytest.raises(RecipeError, match=message):
         load_dict(values_of(**changes), base_dir=home, where="test")
 
@@ -116,7 +117,7 @@ def test_windows_are_shown_before_a_run(cli: Any, home: Path) -> None:  # noqa: 
     assert "window 0" in cli.refused("rl", str(home / "wrong.yaml"), "--output", str(home / "wrong"))
 
 
-def test_the_advantage_is_that_of_the_formula_on_new_tokens() -> None:
+def test_advantage_matches_the_formula_on_new_tokens() -> None:
     """A finished row of three tokens, an unfinished one, and a finished one that could not be scored."""
     nan = float("nan")
     mask = torch.tensor([[True] * 3, [True, True, False], [True] * 3])
