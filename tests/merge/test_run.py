@@ -229,12 +229,12 @@ def test_weights_that_are_all_0(models: Path, merge: Merge) -> None:
     assert_refused(models, merge, MergeError, r"(?s)cannot be normalised.*a weight that is not 0", models=nothing)
 
 
-def test_the_table_calls_numbers_that_differ_different() -> None:
+def test_table_reports_differing_values_as_different() -> None:
     assert Check("parameters", ["120,896", "113,856"]).verdict == "differs, allowed"
     assert Check("parameters", ["120,896", "120,896"]).verdict == "same"
 
 
-def test_a_model_that_cancels_itself(models: Path, merge: Merge) -> None:
+def test_model_that_cancels_itself(models: Path, merge: Merge) -> None:
     pair = [{"model": "a"}, {"model": "a", "parameters": {"weight": -1.0}}]
     assert_refused(
         models,
@@ -248,7 +248,7 @@ def test_a_model_that_cancels_itself(models: Path, merge: Merge) -> None:
 
 
 def test_differences_that_the_dtype_cannot_hold(models: Path, merge: Merge) -> None:
-    """c = a * (1 + 1e-5) with a exact in bfloat16, which keeps 8 bits: nothing is left of the difference."""
+    """c = a * (1 + 1e-5) with a exact in bfloat16, which has 8 bits: the difference vanishes."""
     edit(models / "a", lambda t: t.update({n: v.bfloat16().float() for n, v in t.items()}))
     shutil.copytree(models / "a", models / "c")
     edit(models / "c", lambda t: t.update({n: v * (1 + 1e-5) for n, v in t.items()}))
@@ -271,16 +271,16 @@ def test_differences_that_the_dtype_cannot_hold(models: Path, merge: Merge) -> N
         ({"tokenizer_source": "c"}, "none of the models"),
     ],
 )
-def test_recipes_that_make_no_sense(models: Path, merge: Merge, values: dict[str, Any], match: str) -> None:
+def test_invalid_recipes_are_refused(models: Path, merge: Merge, values: dict[str, Any], match: str) -> None:
     assert_refused(models, merge, MergeError, match, **values)
 
 
 @pytest.mark.parametrize("name", ["run", "./nowhere", "nowhere.gguf"])
-def test_no_model_there(models: Path, merge: Merge, name: str) -> None:
+def test_missing_model_is_reported(models: Path, merge: Merge, name: str) -> None:
     assert_refused(models, merge, ModelError, name.strip("./"), models=[{"model": "a"}, {"model": name}])
 
 
-def test_output_over_an_input(models: Path, merge: Merge) -> None:
+def test_output_that_overwrites_an_input_is_refused(models: Path, merge: Merge) -> None:
     (models / "run").mkdir()
     shutil.copytree(models / "a", models / "run" / "final")
     values = {"merge_method": "linear", "models": [{"model": "run/final"}, {"model": "b"}]}
@@ -291,16 +291,14 @@ def test_output_over_an_input(models: Path, merge: Merge) -> None:
     assert all(torch.equal(before[n], t) for n, t in weights(models / "run" / "final").items())
 
 
-def test_no_space(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_disk_space_is_reported(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(models)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert_refused(models, merge, RunError, "not enough disk space")
 
 
-def test_a_disk_that_fills_up_while_writing_destroys_nothing(
-    models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The space was there when it was looked at. The earlier result, the inputs and a later resume are as before."""
+def test_disk_full_while_writing_destroys_nothing(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The space check had passed. The earlier result, the inputs and a later resume are unaffected."""
     from posttrain.merge import tensors as disk
 
     merge(**LINEAR)
@@ -320,9 +318,7 @@ def test_a_disk_that_fills_up_while_writing_destroys_nothing(
     merge(resume=True, **LINEAR)
 
 
-def test_what_the_disk_gives_back_otherwise_is_noticed(
-    models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupted_write_is_detected(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of the last tensor changes between writing and reading back."""
     from posttrain.merge import tensors as disk
 
@@ -339,7 +335,7 @@ def test_what_the_disk_gives_back_otherwise_is_noticed(
     assert_refused(models, merge, RunError, "written tensors differ from the merged ones: model.norm.weight")
 
 
-def test_a_sync_that_fails_fails_the_merge(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_fsync_fails_the_merge(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.run import atomic_io
 
     def full(_: Path) -> None:
@@ -349,7 +345,9 @@ def test_a_sync_that_fails_fails_the_merge(models: Path, merge: Merge, monkeypat
     assert_refused(models, merge, RunError, "no space left")
 
 
-def test_an_input_that_shrinks_while_it_is_read(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_shrinks_while_being_read_is_reported(
+    models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from posttrain.merge import run as stage
 
     check = stage.check
@@ -364,7 +362,7 @@ def test_an_input_that_shrinks_while_it_is_read(models: Path, merge: Merge, monk
     assert_refused(models, merge, MergeError, "became shorter")
 
 
-def test_ctrl_c_leaves_nothing_half_written_and_a_resume_succeeds(
+def test_ctrl_c_leaves_no_partial_output_and_resume_succeeds(
     models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from posttrain.run.interrupt import GracefulStop
@@ -376,7 +374,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_a_resume_succeeds(
     assert weights(models / "run" / "final")
 
 
-def test_a_used_final_is_replaced_only_by_a_verified_one(models: Path, merge: Merge) -> None:
+def test_existing_final_is_replaced_only_by_a_verified_one(models: Path, merge: Merge) -> None:
     merge(**LINEAR)
     before = weights(models / "run" / "final")
     edit(models / "b", lambda t: t["model.norm.weight"].fill_(float("inf")))
@@ -385,7 +383,7 @@ def test_a_used_final_is_replaced_only_by_a_verified_one(models: Path, merge: Me
     assert all(torch.equal(before[n], t) for n, t in weights(models / "run" / "final").items())
 
 
-def test_warnings_are_told(models: Path, merge: Merge, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_reported(models: Path, merge: Merge, capsys: pytest.CaptureFixture[str]) -> None:
     edit_config(models / "b", rope_theta=5e5)
     merge(**{**LINEAR, "parameters": {"normalize": False, "weight": 0.25}, "base_model": "base"})
     told = capsys.readouterr()

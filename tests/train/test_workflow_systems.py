@@ -1,5 +1,6 @@
-"""Published systems of several roles through the command line on `tiny`, three steps each, with texts that are written
-beforehand so that each does what it is for: who is asked what, what is refused, who is paid, and by what advantage."""
+"""Published systems of several roles through the command line on `tiny`, three steps each, with scripted texts that
+trigger the central mechanism: prompts, refusals, rewards and advantages by role.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,14 @@ from tests.scripted_engines import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 Values = dict[str, Any]
-Told = Callable[
-    [str, int], str
-]  # (the prompt's text, how often this kind of prompt was asked before) -> what is written
+Told = Callable[[str, int], str]  # (prompt text, number of earlier requests with this kind of prompt) -> completion
 DOCUMENTS = ["Oslo lies in Norway.", "Bergen lies in Norway too.", "Rome lies in Italy.", "Bonn lies on the Rhine."]
 ROWS = [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(2, 10)]
 CITIES = [{"prompt": "Where does Oslo lie?", "answer": "Norway", "documents": DOCUMENTS} for _ in range(8)]
 
 
 class Run:
-    """What three steps of a preset have trained on, and their metrics."""
+    """Training rows and metrics of three steps of a preset."""
 
     def __init__(self) -> None:
         self.metrics: list[Values] = []
@@ -34,7 +33,7 @@ class Run:
         self.batches: list[RolloutBatch] = []
 
     def rows(self, step: int) -> list[tuple[Rollout, float]]:
-        """(rollout, its advantage) of a step."""
+        """Return (rollout, its advantage) of a step."""
         batch = self.batches[step]
         assert batch.advantages is not None
         values = batch.advantages.reshape(len(batch), -1)
@@ -43,7 +42,7 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, cli: Any, tmp_path: Path) -> Callable[..., Run]:
-    """Three steps of `algorithm: NAME` on the rows. told: by words of a prompt, what is written behind it."""
+    """Factory of runs: three steps of `algorithm: NAME` on the rows. told: words of a prompt -> its completion."""
 
     def start(name: str, rows: list[Values], told: Mapping[str, Told], **changes: Any) -> Run:
         found, update, batch_of = Run(), rl.update, rl.batch_of
@@ -94,13 +93,15 @@ def run(monkeypatch: pytest.MonkeyPatch, cli: Any, tmp_path: Path) -> Callable[.
 
 
 def numbers(*values: str) -> Told:
-    """These texts in turn."""
+    """Return these texts one after the other."""
     return lambda _, n: values[n % len(values)]
 
 
-def test_critics_are_paid_by_the_answer_behind_their_critique(run: Callable[..., Run]) -> None:
-    """Critique-RL: right answers of the actor are judged; a right verdict is 0.2 + 1 where the refined answer is right.
-    Only critiques are trained on, each against those of the same answer."""
+def test_critics_are_rewarded_for_the_refined_answer(run: Callable[..., Run]) -> None:
+    """Critique-RL: right answers of the actor are judged; a right verdict is 0.2 + 1 if the refined answer is right.
+
+    Only critiques are trained on, each compared with those of the same answer.
+    """
     told = {
         "Solve the problem again": numbers(*(f"<answer>{n}</answer>" for n in (4, 0, 4, 4, 0))),
         "Check the answer": numbers(
@@ -119,8 +120,8 @@ def test_critics_are_paid_by_the_answer_behind_their_critique(run: Callable[...,
         assert {len({r.group for r, _ in found.rows(step)})} == {2}, "one for each answer"
 
 
-def test_a_rejected_solver_tries_again_and_roles_are_compared_with_themselves(run: Callable[..., Run]) -> None:
-    """Dr. MAS: every call of a rollout earns whether the last answer is right."""
+def test_rejected_solver_retries_and_advantages_are_by_role(run: Callable[..., Run]) -> None:
+    """Dr. MAS: every call of a rollout gets the correctness of the last answer."""
     told = {
         "Is the solution right?": numbers("Verdict: reject", "Verdict: approve", "Verdict: approve"),
         "A verifier has rejected it": lambda text, n: (
@@ -142,8 +143,8 @@ def test_a_rejected_solver_tries_again_and_roles_are_compared_with_themselves(ru
     assert {r.reward for step in range(3) for r, _ in found.rows(step)} == {0.0, 1.0}
 
 
-def test_executors_have_the_advantage_of_their_planner(run: Callable[..., Run]) -> None:
-    """CoDA: tasks are done in contexts of their own, with searches; the planner sees the answers alone."""
+def test_executors_get_the_advantage_of_their_planner(run: Callable[..., Run]) -> None:
+    """CoDA: tasks run in separate contexts, with searches; the planner sees only the answers."""
     told = {
         "[1]": numbers("<refine>Norway</refine><answer>Norway</answer>"),
         "Do the task": numbers("<think>x</think><search>Oslo</search>"),
@@ -167,8 +168,8 @@ def test_executors_have_the_advantage_of_their_planner(run: Callable[..., Run]) 
         assert all(metrics["rewards/planner_executors/refine/mean"] == 1.0 for metrics in found.metrics)
 
 
-def test_a_generator_and_its_critic_share_one_point(run: Callable[..., Run]) -> None:
-    """RLAC: the named check alone is made; who names a check that is not there gets nothing."""
+def test_generator_and_critic_split_the_reward(run: Callable[..., Run]) -> None:
+    """RLAC: only the named check is run; a critic that names an unknown check gets nothing."""
     checks = [{"text": "It greets.", "pattern": "hello"}, {"text": "It has a number.", "pattern": "[0-9]"}]
     rows = [{"prompt": f"Write to {name}.", "checks": checks} for name in ("Ann", "Bob", "Cy", "Di")]
     told = {
@@ -189,9 +190,10 @@ def test_a_generator_and_its_critic_share_one_point(run: Callable[..., Run]) -> 
     assert len(seen) > 1
 
 
-def test_a_trace_below_the_threshold_is_cut_and_written_on(run: Callable[..., Run]) -> None:
-    """Search-R2: the trimmer names step 2, so the search of step 1 and what it found are kept and not trained on again;
-    all three roles earn what the last trace earns."""
+def test_trace_below_the_threshold_is_cut_and_continued(run: Callable[..., Run]) -> None:
+    """Search-R2: the trimmer names step 2, so the search of step 1 and its results stay and are not trained on
+    again; all three roles get the reward of the last trace.
+    """
     told = {
         "first bad one": numbers("<step>2</step>"),
         "Does it hold together": numbers("<score>0.2</score>", "<score>0.9</score>"),
@@ -216,9 +218,11 @@ def test_a_trace_below_the_threshold_is_cut_and_written_on(run: Callable[..., Ru
     assert cut > 3 and 0.0 in rewards and max(rewards) > 1.0, "a right answer earns more than 1 for what was found"
 
 
-def test_a_question_is_checked_before_it_is_asked(run: Callable[..., Run]) -> None:
-    """Search self-play: a question that names its answer, and one after a single search, are refused, which is what the
-    proposer earns; an accepted one is solved three times, and the proposer earns the share that fails."""
+def test_proposed_question_is_checked_before_it_is_solved(run: Callable[..., Run]) -> None:
+    """Search self-play: a question that contains its answer, and one after a single search, are refused, and the
+    proposer gets the penalty; an accepted question is solved three times, and the proposer gets the share of
+    failures.
+    """
     good = "<question>In which country of Europe does the city of Oslo lie today, please?</question>"
     bad = "<question>Is Norway the country in which the old city of Oslo lies?</question>"
 
@@ -258,10 +262,12 @@ def test_a_question_is_checked_before_it_is_asked(run: Callable[..., Run]) -> No
     assert {"holds its answer", "cannot be answered"} <= refused and accepted > 2
 
 
-def test_solvers_are_asked_an_earlier_question_where_one_is_refused(run: Callable[..., Run]) -> None:
-    """Search self-play: the second step refuses everything. Its solvers are asked what the first step accepted, with
-    the documents and the answer of that row; the proposer earns the penalty alone. After the pool is emptied nobody
-    asks."""
+def test_solvers_get_an_earlier_question_if_one_is_refused(run: Callable[..., Run]) -> None:
+    """Search self-play: the second step refuses everything.
+
+    Its solvers get the question accepted in the first step, with the documents and the answer of that row; the
+    proposer gets only the penalty. Once the pool is empty there are no solver calls.
+    """
     good = "<question>In which country of Europe does the city of Oslo lie today, please?</question>"
 
     def propose(text: str, _: int) -> str:
@@ -295,9 +301,12 @@ def test_solvers_are_asked_an_earlier_question_where_one_is_refused(run: Callabl
     assert {r.call.role for r, _ in found.rows(2) if r.call} == {"proposer"}
 
 
-def test_the_policy_learns_to_judge_and_is_paid_by_its_own_judgement(run: Callable[..., Run]) -> None:
-    """URPO: three kinds of rows in a step. A judgement of candidates earns its rank agreement, a verifiable answer 1 or
-    0, an open answer its own score / 10, from the second step on."""
+def test_policy_is_trained_as_judge_and_scored_by_its_judgements(run: Callable[..., Run]) -> None:
+    """URPO: three kinds of rows in a step.
+
+    A judgement of candidates gets its rank agreement, a verifiable answer 1 or 0, an open answer the policy's score
+    / 10, from the second step on.
+    """
     rows: list[Values] = [
         {"prompt": "2+2=?", "answer": "4", "candidates": None, "scores": None},
         {"prompt": "Which is best?", "answer": None, "candidates": ["good", "fair", "bad"], "scores": [3, 2, 1]},
@@ -328,9 +337,10 @@ def test_the_policy_learns_to_judge_and_is_paid_by_its_own_judgement(run: Callab
         assert earned["Tell  judge"] == [None]
 
 
-def test_filler_costs_the_reasoner_and_all_three_roles_are_trained(run: Callable[..., Run]) -> None:
-    """SCMA: half of the thought has score 1, so the right answer earns 1 - 0.2 * its share; where the segmenter has
-    changed the text, nothing is taken off."""
+def test_filler_lowers_the_reward_and_all_three_roles_are_trained(run: Callable[..., Run]) -> None:
+    """SCMA: half of the thought has score 1, so the right answer gets 1 - 0.2 * that share; if the segmenter has
+    changed the text, nothing is subtracted.
+    """
     thought = "Hm, let me see. It is \\boxed{4}"
     told = {
         "How important is each segment": numbers("1: <score>1</score>\n2: <score>5</score>"),
@@ -345,10 +355,12 @@ def test_filler_costs_the_reasoner_and_all_three_roles_are_trained(run: Callable
         assert trained == {"reasoner", "segmenter", "scorer"}
 
 
-def test_a_lesson_is_shown_and_its_writer_is_paid_by_what_it_did(run: Callable[..., Run]) -> None:
-    """Complementary RL: plain attempts are right now and then. Who is shown the good lesson is right, so its writer
-    has the advantage 1 in the step that shows it, and (1 + 1)^-1/2 in the next. Guided and plain attempts are compared
-    with their own kind alone."""
+def test_lesson_is_shown_and_its_writer_is_rewarded_for_its_effect(run: Callable[..., Run]) -> None:
+    """Complementary RL: plain attempts are sometimes right.
+
+    Attempts that see the good lesson are right, so its writer has the advantage 1 in the step that shows it, and (1
+    + 1)^-1/2 in the next. Guided and plain attempts are each compared only with their own kind.
+    """
     told = {
         "Which lesson would help": numbers("<add>Add the digits, then carry.</add>"),
         "What was learnt": numbers("\\boxed{8}"),
@@ -378,10 +390,12 @@ def test_a_lesson_is_shown_and_its_writer_is_paid_by_what_it_did(run: Callable[.
     )
 
 
-def test_refused_passages_leave_the_context_and_stay_in_the_record(run: Callable[..., Run]) -> None:
-    """ReSeek: the first search finds nothing that helps and is refused. The second row has a sentence where it was,
-    nothing of the first is trained on twice, and the reward still sees both judgements: 1 + 0.1 + 0.02 where the answer
-    is right, -0.025 + 0.02 where it is wrong."""
+def test_refused_passages_leave_the_context_but_stay_in_the_record(run: Callable[..., Run]) -> None:
+    """ReSeek: the first search finds nothing useful and is refused.
+
+    The second row has a sentence in its place, nothing of the first is trained on twice, and the reward still sees
+    both judgements: 1 + 0.1 + 0.02 if the answer is right, -0.025 + 0.02 if it is wrong.
+    """
     told = {
         "Norway": numbers("<judge>Yes</judge><answer>Norway</answer>", "<judge>Yes</judge><answer>Italy</answer>"),
         "Bonn lies": numbers("<judge>No</judge> Again: <search>Oslo</search>"),

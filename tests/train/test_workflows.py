@@ -1,5 +1,6 @@
-"""Workflows: who is asked what, which rows the calls become, how they are grouped and rewarded by role; the same from
-the middle of a run."""
+"""Workflows: prompts of each role, the rows that the calls become, their groups and rewards by role; also resumed
+from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def values_of(workflow: Any, **changes: Any) -> Values:
 
 
 def generate(workflow: Any, script: Any, home: Path, n: int = 1, *, concurrent: bool = False) -> list[Rollout]:
-    """The rollouts of one prompt, `1+1=?`, by an engine whose completions are written beforehand."""
+    """Generate the rollouts of one prompt, `1+1=?`, with an engine whose completions are scripted."""
     recipe = load_dict(values_of(workflow), base_dir=home, where="test").recipe
     assert isinstance(recipe, RlRecipe) and recipe.rollout.workflow is not None
     tokenizer = models.load_tokenizer(recipe.model, home)
@@ -140,8 +141,8 @@ def generate(workflow: Any, script: Any, home: Path, n: int = 1, *, concurrent: 
     )  # fmt: skip
 
 
-def test_each_critique_is_a_row_under_its_own_prompt(home: Path) -> None:
-    """An answer, three critiques of it and three answers behind them: seven rows, and what each role was shown."""
+def test_each_critique_is_a_row_with_its_prompt(home: Path) -> None:
+    """An answer, three critiques of it and three refined answers: seven rows, and the prompt of each role."""
     tokenizer = models.load_tokenizer(load_dict(values_of(CRITIQUE), base_dir=home, where="test").recipe.model, home)
     written = iter(["3", "no", "yes", "so", "2", "3", "4"])
     found = generate(CRITIQUE, lambda *_: next(written), home)
@@ -154,7 +155,7 @@ def test_each_critique_is_a_row_under_its_own_prompt(home: Path) -> None:
     assert all(r.trajectory == 0 and r.logps == (-1.0,) * len(r.ids) for r in found)
 
 
-def test_calls_of_a_role_are_one_group_and_critiques_of_two_answers_are_two(home: Path) -> None:
+def test_calls_are_grouped_by_role_and_prompt(home: Path) -> None:
     found = generate(CRITIQUE, {"a": ["7"]}, home, n=2)
     groups: dict[str, list[int]] = {}
     for rollout in found:
@@ -165,15 +166,15 @@ def test_calls_of_a_role_are_one_group_and_critiques_of_two_answers_are_two(home
     assert all(group % 100 == 0 for mine in groups.values() for group in mine), "all of the first prompt"
 
 
-def test_roles_that_are_not_trained_are_no_rows_and_are_told(home: Path) -> None:
+def test_untrained_roles_give_no_rows_and_are_reported(home: Path) -> None:
     found = generate({**CRITIQUE, "train": ["critic"]}, {"a": ["7"]}, home)
     assert [r.part for r in found] == [0, 1, 2]
     assert {len(r.call.calls) for r in found if r.call} == {7} and [r.call.number for r in found if r.call] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-def test_a_reply_goes_on_in_the_same_row_and_is_not_trained_on(home: Path, concurrent: bool) -> None:
-    """The user's workflow: a system message of a role's own, a limit of tokens, a note, and a turn behind a reply."""
+def test_reply_continues_the_same_row_and_is_not_trained_on(home: Path, concurrent: bool) -> None:
+    """A user's workflow: a role with its own system message, a token limit, a note, and a turn after a reply."""
     tokenizer = models.load_tokenizer(load_dict(values_of(CRITIQUE), base_dir=home, where="test").recipe.model, home)
     first, second = generate("./flows.py:debate", lambda *_: "abcdef", home, concurrent=concurrent)
     assert first.call and second.call and (first.call.role, second.call.role) == ("pro", "con")
@@ -187,22 +188,28 @@ def test_a_reply_goes_on_in_the_same_row_and_is_not_trained_on(home: Path, concu
     assert second.trained == (True,) * 7 + (False,) * len(second.segments[1].ids) + (True,) * 3
 
 
-def test_calls_that_are_gathered_come_one_after_the_other(home: Path) -> None:
+def test_gathered_calls_are_recorded_in_order(home: Path) -> None:
     written = iter(["1", "2"])
     found = generate("./flows.py:gathered", lambda *_: next(written), home)
     assert [(r.call.role, r.text) for r in found if r.call] == [("left", "1"), ("right", "2")]
 
 
-def test_a_rollout_ends_where_a_prompt_has_no_room(home: Path) -> None:
-    """The refiner's prompt has the answer and the critique, and the critic's does not: calls so far are rows."""
+def test_rollout_ends_if_a_prompt_has_no_room(home: Path) -> None:
+    """The refiner's prompt has the answer and the critique, the critic's only the answer: calls made before are
+    rows.
+    """
     found = generate({**CRITIQUE, "max_prompt_tokens": 150, "critic": "{answer}"}, {"a": ["7" * 9]}, home)
     assert [r.call.role for r in found if r.call] == ["actor", *["critic"] * 3]
     with pytest.raises(RecipeError, match=r"the prompt of the first call has \d+ tokens"):
         generate({"use": "./flows.py:debate", "max_prompt_tokens": 1, "words": "x" * 40}, {"a": ["7"]}, home)
 
 
-def test_only_the_critic_is_trained_and_earns_by_what_follows(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """Rows are critiques; each is compared with the critiques of the same answer; the reward read the refined one."""
+def test_only_the_critic_is_trained_and_is_rewarded_for_the_refinement(
+    ran: Callable[..., list[Values]], seen: Seen
+) -> None:
+    """Rows are critiques; each is compared with the critiques of the same answer; the reward reads the refined
+    answer.
+    """
     rewards = [{"use": "rewards.py:helped", "roles": ["critic"]}, {"use": "rewards.py:digits", "weight": 0}]
     metrics = ran(
         values_of({**CRITIQUE, "train": ["critic"]}, rewards=rewards, advantage={"use": "group", "scale": "none"})
@@ -228,8 +235,8 @@ def test_only_the_critic_is_trained_and_earns_by_what_follows(ran: Callable[...,
                 )
 
 
-def test_a_reward_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]], seen: Seen) -> None:
-    """A critique earns by the answer behind it, the actor by the last answer of all."""
+def test_reward_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """A critique is scored by the answer refined from it, the actor by the last answer of the rollout."""
     rewards = [{"use": "rewards.py:digits", "reads": "refiner", "correct": True}]
     ran(values_of({**CRITIQUE, "critiques": 2}, rewards=rewards, run={"steps": 1}))
     assert {r.call.role for r in seen.rollouts[0] if r.call} == {"actor", "critic", "refiner"}
@@ -239,11 +246,13 @@ def test_a_reward_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]]
         assert rollout.reward == pytest.approx(sum(c.isdigit() for c in last.text) / last.tokens)
 
 
-def test_what_a_workflow_keeps_is_trained_on_in_a_later_step(
+def test_deferred_calls_are_trained_on_in_a_later_step(
     ran: Callable[..., list[Values]], home: Path, seen: Seen
 ) -> None:
-    """Calls of a late role are no rows of their step: in the next, three of them come on top, with the advantages 1, 0
-    and -1 that `learn` gave them and with the log-probs at which they were sampled; solvers are shown the newest."""
+    """Calls of a late role are not rows of their step: in the next step, three of them are added, with the
+    advantages 1, 0 and -1 that `learn` assigned and with their log-probs from sampling; solvers are shown the
+    newest.
+    """
     metrics = ran(values_of(NOTES))
     assert [row["notes/known"] for row in metrics] == [0, 3, 3] and all(row["grad_norm"] > 0 for row in metrics)
     first, second, _ = seen.batches
@@ -262,14 +271,14 @@ def test_what_a_workflow_keeps_is_trained_on_in_a_later_step(
 
 
 @pytest.mark.parametrize(("name", "message"), [("Forgetful", "a class without `learn`")])
-def test_a_class_that_cannot_learn_is_refused(home: Path, cli: Any, name: str, message: str) -> None:
+def test_class_without_learn_is_refused(home: Path, cli: Any, name: str, message: str) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(f"./flows.py:{name}")))
     with pytest.raises(BaseException, match=message):
         cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_memory_goes_on_from_the_middle(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+def test_workflow_memory_is_resumed(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
     correct = {"corrections": [{"use": "tis"}]} if staleness else {}
     values = values_of(NOTES, rollout={"staleness": staleness}, **correct)
     whole = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in ran(values)]
@@ -281,8 +290,8 @@ def test_a_memory_goes_on_from_the_middle(ran: Callable[..., list[Values]], home
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_goes_on_from_its_middle(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
-    """With staleness the rows of steps to come are in the checkpoint, with who said what."""
+def test_run_with_workflow_resumes_exactly(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+    """With staleness, the rows of the next steps are in the checkpoint, with their roles."""
     correct = {"corrections": [{"use": "tis"}]} if staleness else {}
     rewards = [{"use": "rewards.py:helped", "roles": ["critic"]}, {"use": "rewards.py:digits", "roles": ["actor"]}]
     values = values_of({**CRITIQUE, "train": ["critic", "actor"]}, rollout={"staleness": staleness}, **correct)
@@ -293,12 +302,12 @@ def test_a_run_goes_on_from_its_middle(ran: Callable[..., list[Values]], home: P
     assert [{k: v for k, v in row.items() if not k.startswith("time/")} for row in again] == whole
 
 
-def test_plan_counts_the_calls(home: Path, cli: Any) -> None:
+def test_plan_counts_the_workflow_calls(home: Path, cli: Any) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(CRITIQUE)))
     assert re.search(r"rows of a rollout that fills its limits\s+7", cli.run("plan", str(home / "run.yaml")))
 
 
-def test_inspect_shows_the_prompt_of_each_role(home: Path, cli: Any) -> None:
+def test_data_inspect_shows_the_prompt_of_each_role(home: Path, cli: Any) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of({**CRITIQUE, "train": ["critic", "refiner"]})))
     shown = cli.run("data", "inspect", str(home / "run.yaml"), "--rows", "1")
     assert "critic: " in shown and "Here is a problem and somebody's answer." in shown
@@ -315,7 +324,7 @@ def test_inspect_shows_the_prompt_of_each_role(home: Path, cli: Any) -> None:
         ("no_coroutine", "is no coroutine function"),
     ],
 )
-def test_a_wrong_workflow_is_named(home: Path, cli: Any, name: str, message: str) -> None:
+def test_invalid_workflow_is_named(home: Path, cli: Any, name: str, message: str) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(f"./flows.py:{name}")))
     with pytest.raises(BaseException, match=message):
         cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
@@ -340,14 +349,17 @@ def test_a_wrong_workflow_is_named(home: Path, cli: Any, name: str, message: str
         (CRITIQUE, {"rollout": {"shape": {"use": "serial_exit"}}}, "each decide what a rollout is"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(home: Path, workflow: Any, changes: Values, message: str) -> None:
+def test_unsupported_combinations_are_refused_with_the_reason(
+    home: Path, workflow: Any, changes: Values, message: str
+) -> None:
     with pytest.raises(RecipeError, match=message):
         load_dict(values_of(workflow, **changes), base_dir=home, where="test")
 
 
-def test_the_planners_advantage_is_that_of_all_calls_of_its_rollout() -> None:
-    """Two rollouts of a prompt, planners with rewards 1 and 0: +-1/2 over the std of 1/sqrt 2, also for executors, of
-    which the first has two; a third rollout has no planner."""
+def test_planner_advantage_applies_to_all_calls_of_its_rollout() -> None:
+    """Two rollouts of a prompt, planners with rewards 1 and 0: +-1/2 over the std of 1/sqrt 2, also for executors,
+    of which the first rollout has two; a third rollout has no planner.
+    """
     batch = RolloutBatch(
         group_ids=torch.tensor([0, 1, 1, 1, 0, 1]),
         mask=torch.ones(6, 2, dtype=torch.bool),
@@ -364,11 +376,11 @@ def test_the_planners_advantage_is_that_of_all_calls_of_its_rollout() -> None:
         normalize_role_calls(batch, role="judge")
 
 
-def test_braces_of_latex_stay_in_a_prompt() -> None:
+def test_latex_braces_are_preserved_in_a_prompt() -> None:
     assert fill(r"\frac{1}{2} {answer} {x}", answer=r"\boxed{ {x} }", x="7") == r"\frac{1}{2} \boxed{ {x} } 7"
 
 
-def test_a_workflow_may_wait_for_other_things_than_the_engine(home: Path) -> None:
+def test_workflow_can_await_other_things_than_the_engine(home: Path) -> None:
     (home / "waits.py").write_text(
         "import asyncio\nasync def waits(row, call):\n    await asyncio.sleep(0.01)\n    await call('one')\n"
     )

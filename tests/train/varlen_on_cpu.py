@@ -1,4 +1,4 @@
-"""Torch's attention over rows behind each other, as an operator that a CPU has: what a graph with it looks like."""
+"""CPU implementation of torch's variable-length attention operator, to inspect graphs that contain it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 @torch.library.custom_op("posttrain_tests::varlen", mutates_args={})
 def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, seen: Tensor, longest: int) -> Tensor:
-    """Causal attention of rows behind each other, [tokens,heads,dim]; the last keys of a row are those of its queries.
-    seen: where the keys of each row end."""
+    """Compute causal attention of concatenated rows, [tokens,heads,dim]; the last keys of a row belong to its
+    queries. seen: the end offset of each row's keys.
+    """
     assert longest == int(ends.diff().max())
     rows = zip(*split((q, k, v), (ends, seen, seen)), strict=True)
     return torch.cat([(shares(a, b) @ c.transpose(0, 1)).transpose(0, 1) for a, b, c in rows]).to(q.dtype)
@@ -23,7 +24,9 @@ def split(tensors: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Sequence[Te
 
 
 def shares(q: Tensor, k: Tensor) -> Tensor:
-    """What each token [heads,L,S] of one row [L,heads,dim] takes of each that it may see [S,heads,dim]."""
+    """Return the attention weights [heads,L,S] of the tokens of one row [L,heads,dim] over its visible tokens
+    [S,heads,dim].
+    """
     products = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     near = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     return products.masked_fill(~near, float("-inf")).softmax(-1)
@@ -51,6 +54,6 @@ varlen.register_autograd(
 def varlen_attn(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, seen: Tensor, longest: int, *_: int, **__: Any
 ) -> Tensor:
-    """Called as `torch.nn.attention.varlen.varlen_attn` is."""
+    """Same signature as `torch.nn.attention.varlen.varlen_attn`."""
     repeats = q.shape[1] // k.shape[1]
     return varlen(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), ends, seen, longest)

@@ -1,4 +1,7 @@
-"""Engines without weights whose tokens say which version sampled them. They generate beside the trainer."""
+"""Engines without weights whose tokens encode the version that sampled them.
+
+They generate concurrently with the trainer.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from scripted_engines import ConcurrentScriptedEngine
 
 
 class VersionedEngine(ConcurrentScriptedEngine):
-    """Texts of digits that depend on the request's seed and on the version that begins it. The log-prob of a token is
+    """Generates digits that depend on the request's seed and on the version at its start. The log-prob of a token is
     -1 - v/8 for version v.
 
-    slowest: seconds that a token takes at most, by the request. drawn: the version that began each request, in order.
+    slowest: maximum seconds per token, by request. drawn: the version that began each request, in order.
     """
 
     generates_during_updates = True
@@ -55,12 +58,12 @@ class VersionedEngine(ConcurrentScriptedEngine):
 
 
 class LongRollouts(VersionedEngine):
-    """Rollouts that go on while the trainer makes updates: token i of those that version v begins is sampled by version
-    v + i // 3, or by that of the step that trains on them, if it is older. `finishing`: after the next sync they take
-    what is there.
+    """Rollouts that continue while the trainer makes updates: token i of those that version v begins is sampled by
+    version v + i // 3, or by that of the step that trains on them, if it is older. `finishing`: after the next sync
+    they take the current version.
 
-    A sync waits until all requests that were begun before are as far as that, so timing changes nothing. resumed: the
-    steps of the checkpoint that a run goes on from.
+    A sync waits until all earlier requests have reached that version, so timing changes nothing. resumed: the steps
+    of the checkpoint that a run resumes from.
     """
 
     def __init__(self, tokenizer: Any, rollout: Rollout, *, steps: int, seed: int = 0, resumed: int = 0) -> None:
@@ -68,7 +71,7 @@ class LongRollouts(VersionedEngine):
         self.staleness, self.steps = rollout.staleness, steps
         self.step_of = {derive(seed, "rollout", step, 0): step for step in range(steps)}
         self.share = len(data_parallel.my_shard(rollout.prompts_per_step))
-        self.loaded = min(resumed + self.staleness, steps) if resumed else 0  # batches that this engine does not begin
+        self.loaded = min(resumed + self.staleness, steps) if resumed else 0  # batches that this engine does not start
         self.begun: dict[tuple[int, int], int] = {}
         self.targets: dict[tuple[int, int], int] = {}
         self.active, self.finishing, self.hurried = 0, False, False

@@ -1,5 +1,6 @@
-"""Small random models that see, of transformers' families, each with a processor of its own family around the tokenizer
-of `tiny`. Nothing is downloaded, and nothing needs torchvision."""
+"""Small random vision-language models of transformers' families, each with its family's processor around the
+tokenizer of `tiny`. Nothing is downloaded, and torchvision is not needed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ TOKENS = {
     "llava": ("<image>", "<video>"),
     "smolvlm": ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<end_of_utterance>"),
 }
-NAMES = {  # by which processors ask a tokenizer for them
+NAMES = {  # the names under which processors ask a tokenizer for them
     "gemma3": ("boi_token", "eoi_token", "image_token"),
     "smolvlm": ("image_token", "fake_image_token", "global_image_token"),
     "internvl": ("context_image_token", "start_image_token", "end_image_token", "video_token"),
@@ -48,7 +49,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm
 
 
 def kin(kind: str) -> str:
-    """The family whose tokens a kind has."""
+    """Return the family whose tokens a kind uses."""
     return "qwen" if kind.startswith("qwen") else "llava" if kind == "llava_onevision" else kind
 
 
@@ -72,7 +73,7 @@ WIDE_HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "head
 
 
 def config_of(kind: str, tokenizer: Any, *, wide_heads: bool = False) -> Any:
-    """A configuration of two layers."""
+    """Return a configuration of two layers."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in TOKENS[kin(kind)]}
     text: dict[str, Any] = {**TEXT, **(WIDE_HEADS if wide_heads else {}), "vocab_size": len(tokenizer)}
     width = text["hidden_size"]
@@ -116,7 +117,7 @@ def config_of(kind: str, tokenizer: Any, *, wide_heads: bool = False) -> Any:
 
 
 def processor_of(kind: str, tokenizer: Any, config: Any) -> Any:
-    """The processor of the family, whose image part works with Pillow."""
+    """Return the processor of the family, whose image part works with Pillow."""
 
     def pil(name: str, cls: str, **how: Any) -> Any:
         module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
@@ -151,20 +152,20 @@ def processor_of(kind: str, tokenizer: Any, config: Any) -> Any:
 
 
 def _qwen_videos(kind: str) -> Any:
-    """What Qwen's processors read videos with, where torchvision is installed."""
+    """Return the video reader of Qwen's processors, if torchvision is installed."""
     name = "Qwen3VLVideoProcessor" if kind == "qwen3_vl" else "Qwen2VLVideoProcessor"
     return getattr(transformers, name)(patch_size=8)
 
 
 def save_seeing(kind: str, folder: Path, seed: int = 0, *, wide_heads: bool = False) -> Path:
-    """Its folder, written by transformers alone."""
+    """Save a model folder with transformers alone and return it."""
     tokenizer = tokenizer_of(kind)
     config = config_of(kind, tokenizer, wide_heads=wide_heads)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config).float().eval()
         for parameter in model.parameters():
-            if not parameter.any():  # some projections begin at 0, and no image would be seen
+            if not parameter.any():  # some projections are initialized to 0, so images would have no effect
                 torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     processor_of(kind, tokenizer, config).save_pretrained(folder)
@@ -175,7 +176,7 @@ WIDE = Image(png_url(open_image(probe_image()).resize((64, 24))))
 
 
 def prompts_of(loaded: LoadedModel) -> list[Prompt]:
-    """An image; two images of other shapes, between words; none."""
+    """Return three prompts: with one image; with two images of other shapes between words; with none."""
     reader, tokenizer = loaded.images, loaded.tokenizer
     assert reader is not None
     texts = [("a{}bcd?", (probe_image(),)), ("{}efg{}h", (WIDE, probe_image())), ("only words", ())]

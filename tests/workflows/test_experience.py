@@ -1,4 +1,4 @@
-"""The store of experience of `actor_extractor`: what it holds, what is shown, and who is trained on when."""
+"""The experience store of `actor_extractor`: its contents, what is shown, and which memories are trained on when."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def step(kind: ActorExtractor, memory: Any, number: int, *calls: Made) -> Learne
     return kind.learn(memory, [Outcome("a", {}, calls)], number)
 
 
-def test_a_memory_is_trained_on_when_it_was_shown_and_helped_and_less_each_time() -> None:
-    """Shown in steps 1 to 3: 1 over plain 0, so +1, then (1 + 1)^-1/2 and (1 + 2)^-1/2 of it; in step 4 it hurts."""
+def test_memory_is_trained_on_after_it_helped_with_decreasing_advantage() -> None:
+    """Shown in steps 1 to 3: 1 over plain 0, so +1, then (1 + 1)^-1/2 and (1 + 2)^-1/2 of it; in step 4 it hurt."""
     kind = ActorExtractor()
     first = step(kind, None, 0, *attempts(plain=(0.0, 0.0)), written("carry"))
     assert not first.again and [one["id"] for one in first.memory["memories"]] == ["m0"]
@@ -39,7 +39,7 @@ def test_a_memory_is_trained_on_when_it_was_shown_and_helped_and_less_each_time(
     assert memory["memories"][0]["trained"] == 3, "what was known before is left as it was"
 
 
-def test_nothing_is_trained_on_within_the_cooldown_nor_more_than_a_batch() -> None:
+def test_training_respects_the_cooldown_and_the_batch_size() -> None:
     kind = ActorExtractor(cooldown=2, batch=1, merge_every=100)
     memory = step(kind, None, 0, written("one"), written("two")).memory
     both = (*attempts(plain=(0.0,), guided=(1.0,)), *attempts(plain=(), guided=(1.0,), memory="m1"))
@@ -51,7 +51,7 @@ def test_nothing_is_trained_on_within_the_cooldown_nor_more_than_a_batch() -> No
     assert found == [["one"], ["two"], ["one"], ["two"]]
 
 
-def test_the_store_is_bounded_rewritten_and_merged() -> None:
+def test_store_is_bounded_rewritten_and_merged() -> None:
     kind = ActorExtractor(capacity=2, merge_every=3)
     memory = step(kind, None, 0, written("a b c"), written("d e f"), written("g h i")).memory
     assert [one["text"] for one in memory["memories"]] == ["d e f", "g h i"], "the oldest goes"
@@ -63,9 +63,10 @@ def test_the_store_is_bounded_rewritten_and_merged() -> None:
     assert kept == [{"text": "a b c", "retrieved": 3}], "three of four words are shared"
 
 
-def test_what_was_shown_often_or_just_now_comes_later() -> None:
+def test_often_or_recently_shown_memories_rank_lower() -> None:
     """Three memories of the same words: scores 0 - 1 (just shown), -1 - 0.4 ln 10 = -1.92 and -2; with dropout the
-    second is taken. With lambda 1, and the first shown 9 times: -3.3, -3.3 and -2."""
+    second is chosen. With lambda 1, and the first shown 9 times: -3.3, -3.3 and -2.
+    """
 
     def entry(n: int, **changes: Any) -> dict[str, Any]:
         return {"id": f"m{n}", "question": "add", "text": f"x{n}", "retrieved": 0, "shown_at": None, **changes}
