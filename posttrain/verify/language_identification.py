@@ -7,7 +7,6 @@ import re
 from posttrain.verify.language import SCRIPTS, prose, script_of, units
 
 MIN_SCRIPT_SHARE = 0.8  # of the words; names and terms of another script are allowed
-MIN_WORDS = 20  # a text of at least so many words has function words of its language
 _SEPARATORS = re.compile(r"[^\w\u0300-\u036f\u0900-\u0dff\u200c\u200d]+|[\d_]+")
 
 _FUNCTION_WORDS = {
@@ -44,8 +43,8 @@ def is_written_in(text: str, language: str) -> bool:
 
     At least 0.8 of its words must be in the language's script (all of `language.prose` is counted). Among languages
     that share the script, the one with most occurrences of its function words is the text's language; ties count for
-    the language asked for. A text without letters, or a shorter one without any function word, is undecided and counts
-    as written in the language.
+    the language asked for. A text without letters or without any function word (`YES`, a list of names) is undecided
+    and counts as written in the language.
     Raises ValueError for a language that is not known (`language.SCRIPTS`).
     """
     code = language.partition("-")[0].lower()
@@ -65,4 +64,4 @@ def is_written_in(text: str, language: str) -> bool:
         for other, known in FUNCTION_WORDS.items()
         if SCRIPTS[other] & SCRIPTS[code]
     }
-    return counts[code] == max(counts.values()) and (counts[code] > 0 or len(words) < MIN_WORDS)
+    return counts[code] == max(counts.values())

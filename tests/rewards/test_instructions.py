@@ -113,6 +113,7 @@ CASES: list[tuple[str, dict[str, Any], str, bool]] = [
     ("change_case:english_capital", {}, "THIS IS THE END!", True),
     ("change_case:english_capital", {}, "DAS IST NICHT DIE ANTWORT", False),
     ("change_case:english_capital", {}, "This Is It.", False),
+    ("change_case:english_capital", {}, ", ".join(["AMELIA SCOTT", "HENRY MOORE"] * 20), True),
     ("change_case:english_lowercase", {}, "this is the end.", True),
     ("change_case:english_lowercase", {}, "Almost all of it.", False),
     ("punctuation:no_comma", {}, "All in one go.", True),
