@@ -39,7 +39,7 @@ def with_template() -> Callable[[str], Any]:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[[Iterable[dict[str, Any]]], str]:
-    """Writes rows to a file; returns its path."""
+    """Write rows to a file and return its path."""
 
     def write(rows: Iterable[dict[str, Any]]) -> str:
         path = tmp_path / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""The shipped builders of rows (critiques, spliced paths), through their recipes, on the tiny model's tokenizer."""
+"""The shipped row builders (critiques, spliced paths), through their recipes, on the tiny model's tokenizer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def rows_of(recipe: str, file: Path) -> list[dict[str, Any]]:
     return load_rows(loaded.data, loaded.base_dir)
 
 
-def test_only_critiques_that_a_verifier_confirms(tmp_path: Path) -> None:
-    """Kept: verdict = correctness. Dropped: another verdict, none, nothing verified, the same solution again."""
+def test_only_critiques_confirmed_by_a_verifier_are_kept(tmp_path: Path) -> None:
+    """Kept: the verdict equals the correctness.
+
+    Dropped: another verdict, none, nothing verified, a repeated solution.
+    """
     base = {"question": "1+1?", "solution": "2", "correct": True}
     lines = [
         {**base, "critique": "Fine. Conclusion: right [END] and more"},
@@ -46,7 +49,7 @@ def test_only_critiques_that_a_verifier_confirms(tmp_path: Path) -> None:
     assert found[0]["prompt"].startswith("1+1?") and "\n2\n" in found[0]["prompt"]
 
 
-def test_a_spliced_path_trains_the_change_of_mind_and_the_good_tail(tmp_path: Path) -> None:
+def test_spliced_path_trains_the_reflection_and_the_good_tail(tmp_path: Path) -> None:
     start = {"role": "user", "content": "go"}
     good = [start, {"role": "assistant", "content": "left"}, {"role": "user", "content": "there"}]
     bad = [start, {"role": "assistant", "content": "right"}, {"role": "user", "content": "wall"}]
@@ -58,7 +61,7 @@ def test_a_spliced_path_trains_the_change_of_mind_and_the_good_tail(tmp_path: Pa
     assert [m["content"] for m in row["messages"] if not m["train"]][:3] == ["go", "right", "wall"]
 
 
-def test_inspect_shows_what_is_trained(tmp_path: Path) -> None:
+def test_inspect_shows_the_trained_tokens(tmp_path: Path) -> None:
     base = {"question": "1+1?", "critique": "Conclusion: wrong", "correct": False}
     lines = [{**base, "solution": str(n)} for n in (3, 4)]
     file = write(tmp_path / "c.jsonl", lines)
@@ -68,8 +71,10 @@ def test_inspect_shows_what_is_trained(tmp_path: Path) -> None:
     assert "»Conclusion: wrong" in result.stdout
 
 
-def test_chains_to_judge_are_labelled_by_right_and_by_how_they_were_asked(tmp_path: Path) -> None:
-    """DRQA: short parts of bundles are A, chains of a question alone B, wrong ones C; longer parts are none."""
+def test_chains_are_labelled_by_correctness_and_by_batching(tmp_path: Path) -> None:
+    """DRQA: short chains from batches are A, chains of a single question B, wrong ones C; longer chains are left
+    out.
+    """
     problems = write(tmp_path / "p.jsonl", [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(6)])
     bundle = Data(source=f"{BUILDERS}:bundles", size=3, params={"file": str(problems)})
     asked = load_rows(bundle, tmp_path)

@@ -1,4 +1,4 @@
-"""Data columns that components name: read off their annotations, checked with rows and keys."""
+"""Data columns that components need: read from their annotations, checked against rows and keys."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def test_annotations_name_columns() -> None:
     assert load_index()["factor"]["inverse_easiness"]["params"]["column"] == ["Column", "easiness"]
 
 
-def test_rows_must_hold_the_numbers() -> None:
-    """Each row where the component needs one each, one row where it does not; NaN is none; a text is no number."""
+def test_rows_must_hold_the_numeric_columns() -> None:
+    """In every row if the component needs one number each, in at least one row if not; NaN is missing; text is not a
+    number.
+    """
     found = [problem for _, problem in find_problems(ROWS, wanted(best="some"), acts=False)]
     assert [(p.where, p.what) for p in found] == [
         ("row 3", "`mine` reads the column `size`: 1 of 3 rows without a number")
@@ -52,7 +54,7 @@ def test_rows_must_hold_the_numbers() -> None:
         refuse_missing(ROWS, wanted(size="sise"), acts=False)
 
 
-def test_what_rollouts_measure_need_not_be_in_the_data() -> None:
+def test_columns_measured_by_rollouts_are_not_required_in_the_data() -> None:
     measured = wanted(size="tool_seconds")
     assert list(find_problems(ROWS, measured, acts=True)) == []
     ((_, problem),) = find_problems(ROWS, measured, acts=False)
@@ -83,7 +85,7 @@ def recipe(tmp_path: Path, factors: list[Any], **changes: Any) -> dict[str, Any]
     }
 
 
-def test_a_recipe_names_them(tmp_path: Path) -> None:
+def test_recipe_errors_name_missing_columns(tmp_path: Path) -> None:
     values = recipe(tmp_path, [{"use": "f.py:by_size"}, {"use": "duration"}])
     found = required_columns(load_dict(values, base_dir=tmp_path, where="test").recipe)  # type: ignore[arg-type]
     assert [(one.key, one.column) for one in found] == [

@@ -1,4 +1,4 @@
-"""Alternative answers of questions: gathered from runs, confirmed by votes (A^2Search)."""
+"""Alternative answers to questions: gathered from runs, confirmed by votes (A^2Search)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def answered(uid: str, answer: str, shown: str | None = None) -> Values:
     return {"uid": uid, "completion": text, **({"turns": turns} if shown else {})}
 
 
-def test_other_answers_are_asked_for_once_and_join_the_right_ones_by_votes(tmp_path: Path) -> None:
-    """Two models: of `the Bergen` (as `bergen`, which the second model says too), `Molde` and `Rome` the judges support
-    the first by two of three votes and the second by one of two (a reply without a vote is left out); `Oslo` is known,
-    by an alias."""
+def test_alternative_answers_are_judged_once_and_accepted_by_votes(tmp_path: Path) -> None:
+    """Two models: of `the Bergen` (also `bergen`, which the second model gives too), `Molde` and `Rome` the judges
+    support the first by two of three votes and the second by one of two (a reply without a vote is left out); `Oslo`
+    is already known through an alias.
+    """
     problems = [
         {"uid": "a", "prompt": "A town?", "row": {"answer": ["Oslo", "Kristiania"], "land": "Norway"}},
         {"uid": "b", "prompt": "2+2?", "row": {"answer": "4"}},
@@ -77,7 +78,7 @@ def test_other_answers_are_asked_for_once_and_join_the_right_ones_by_votes(tmp_p
 
 
 @pytest.mark.slow
-def test_the_shipped_pipeline_gathers_answers_and_trains_on_them(tmp_path: Path) -> None:
+def test_shipped_pipeline_gathers_answers_and_trains_on_them(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["run", "a2search_tiny", "--output", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     stages = tmp_path / "run" / "seed-0"

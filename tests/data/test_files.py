@@ -1,4 +1,4 @@
-"""Files of rows: packed ones are read, and what cannot be read, or is too much, gets a sentence."""
+"""Files of rows: compressed files are read, and unreadable or oversized content gives a one-sentence error."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ PACK: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.c
 
 @pytest.mark.parametrize("packed", PACK)
 @pytest.mark.parametrize(("kind", "text"), [(".jsonl", LINES), (".csv", CSV), (".json", json.dumps(ROWS).encode())])
-def test_packed_files_are_read(packed: str, kind: str, text: bytes, tmp_path: Path) -> None:
-    for name in (f"rows{kind}{packed}", f"rows{kind}"):  # the first bytes say it, not the name alone
+def test_compressed_files_are_read(packed: str, kind: str, text: bytes, tmp_path: Path) -> None:
+    for name in (
+        f"rows{kind}{packed}",
+        f"rows{kind}",
+    ):  # the format is detected from the first bytes, not only the name
         path = tmp_path / name
         path.write_bytes(PACK[packed](text))
         assert [row for _, row in files.read(path, None)] == ROWS
@@ -57,7 +60,7 @@ def test_packed_files_are_read(packed: str, kind: str, text: bytes, tmp_path: Pa
         ("a.csv", b"a,b\n" + b'"' + b"x" * (33 << 20), "more than 32 MB"),
     ],
 )
-def test_what_cannot_be_read_is_told(name: str, content: bytes, told: str, tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(name: str, content: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         files.read(tmp_path / name, None)
@@ -69,7 +72,7 @@ def test_long_cells_of_csv_are_read(tmp_path: Path) -> None:
     assert len(files.read(tmp_path / "a.csv", None)[0][1]["prompt"]) == 500_000
 
 
-def test_rows_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
+def test_rows_beyond_size_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES + b"broken\n" * 1000)
     assert len(files.read(tmp_path / "a.jsonl", 50)) == 50
     with pytest.raises(DataError, match="and 995 lines more"):
@@ -90,8 +93,8 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_line_without_end_does_not_come_into_memory(packed: bool, tmp_path: Path) -> None:
-    """200 MB in one line, of which 32 are looked at."""
+def test_endless_line_is_not_loaded_into_memory(packed: bool, tmp_path: Path) -> None:
+    """200 MB in one line, of which 32 are read."""
     path = tmp_path / "long.jsonl"
     with gzip.open(path, "wb", compresslevel=1) if packed else path.open("wb") as stream:
         stream.write(b'{"prompt": "')
@@ -103,8 +106,8 @@ def test_a_line_without_end_does_not_come_into_memory(packed: bool, tmp_path: Pa
     assert int(done.stdout.split()[-1]) < 300 << 10  # KiB
 
 
-def test_a_text_too_long_to_tokenize_is_refused_with_its_line(tiny: Any, tmp_path: Path) -> None:
-    """Ten megabytes in one row took gigabytes of memory behind the last message."""
+def test_text_too_long_to_tokenize_is_refused_with_its_line(tiny: Any, tmp_path: Path) -> None:
+    """Ten megabytes in one row took gigabytes of memory after the last message."""
     path = tmp_path / "rows.jsonl"
     row = {"prompt": "q", "completion": "a b " * 600_000}
     path.write_text(json.dumps({"prompt": "q", "completion": "a"}) + "\n" + json.dumps(row) + "\n")
@@ -113,7 +116,7 @@ def test_a_text_too_long_to_tokenize_is_refused_with_its_line(tiny: Any, tmp_pat
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_line_that_is_not_utf8_is_named(packed: bool, tmp_path: Path) -> None:
+def test_error_names_the_line_that_is_not_utf8(packed: bool, tmp_path: Path) -> None:
     content = b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n'
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(content) if packed else content)

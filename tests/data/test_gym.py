@@ -17,24 +17,24 @@ def rows(**keys: object) -> list[dict[str, object]]:
     return load_rows(Data(**{"source": "gym:basic_arithmetic", "size": 20, **keys}), Path.cwd())  # type: ignore[arg-type]
 
 
-def test_a_row_carries_the_whole_entry_for_its_verifier() -> None:
+def test_row_contains_the_whole_entry_for_its_verifier() -> None:
     row = rows(size=1)[0]
     entry = json.loads(str(row["gym_entry"]))
     assert (row["prompt"], row["answer"], row["gym_task"]) == (entry["question"], entry["answer"], "basic_arithmetic")
 
 
-def test_equal_seeds_are_equal_and_neighbouring_seeds_share_nothing() -> None:
-    """reasoning-gym itself draws item i from seed + i: its seeds 0 and 1 share all items but one."""
+def test_equal_seeds_give_equal_rows_and_adjacent_seeds_share_none() -> None:
+    """reasoning-gym itself generates item i from seed + i: its seeds 0 and 1 share all items but one."""
     assert rows(seed=3) == rows(seed=3)
     first, second = ({r["prompt"] for r in rows(seed=s)} for s in (0, 1))
     assert len(first & second) <= 1
 
 
-def test_skip_leaves_out_the_first_rows_of_the_same_stream() -> None:
+def test_skip_drops_the_first_rows_of_the_same_stream() -> None:
     assert [r["uid"] for r in rows(size=5, skip=15)] == [r["uid"] for r in rows(size=20)][15:]
 
 
-def test_params_reach_the_task_and_unknown_ones_are_told() -> None:
+def test_params_reach_the_task_and_unknown_ones_are_reported() -> None:
     found = rows(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
     assert max(len(str(r["prompt"])) for r in found) < 40
     with pytest.raises(DataError, match="has no parameter max_term") as error:
@@ -44,7 +44,7 @@ def test_params_reach_the_task_and_unknown_ones_are_told() -> None:
         rows(params={"min_terms": -1})
 
 
-def test_an_unknown_task_suggests() -> None:
+def test_unknown_task_gets_a_suggestion() -> None:
     with pytest.raises(DataError, match="no task basic_arithmetics") as error:
         rows(source="gym:basic_arithmetics")
     assert "did you mean `gym:basic_arithmetic`?" in str(error.value)
@@ -52,12 +52,12 @@ def test_an_unknown_task_suggests() -> None:
         rows(size=None)
 
 
-def test_a_mixture_is_written_as_one() -> None:
+def test_mixture_of_tasks() -> None:
     with pytest.raises(DataError, match="mixture of tasks"):
         load_rows(Data(source="gym:composite", size=2), Path.cwd())  # type: ignore[arg-type]
 
 
-def test_levels_are_those_of_the_tasks_own_curriculum() -> None:
+def test_levels_come_from_the_curriculum_of_the_task() -> None:
     found = rows(source="gym:chain_sum", size=30, params={"levels": [0, 3], "shares": [2, 1]})
     assert [row["level"] for row in found].count(0) == 20
     assert {row["task"] for row in found} == {"gym:chain_sum"}
@@ -72,7 +72,7 @@ def test_levels_are_those_of_the_tasks_own_curriculum() -> None:
     assert len({row["prompt"] for row in found}) > 25
 
 
-def test_levels_that_a_curriculum_has_not_are_told() -> None:
+def test_levels_missing_from_a_curriculum_are_reported() -> None:
     with pytest.raises(DataError, match="no level 11"):
         rows(source="gym:chain_sum", params={"levels": [11]})
     with pytest.raises(DataError, match="no curriculum"):
@@ -81,8 +81,8 @@ def test_levels_that_a_curriculum_has_not_are_told() -> None:
         rows(source="gym:chain_sum", params={"levels": [0], "min_terms": 2})
 
 
-def test_every_curriculum_of_reasoning_gym_has_levels_that_its_task_takes() -> None:
-    """A level that the task itself refuses is said to be; no curriculum is out of reach."""
+def test_every_curriculum_of_reasoning_gym_has_valid_levels() -> None:
+    """A level that the task itself refuses is reported; every curriculum can be used."""
     from reasoning_gym.factory import CURRICULA
 
     from posttrain.data import gym
@@ -97,4 +97,4 @@ def test_every_curriculum_of_reasoning_gym_has_levels_that_its_task_takes() -> N
                 refused.setdefault(task, []).append(level)
     assert len(CURRICULA) > 90
     broken = [task for task, levels in refused.items() if len(levels) == 3]
-    assert set(broken) <= {"knight_swap"}  # whose curriculum begins with 4 nodes where its task wants 6
+    assert set(broken) <= {"knight_swap"}  # whose curriculum begins with 4 nodes although its task needs 6

@@ -1,4 +1,4 @@
-"""Images of rows: the forms in which they come, how they become tokens, and which are refused."""
+"""Images of rows: input formats, conversion to tokens, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seeing() -> tuple[Any, Any]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """A `data` section on rows beside red.png (16 x 8) and blue.png; keyword arguments are its keys."""
+    """Factory of `data` sections on rows next to red.png (16 x 8) and blue.png; keyword arguments are its keys."""
     Pillow.new("RGB", (16, 8), "red").save(tmp_path / "red.png")
     Pillow.new("RGB", (8, 16), "blue").save(tmp_path / "blue.png")
 
@@ -82,8 +82,8 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_prompt(form: str, write: Write, seeing: Any, tmp_path: Path) -> None:
-    """One place in the text that vLLM is given, 64 tokens where the model reads (64 / 8)^2 features."""
+def test_every_image_format_gives_the_same_prompt(form: str, write: Write, seeing: Any, tmp_path: Path) -> None:
+    """One placeholder in the text that vLLM gets, 64 tokens for the model's (64 / 8)^2 features."""
     tokenizer, reader = seeing
     prompt = prepare_prompts(write(FORMS[form]), tokenizer, tmp_path, reader=reader).items[0]
     assert prompt.text == "<bos><|user|><image>What is it?<|assistant|>"
@@ -93,8 +93,8 @@ def test_every_form_gives_the_same_prompt(form: str, write: Write, seeing: Any, 
     assert prompt.ids.count(reader.feature_id) == 64
 
 
-def test_several_images_in_several_turns(write: Write, seeing: Any, tmp_path: Path) -> None:
-    """They keep their order, and only the answers are trained on."""
+def test_images_in_several_turns_keep_their_order(write: Write, seeing: Any, tmp_path: Path) -> None:
+    """Only the answers are trained on."""
     tokenizer, reader = seeing
     talk = [
         {"role": "user", "content": "<image> or <image>?"},
@@ -110,7 +110,7 @@ def test_several_images_in_several_turns(write: Write, seeing: Any, tmp_path: Pa
     assert tokenizer.decode(trained) == "a<eos>b<eos>"
 
 
-def test_text_rows_stand_between(write: Write, seeing: Any, tmp_path: Path) -> None:
+def test_text_rows_are_mixed_with_image_rows(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
     rows = [{"prompt": "a", "image": "red.png"}, {"prompt": "b", "image": None}, {"prompt": "c", "images": []}]
     prompts = prepare_prompts(write(*rows), tokenizer, tmp_path, reader=reader).items
@@ -119,7 +119,7 @@ def test_text_rows_stand_between(write: Write, seeing: Any, tmp_path: Path) -> N
     assert prompts[1].ids == plain.ids
 
 
-def test_everything_is_trained_on_but_images(write: Write, seeing: Any, tmp_path: Path) -> None:
+def test_train_on_all_excludes_image_tokens(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
     data = write({"prompt": "x", "completion": "y", "image": "red.png"}, train_on="all")
     (example,) = prepare_examples(data, tokenizer, tmp_path, reader=reader).items
@@ -127,9 +127,7 @@ def test_everything_is_trained_on_but_images(write: Write, seeing: Any, tmp_path
     assert untrained == [reader.feature_id] * 64
 
 
-def test_what_stands_behind_the_last_answer_is_left_out_with_its_image(
-    write: Write, seeing: Any, tmp_path: Path
-) -> None:
+def test_text_and_image_after_the_last_answer_are_dropped(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
     talk = [
         {"role": "user", "content": "<image>"},
@@ -141,7 +139,7 @@ def test_what_stands_behind_the_last_answer_is_left_out_with_its_image(
     assert [Path(image.source).name for image in example.images] == ["red.png"]
 
 
-def test_a_long_prompt_with_images_is_dropped_not_cut(write: Write, seeing: Any, tmp_path: Path) -> None:
+def test_long_prompt_with_images_is_dropped_not_truncated(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
     rows = [{"prompt": "a" * 60, "image": "red.png"}, {"prompt": "b" * 60}]
     data = write(*rows, max_length=40, overlong="truncate_prompt")
@@ -150,16 +148,16 @@ def test_a_long_prompt_with_images_is_dropped_not_cut(write: Write, seeing: Any,
     assert list(prepared.dropped) == ["longer than max_length, and a prompt with images is not cut"]
 
 
-def test_rows_are_the_same_wherever_their_files_are(write: Write, tmp_path: Path) -> None:
-    """A row's id is made of what the row says, so a project may be moved."""
+def test_row_ids_do_not_depend_on_the_file_location(write: Write, tmp_path: Path) -> None:
+    """A row's id is computed from its content, so a project can be moved."""
     (row,) = load_rows(write({"prompt": "a", "image": "red.png"}), tmp_path)
     assert row["images"] == [str(tmp_path / "red.png")]
     (again,) = load_rows(write({"prompt": "a", "image": "red.png"}), tmp_path / "elsewhere")
     assert again["uid"] == row["uid"]
 
 
-def test_images_of_parquet_and_of_functions(tmp_path: Path) -> None:
-    """Hugging Face's Image feature stores bytes; a function of the user's may return Pillow images."""
+def test_images_from_parquet_and_functions(tmp_path: Path) -> None:
+    """Hugging Face's Image feature stores bytes; a user's function can return Pillow images."""
     import datasets
 
     stored = datasets.Dataset.from_dict({"prompt": ["a"], "image": [{"bytes": encoded(), "path": None}]})
@@ -180,9 +178,9 @@ def test_images_of_parquet_and_of_functions(tmp_path: Path) -> None:
 # --- pixels
 
 
-def test_exif_turns_a_photo(tmp_path: Path) -> None:
+def test_exif_orientation_rotates_a_photo(tmp_path: Path) -> None:
     exif = Pillow.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # to be rotated by 90 degrees
     Pillow.new("RGB", (20, 10)).save(tmp_path / "photo.jpg", exif=exif)
     assert open_image(Image(str(tmp_path / "photo.jpg"))).size == (10, 20)
 
@@ -202,8 +200,8 @@ def test_exif_turns_a_photo(tmp_path: Path) -> None:
         ("RGB", (1, 2, 3), "BMP", (1, 2, 3)),
     ],
 )
-def test_every_kind_of_pixels_becomes_rgb(mode: str, color: Any, kind: str, pixel: Any) -> None:
-    """Transparent parts are white; 16 bits are scaled, not cut off."""
+def test_every_pixel_format_becomes_rgb(mode: str, color: Any, kind: str, pixel: Any) -> None:
+    """Transparent parts become white; 16 bits are scaled, not truncated."""
     found = open_image(Image(data_url(encoded(color, kind, mode))))
     assert found.mode == "RGB" and found.size == (12, 6)
     assert pixel is None or found.getpixel((0, 0)) == pixel
@@ -213,16 +211,16 @@ def test_every_kind_of_pixels_becomes_rgb(mode: str, color: Any, kind: str, pixe
     ("limits", "size"),
     [((None, None), (40, 10)), ((None, 100), (20, 5)), ((1600, None), (80, 20)), ((100, 400), (40, 10))],
 )
-def test_sizes_are_bounded(limits: tuple[int | None, int | None], size: tuple[int, int]) -> None:
-    """Both sides by the square root of what is too many or too few pixels."""
+def test_image_sizes_are_bounded(limits: tuple[int | None, int | None], size: tuple[int, int]) -> None:
+    """Both sides are scaled by the square root of the ratio to the pixel limit."""
     assert open_image(Image(png_url(Pillow.new("RGB", (40, 10))), *limits)).size == size
 
 
-# --- what cannot be read
+# --- unreadable images
 
 
 def header_only(width: int, height: int) -> bytes:
-    """A PNG that says its size and has no pixels."""
+    """A PNG that declares its size and has no pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = b"IHDR" + head
     start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
@@ -299,7 +297,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_read_is_told_with_its_line(case: str, write: Write, seeing: Any, tmp_path: Path) -> None:
+def test_unreadable_images_are_reported_with_their_line(case: str, write: Write, seeing: Any, tmp_path: Path) -> None:
     row, said = BAD[case]
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
@@ -312,26 +310,26 @@ def test_what_cannot_be_read_is_told_with_its_line(case: str, write: Write, seei
     assert "rows.jsonl:2" in str(found.value)
 
 
-def test_a_text_model_refuses_images(write: Write, tmp_path: Path) -> None:
+def test_text_model_refuses_images(write: Write, tmp_path: Path) -> None:
     tokenizer = models.load_tokenizer(Model(path="tiny"), tmp_path)
     with pytest.raises(DataError, match="reads none"):
         prepare_prompts(write({"prompt": "a", "image": "red.png"}), tokenizer, tmp_path)
 
 
-def test_text_models_keep_the_word(write: Write, tmp_path: Path) -> None:
-    """`<image>` is a text like others where no row has an image."""
+def test_image_placeholder_is_plain_text_for_text_models(write: Write, tmp_path: Path) -> None:
+    """`<image>` is ordinary text if no row has an image."""
     tokenizer = models.load_tokenizer(Model(path="tiny"), tmp_path)
     (prompt,) = prepare_prompts(write({"prompt": "an <image> tag"}), tokenizer, tmp_path).items
     assert prompt.text == "<bos><|user|>an <image> tag<|assistant|>"
 
 
-def test_plain_text_cannot_show_images(write: Write, seeing: Any, tmp_path: Path) -> None:
+def test_plain_text_rows_cannot_have_images(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
     with pytest.raises(DataError, match="writes text only"):
         prepare_prompts(write({"prompt": "a", "image": "red.png"}, chat=False), tokenizer, tmp_path, reader=reader)
 
 
-def test_a_template_that_writes_no_images_is_told(write: Write, seeing: Any, tmp_path: Path) -> None:
+def test_template_without_images_is_reported(write: Write, seeing: Any, tmp_path: Path) -> None:
     tokenizer, reader = seeing
     (tmp_path / "texts.jinja").write_text(
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
@@ -343,7 +341,7 @@ def test_a_template_that_writes_no_images_is_told(write: Write, seeing: Any, tmp
         prepare_prompts(write({"prompt": "a", "image": "red.png"}), tokenizer, tmp_path, reader=reader)
 
 
-def test_nothing_is_fetched_unless_it_is_allowed(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_not_fetched_unless_allowed(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def open_url(address: str, timeout: float) -> Any:
@@ -359,7 +357,7 @@ def test_nothing_is_fetched_unless_it_is_allowed(write: Write, tmp_path: Path, m
     assert fetched["images"] == [data_url(encoded())] and asked == [("https://example.com/a.png", 30)]
 
 
-def test_an_image_made_smaller_is_no_narrower_than_allowed() -> None:
-    """4,000 x 40 pixels in at most 300: 173 x 1 before the longer side is cut to 100 times the other."""
+def test_downscaled_image_keeps_the_allowed_aspect_ratio() -> None:
+    """4,000 x 40 pixels within a limit of 300: 173 x 1, before the longer side is cropped to 100 times the other."""
     shown = open_image(Image(png_url(Pillow.new("RGB", (4000, 40))), max_pixels=300))
     assert shown.size == (100, 1)

@@ -31,7 +31,7 @@ def checks(report: dict[str, Any]) -> dict[str, bool]:
     return {c["name"]: c["ok"] for c in report["checks"]}
 
 
-def test_a_report_of_examples(tiny: Any, jsonl: Write) -> None:
+def test_report_of_examples(tiny: Any, jsonl: Write) -> None:
     report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.eos_token_id], samples=1)
     assert (report["rows"], report["items"]) == (4, 3)
     assert list(report["dropped"]) == ["empty completion"]
@@ -50,13 +50,13 @@ def test_a_report_of_examples(tiny: Any, jsonl: Write) -> None:
     json.dumps(report)
 
 
-def test_an_end_of_turn_that_does_not_end_generation_is_seen(tiny: Any, jsonl: Write) -> None:
-    """The generation config ends at another token than the one that the template trains: answers would never stop."""
+def test_end_of_turn_that_does_not_end_generation_is_reported(tiny: Any, jsonl: Write) -> None:
+    """The generation config ends at a token other than the one that the template trains: answers would never stop."""
     report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.unk_token_id])
     assert checks(report)["end of turn"] is False
 
 
-def test_a_template_that_opens_think_is_told(tiny: Any, jsonl: Write, with_template: Callable[[str], Any]) -> None:
+def test_template_that_opens_think_is_reported(tiny: Any, jsonl: Write, with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(
         tiny.chat_template.replace("'<|assistant|>' -}}{%- endif -%}\n", "'<|assistant|><think>' -}}{%- endif -%}\n")
     )
@@ -66,7 +66,7 @@ def test_a_template_that_opens_think_is_told(tiny: Any, jsonl: Write, with_templ
     assert "thinking" not in checks(inspect("rl", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [2]))
 
 
-def test_pairs_show_both_sides(tiny: Any, jsonl: Write) -> None:
+def test_report_of_pairs_shows_both_sides(tiny: Any, jsonl: Write) -> None:
     path = jsonl([{"prompt": "q", "chosen": "a", "rejected": "b"}])
     report = inspect("dpo", Data(source=path), tiny, Path.cwd(), [2])
     assert [p["runs"][0]["text"] for p in report["samples"][0]["parts"].values()] == [
@@ -76,15 +76,13 @@ def test_pairs_show_both_sides(tiny: Any, jsonl: Write) -> None:
     ]
 
 
-def test_spread_gives_lengths_that_occur() -> None:
-    """Of 1..20: the median is the 10th, p95 the 19th."""
+def test_spread_reports_lengths_that_occur() -> None:
+    """For 1..20 the median is the 10th, p95 the 19th."""
     assert summarize_lengths(list(range(20, 0, -1))) == {"min": 1, "median": 10, "p95": 19, "max": 20}
     assert summarize_lengths([4]) == {"min": 4, "median": 4, "p95": 4, "max": 4}
 
 
-def test_the_printed_form_marks_trained_text_without_colour_and_colours_it_on_a_terminal(
-    tiny: Any, jsonl: Write
-) -> None:
+def test_trained_text_is_bracketed_in_plain_output_and_colored_on_a_terminal(tiny: Any, jsonl: Write) -> None:
     report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.eos_token_id])
     plain, uncoloured, coloured = io.StringIO(), io.StringIO(), io.StringIO()
     show(report, Console(file=plain, width=100, highlight=False))
@@ -97,7 +95,7 @@ def test_the_printed_form_marks_trained_text_without_colour_and_colours_it_on_a_
     assert "\x1b[32mtwo<eos>\x1b[0m" in coloured.getvalue()
 
 
-def test_the_command_prints_json_for_programs(tmp_path: Path, jsonl: Write) -> None:
+def test_command_prints_json(tmp_path: Path, jsonl: Write) -> None:
     recipe = tmp_path / "sft.yaml"
     recipe.write_text(f"stage: sft\nmodel: {{path: tiny}}\ndata: {{source: {jsonl(ROWS)}}}\nrun: {{steps: 1}}\n")
     result = CliRunner().invoke(app, ["inspect", str(recipe), "data.max_length=11", "--rows", "1", "--json"])
@@ -107,7 +105,7 @@ def test_the_command_prints_json_for_programs(tmp_path: Path, jsonl: Write) -> N
     assert set(report["dropped"]) == {"longer than max_length", "empty completion"}
 
 
-def test_the_exit_codes_of_looking_and_of_the_audit_are_the_same(tmp_path: Path, jsonl: Write) -> None:
+def test_exit_codes_of_inspect_and_audit_are_the_same(tmp_path: Path, jsonl: Write) -> None:
     recipe = tmp_path / "sft.yaml"
     good = [{"prompt": f"{i}?", "completion": str(i)} for i in range(5)]
     for rows, code, said in (
@@ -123,12 +121,12 @@ def test_the_exit_codes_of_looking_and_of_the_audit_are_the_same(tmp_path: Path,
             json.loads(CliRunner().invoke(app, [command, str(recipe), "--json"]).output)  # nothing else is printed
 
 
-def test_a_stage_without_data_is_refused(tiny: Any) -> None:
+def test_stage_without_data_is_refused(tiny: Any) -> None:
     with pytest.raises(DataError, match="a recipe for `posttrain merge` has no data of its own"):
         inspect("merge", Data(source="x"), tiny, Path.cwd(), [2])
 
 
-def test_answers_with_labels(tiny, tmp_path: Path) -> None:
+def test_labelled_answers_are_shown_in_pairs(tiny, tmp_path: Path) -> None:
     """Rows of kto: the other side is another row's answer."""
     rows = [{"prompt": f"{i}?", "completion": str(i), "label": i > 1} for i in range(1, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -153,10 +151,10 @@ THOUGHTFUL = [
 ]
 
 
-def test_text_is_compared_both_ways_and_in_all_turns(
+def test_rendered_text_is_compared_with_the_row_in_both_directions(
     tiny: Any, jsonl: Write, with_template: Callable[[str], Any]
 ) -> None:
-    """What the rendering leaves out of earlier turns, and what it adds to the trained one."""
+    """Reports what the rendering drops from earlier turns, and what it adds to the trained turn."""
     path = jsonl([{"messages": THOUGHTFUL}, {"prompt": "q", "completion": "<think>so</think>one"}])
     plain = inspect("sft", Data(source=path), tiny, Path.cwd(), [tiny.eos_token_id])
     kept = next(check for check in plain["checks"] if check["name"] == "text")

@@ -26,7 +26,7 @@ def speech(player: int, role: str, text: str, said: bool, won: bool, turn: int, 
 
 
 def game(seer: str, other: str, village: bool) -> Values:
-    """The seer says one of two speeches, and a werewolf answers it with one of two."""
+    """Return a game in which the seer makes one of two speeches, and a werewolf answers it with one of two."""
     first = [speech(1, "seer", seer, True, village, 0, []), speech(1, "seer", other, False, village, 0, [])]
     answers = [(text, n == 0) for n, text in enumerate([MUMBLES[0], CLAIMS[0]])]
     return {"calls": [*first, *(speech(2, "werewolf", text, said, not village, 2, [0]) for text, said in answers)]}
@@ -38,9 +38,11 @@ def rows_of(folder: Path, games: list[Values], **params: Any) -> list[Values]:
     return load_rows(Data(source=f"{DATA}/latent_strategies.py:pairs", params=params), DATA)
 
 
-def test_the_kind_of_speech_that_wins_is_chosen(tmp_path: Path) -> None:
-    """A seer who claims wins in 3 of 3 games, one who mumbles in 0 of 2: 1 and -1, whichever words it took. What the
-    werewolf did not say has no value, and is no pair."""
+def test_winning_speech_cluster_is_chosen(tmp_path: Path) -> None:
+    """A seer who claims wins in 3 of 3 games, one who mumbles in 0 of 2: 1 and -1, for any wording.
+
+    Speeches that the werewolf never made have no value and give no pair.
+    """
     games = [game(CLAIMS[n % 2], MUMBLES[n % 2], True) for n in range(3)]
     games += [game(MUMBLES[n], CLAIMS[n], False) for n in range(2)]
     rows = rows_of(tmp_path, games)
@@ -51,7 +53,7 @@ def test_the_kind_of_speech_that_wins_is_chosen(tmp_path: Path) -> None:
         assert row["chosen_strategy"] != row["rejected_strategy"] and row["state"] == "seer, day 1, has seen a werewolf"
 
 
-def test_games_without_an_end_or_a_difference_are_refused(tmp_path: Path) -> None:
+def test_games_without_outcome_or_value_difference_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no two speeches of a turn differ"):
         rows_of(tmp_path, [game(CLAIMS[0], MUMBLES[0], True)])
     cut = game(CLAIMS[0], MUMBLES[0], True)

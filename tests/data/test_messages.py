@@ -1,4 +1,4 @@
-"""Messages in the spellings of other trainers' files."""
+"""Messages in the formats of other trainers' files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read(*found: Any) -> list[dict[str, Any]]:
     return parse_messages(list(found), "messages", "here")
 
 
-def test_sharegpts_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
+def test_sharegpt_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
     row = normalise({"conversations": TURNS, "id": 3}, "here")
     assert row == {
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
@@ -30,7 +30,7 @@ def test_sharegpts_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
     assert "messages" not in beside  # a row that has a prompt keeps it
 
 
-def test_sharegpts_calls_are_turns_of_the_model_and_observations_are_a_tools() -> None:
+def test_sharegpt_calls_are_assistant_turns_and_observations_tool_turns() -> None:
     call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
     found = read({"from": "function_call", "value": call}, {"from": "observation", "value": "sun"})
     assert found == [
@@ -47,7 +47,7 @@ def test_sharegpts_calls_are_turns_of_the_model_and_observations_are_a_tools() -
             read({"from": "function_call", "value": value})
 
 
-def test_content_in_parts_is_their_text_and_images_are_refused() -> None:
+def test_content_parts_are_joined_as_text_and_images_refused() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "one two"}]
     with pytest.raises(DataError, match=r"has a part that is no text: .*image_url"):
@@ -56,7 +56,7 @@ def test_content_in_parts_is_their_text_and_images_are_refused() -> None:
         read({"role": "user", "content": 3})
 
 
-def test_weight_says_what_is_trained_on_and_halves_are_refused() -> None:
+def test_message_weight_selects_trained_turns_and_fractions_are_refused() -> None:
     marked = [read({"role": "assistant", "content": "a", "weight": w})[0] for w in (0, 1)]
     assert [m["train"] for m in marked] == [False, True]
     assert "weight" not in marked[0]
@@ -66,8 +66,8 @@ def test_weight_says_what_is_trained_on_and_halves_are_refused() -> None:
         read({"role": "assistant", "content": "a", "train": "false"})
 
 
-def test_openais_older_calls_are_calls() -> None:
-    """`function_call` of an assistant message, and the role function of what it gave."""
+def test_openai_function_call_format_is_read() -> None:
+    """`function_call` of an assistant message, and the role `function` of its result."""
     found = read(
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
         {"role": "function", "name": "f", "content": "2"},
@@ -92,7 +92,7 @@ def test_openais_older_calls_are_calls() -> None:
         {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}},
     ],
 )
-def test_older_calls_that_are_none(message: dict[str, Any]) -> None:
+def test_invalid_function_calls_are_refused(message: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"function_call|tool_calls"):
         read(message)
 
@@ -112,14 +112,14 @@ def test_older_calls_that_are_none(message: dict[str, Any]) -> None:
         ([{"name": "f", "arguments": "3"}], "the arguments of f are int"),
     ],
 )
-def test_calls_that_are_none_are_told_in_a_sentence(calls: Any, told: str) -> None:
+def test_invalid_tool_calls_are_reported_in_one_sentence(calls: Any, told: str) -> None:
     with pytest.raises(DataError, match=told) as error:
         read({"role": "assistant", "content": "", "tool_calls": calls})
     assert "tool_calls" in str(error.value) and "JSON text of an object" in str(error.value)
 
 
 @pytest.mark.parametrize("calls", [[], "[]", '[{"name": "f", "arguments": "{}"}]', [{"function": {"name": "f"}}]])
-def test_calls_in_several_forms(calls: Any) -> None:
+def test_tool_calls_in_several_formats(calls: Any) -> None:
     assert read({"role": "assistant", "content": "", "tool_calls": calls})[0]["tool_calls"] == calls
 
 
@@ -127,7 +127,7 @@ def test_calls_in_several_forms(calls: Any) -> None:
     ("said", "meant"),
     [("gtp", "gpt"), ("asistant", "assistant"), ("Assistant", "assistant"), ("usr", "user"), ("hunan", "human")],
 )
-def test_a_misspelt_role_is_an_error_in_any_turn(said: str, meant: str) -> None:
+def test_misspelled_role_is_an_error_in_any_turn(said: str, meant: str) -> None:
     with pytest.raises(DataError, match=f"`messages.0.` has the role `{said}`(.|\n)*did you mean `{meant}`"):
         read({"role": said, "content": "a"})
     with pytest.raises(DataError, match=f"did you mean `{meant}`"):
@@ -135,18 +135,18 @@ def test_a_misspelt_role_is_an_error_in_any_turn(said: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["critic", "user_2", "observation", "ipython", "tool"])
-def test_roles_of_other_names_stay(role: str) -> None:
+def test_custom_roles_are_preserved(role: str) -> None:
     assert read({"role": role, "content": "a"})[0]["role"] == role
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "system", "content": None}, {"from": "human"}])
-def test_a_question_without_content_is_an_error(message: dict[str, Any]) -> None:
+def test_user_message_without_content_is_an_error(message: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"`messages\[0\]` has no content"):
         read(message)
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1', "{a: 1}", '{"a": 1}}'])
-def test_broken_arguments_of_a_call_are_named(arguments: str) -> None:
+def test_broken_call_arguments_are_named(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     with pytest.raises(
         DataError, match=r"messages\[0\].tool_calls` cannot be read: in call 0, the arguments of add are broken JSON at"

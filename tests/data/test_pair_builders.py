@@ -1,4 +1,4 @@
-"""Each builder on one prompt's answers, with the reason where there is no pair; rules and account by row."""
+"""Each pair builder on one prompt's answers, with the reason if there is no pair; rules and per-row report."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ THOUGHT = "<think>1+1</think><answer>2</answer>"
         ("gold_vs_own", [answer("a", None), answer("gold", None, "gold")], [("gold", "a")]),
     ],
 )
-def test_builders(builder: Any, pool: list[Any], texts: Any) -> None:
+def test_pair_builders(builder: Any, pool: list[Any], texts: Any) -> None:
     found = build(list(pool), builder, Options())
     assert [(pool[c]["completion"], pool[r]["completion"]) for c, r in found.choices] == texts
 
 
-def test_a_broken_format_keeps_the_answer() -> None:
+def test_broken_format_preserves_the_answer() -> None:
     pool: list[Any] = [answer(THOUGHT, 1), WRONG]
     found = build(pool, "broken_format", Options())
     assert [pool[c]["completion"] for c, _ in found.choices] == [THOUGHT]
@@ -61,8 +61,8 @@ def test_a_broken_format_keeps_the_answer() -> None:
     assert build([RIGHT], "broken_format", Options()).reason == "no right, well-formed answer"
 
 
-def test_flags_are_reward_components() -> None:
-    """A right answer by luck is not good; type 1 takes it as the rejected side."""
+def test_flags_come_from_reward_components() -> None:
+    """A right answer by luck is not good; type 1 uses it as the rejected side."""
     lucky = answer("lucky", 1, scores={"sound": 0})
     pool: list[Any] = [{**RIGHT, "scores": {"sound": 1}}, lucky]
     found = build(pool, "after_verification", Options(flags={"consistent": "sound"}))
@@ -85,11 +85,11 @@ def test_flags_are_reward_components() -> None:
         ("gold_vs_own", [answer("a", 1)], "no `completion` in the row"),
     ],
 )
-def test_why_there_is_no_pair(builder: Any, pool: list[Any], why: str) -> None:
+def test_reasons_for_missing_pairs(builder: Any, pool: list[Any], why: str) -> None:
     assert build(list(pool), builder, Options()) == ([], why)
 
 
-def test_the_account_names_rows_and_rules_are_applied() -> None:
+def test_report_names_rows_and_rules_are_applied() -> None:
     other = {"uid": "2"}
     records = [RIGHT, WRONG, answer("", 0), answer("x" * 60, 0), {**RIGHT, **other}, {**LONG, **other}]
     found = pair_rows(SOURCES, records, max_gap=10)
@@ -102,8 +102,8 @@ def test_the_account_names_rows_and_rules_are_applied() -> None:
     assert (found.rows[0]["chosen_source"], found.rows[0]["rejected_source"]) == ("own", "own")
 
 
-def test_other_policies() -> None:
-    """Only the policy's own answers have win rates; xpo's column says which side the reference sampled."""
+def test_pairs_with_answers_of_other_policies() -> None:
+    """Only the policy's answers have win rates; xpo's column says which side the reference sampled."""
     won = pair_rows(SOURCES, [answer("a", 0)], "versus_past", others={"past": [answer("p", 1)]}).rows[0]
     assert (won["ref_sample_is_chosen"], won["chosen_source"], won["chosen_win"], won["rejected_win"]) == (
         True, "past", None, 0.5,
@@ -124,6 +124,6 @@ def test_other_policies() -> None:
         ([WRONG], "take easier prompts"),
     ],
 )
-def test_nothing_left_says_what_to_do(records: Any, hint: str) -> None:
+def test_error_without_pairs_gives_a_hint(records: Any, hint: str) -> None:
     with pytest.raises(DataError, match=hint):
         pair_rows(SOURCES, records)

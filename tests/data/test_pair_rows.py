@@ -20,8 +20,8 @@ def record(uid: str, completion: str, reward: float | None, **changes: Any) -> d
 GRADED = [record("1", "2", 1), record("1", "two", 1), record("1", "3", 0), record("1", "?", None), record("2", "4", 1)]
 
 
-def test_right_over_wrong() -> None:
-    """Two pairs of prompt 1, the nearer in length first; win rates among rewards 1, 1, 0: (1/2 + 1/2 + s(1)) / 3."""
+def test_right_over_wrong_rows() -> None:
+    """Two pairs of prompt 1, closest in length first; win rates among rewards 1, 1, 0: (1/2 + 1/2 + s(1)) / 3."""
     found = pair_rows(SOURCES, GRADED)
     assert [(r["prompt"], r["chosen"], r["rejected"]) for r in found.rows] == [("1+1", "2", "3"), ("1+1", "two", "3")]
     first = found.rows[0]
@@ -32,15 +32,15 @@ def test_right_over_wrong() -> None:
     assert found.longer_chosen == 0.5
 
 
-def test_other_builders() -> None:
+def test_rows_of_other_builders() -> None:
     assert [(r["chosen"], r["rejected"]) for r in pair_rows(SOURCES, GRADED, "short_long").rows] == [("2", "two")]
     rows = [*GRADED, record("2", "44", 0.5), record("2", "444", -1, finish="length")]
     found = pair_rows(SOURCES, rows, "best_worst").rows
     assert [(r["chosen"], r["rejected"]) for r in found] == [("2", "3"), ("4", "44")]
 
 
-def test_rules() -> None:
-    """A repeated completion makes no second pair; earlier rounds count; lengths are balanced."""
+def test_pair_rules() -> None:
+    """A repeated completion gives no second pair; earlier rounds count; lengths are balanced."""
     rows = [*GRADED, record("1", "3 ", 0)]
     again = pair_rows(SOURCES, rows)
     assert [(r["chosen"], r["rejected"]) for r in again.rows] == [("2", "3"), ("two", "3")]
@@ -61,6 +61,6 @@ def test_rules() -> None:
         ([record("9", "2", 1)], "no row `9`"),
     ],
 )
-def test_what_makes_no_pairs(records: Any, told: str) -> None:
+def test_completions_that_give_no_pairs(records: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         pair_rows(SOURCES, records)

@@ -18,7 +18,9 @@ GOOD = "<think>one and one</think><answer>2</answer>"
 
 
 def test_right_over_wrong_of_similar_length() -> None:
-    """Right 0 (10 tokens) and 1 (20), wrong 2 (19) and 3 (11): the nearest first, each once before any twice."""
+    """Right 0 (10 tokens) and 1 (20), wrong 2 (19) and 3 (11): closest lengths first, each answer once before any
+    twice.
+    """
     flags, lengths = [[1, 1, 0, 0], [1, 1, 1, 1]], [[10, 20, 19, 11], [1, 2, 3, 4]]
     assert pairs.right_wrong(flags, lengths, max_pairs=2) == [Choice(0, 0, 3), Choice(0, 1, 2)]
     assert len(pairs.right_wrong(flags, lengths)) == 4
@@ -43,15 +45,20 @@ def test_drqa_labels() -> None:
 
 
 def test_own_failures() -> None:
-    """Prompt 0: teacher wrong, own 1 right; 1: teacher right; 2: nothing right. Cut answers never lose."""
+    """Prompt 0: teacher wrong, policy's answer 1 right; 1: teacher right; 2: none right.
+
+    Truncated answers are never rejected sides.
+    """
     flags, cut = [[0, 1, 0], [0, 1, 0], [0, 0, 0]], [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
     found = pairs.own_failures(flags, [0, 1, 0], cut)
     assert found == [[0, 0, 1, 0], [1, 1, -1, 0], [1, 1, -1, 2]]
     assert pairs.own_failures(flags, [0, 1, 0], cut, prefer_teacher=False)[1] == [1, 0, 1, 0]
 
 
-def test_after_verification() -> None:
-    """A short right answer is not good, but may lose by type 0; without a good one there is no pair."""
+def test_after_verification_pairs() -> None:
+    """A short right answer is not good, but can be the rejected side by type 0; without a good answer there is no
+    pair.
+    """
     rows = pairs.after_verification([[1, 1, 0]], [[1, 1, 1]], [[0, 0, 0]], [[0, 0, 0]], [[9, 3, 8]], min_length=5)
     assert rows == [[0, 0, 0, 1]]
     assert pairs.after_verification([[1]], [[0]], [[0]], [[1]], [[9]]) == []
@@ -67,14 +74,16 @@ def test_best_over_worst_of_judgements() -> None:
 
 
 def test_past_and_future() -> None:
-    """Rejected from the past only if strictly worse; chosen from the future only if strictly better; a late pass."""
+    """The rejected side is from the past only if strictly worse, the chosen one from the future only if strictly
+    better.
+    """
     found = pairs.past_and_future([[2, 2], [1, 1]], [[1, 0], [1, 3]], [[2, 1], [4, 1]])
     assert (found.phase1_rejected_source, found.phase1_rejected) == ([1, 0], [1, 0])
     assert (found.phase1_keep, found.phase2_keep) == ([1, 0], [1, 1])
     assert (found.phase2_chosen_source, found.phase2_chosen) == ([0, 2], [0, 0])
 
 
-def test_win_rates_add_up_to_half_the_samples() -> None:
+def test_win_rates_sum_to_half_the_samples() -> None:
     found = pairs.win_rates([[0.3, -2.0, 900.0]])
     assert sum(found.win[0]) == pytest.approx(1.5)
     assert (found.chosen, found.rejected) == ([2], [1])
@@ -89,7 +98,7 @@ def test_win_rate_rewards() -> None:
 
 
 def test_tournament() -> None:
-    """2 beats all and 1 loses to all: 4 answers take 2 + 1 + 1 + 1 matches; ties go to the first and make no pair."""
+    """2 beats all and 1 loses to all: 4 answers need 2 + 1 + 1 + 1 matches; ties go to the first and give no pair."""
     strength = [1, 0, 3, 2]
     pref = [[(a > b) + 0.5 * (a == b) for b in strength] for a in strength]
     assert pairs.tournament(pref) == (2, 1, 1, 5)
@@ -109,7 +118,7 @@ def well_formed(text: str) -> bool:
     return re.fullmatch(r"<think>[^<]+</think><answer>[^<]+</answer>", text) is not None
 
 
-def test_every_broken_format_keeps_its_content() -> None:
+def test_every_broken_format_preserves_its_content() -> None:
     broken = pairs.broken_formats(GOOD)
     assert len(set(broken.values())) == 5
     for kind, text in broken.items():
@@ -120,8 +129,8 @@ def test_every_broken_format_keeps_its_content() -> None:
         pairs.broken_formats("2")
 
 
-def test_a_format_pair_keeps_the_answer() -> None:
-    """The answer outside its tag is not extracted any more, so that form (number 4) gives way to the next."""
+def test_format_pair_preserves_the_answer() -> None:
+    """An answer outside its tag is no longer extracted, so that format (number 4) is skipped for the next."""
 
     def extract(text: str) -> str | None:
         match = re.search("<answer>(.+?)</answer>", text)
@@ -146,13 +155,13 @@ def test_repeated_pairs() -> None:
 
 
 def test_length_balance() -> None:
-    """Gaps 5, 1, 0, -2: one longer chosen side may stay, that with the smaller gap."""
+    """Gaps 5, 1, 0, -2: one longer chosen side may stay, the one with the smaller gap."""
     assert pairs.balance_by_length([5, 1, 0, -2], gap=lambda x: x) == [1, 0, -2]
     assert pairs.balance_by_length([5, 0], gap=lambda x: x) == [0]
 
 
 def test_separability() -> None:
-    """Classes far apart by one feature; the same classes; swapped sides; a probe fitted anew without each pair."""
+    """Classes far apart in one feature; identical classes; swapped sides; a probe refitted without each pair."""
     chosen, rejected = [[3.0, 0.1], [2.5, -1.0], [3.5, 0.3]], [[-3.0, 0.2], [-2.0, 0.9], [-3.1, -0.5]]
     found = separability(chosen, rejected)
     assert found is not None
@@ -163,15 +172,15 @@ def test_separability() -> None:
     assert separability(chosen[:2], rejected[:2]) is None
 
 
-def test_left_out_pairs_are_those_of_a_probe_fitted_without_them() -> None:
-    """Pair 3 has its sides the other way round: a probe of the other two gets both of its rows wrong."""
+def test_leave_one_out_probe_is_fitted_without_the_pair() -> None:
+    """Pair 3 has swapped sides: a probe of the other two gets both of its rows wrong."""
     chosen, rejected = [[1.0], [1.2], [-0.3], [0.9]], [[-1.0], [-0.8], [0.4], [-1.1]]
     found = separability(chosen, rejected, ridge=1e-3)
     assert found is not None and found.loo_accuracy == 6 / 8
 
 
-def test_labelled_answers() -> None:
-    """A pair is a good and a bad answer; the other side is the next one of another prompt and text."""
+def test_pairs_from_labelled_answers() -> None:
+    """A pair is a good and a bad answer; the other side is the next answer of another prompt and text."""
     rows = label_rows(
         [
             {"uid": "1", "prompt": "a", "chosen": "x", "rejected": "y"},
@@ -188,7 +197,7 @@ def test_labelled_answers() -> None:
 
 
 def test_labelled_answers_as_messages() -> None:
-    """The last message is the answer; what a completion holds before it is read, as sft reads it."""
+    """The last message is the answer; messages before it are context, as in sft."""
     asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}
     calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     rows = label_rows(
@@ -221,6 +230,6 @@ def test_labelled_answers_as_messages() -> None:
         ({"prompt": "a", "completion": "x", "label": True}, "another prompt"),
     ],
 )
-def test_rows_that_are_no_labelled_answers(row: dict[str, Any], told: str) -> None:
+def test_invalid_labelled_rows_are_refused(row: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told):
         label_rows([{"uid": "1", **row}])

@@ -1,4 +1,4 @@
-"""Pictures of tasks: what they show, read from their pixels, is what the answer says."""
+"""Picture tasks: the pixels of each picture agree with the answer."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ def patches(shown: Pixels) -> list[tuple[str, set[tuple[int, int]]]]:
 
 
 def shape_of(patch: set[tuple[int, int]]) -> str:
-    """By how much of its box it fills: a square all, a circle pi / 4, a triangle a half."""
+    """Return the shape by the filled share of its box: a square all, a circle pi / 4, a triangle a half."""
     width, height = (len({place[axis] for place in patch}) for axis in (0, 1))
     filled = len(patch) / (width * height)
     return "square" if filled > 0.95 else "circle" if filled > 0.66 else "triangle"
 
 
-def test_lines_are_seen_in_the_file_and_not_from_afar() -> None:
-    """Along its lines a card does not change, across them it does; half as large, a card of any lines is the same."""
+def test_line_direction_is_visible_only_at_full_resolution() -> None:
+    """A card is constant along its lines and changes across them; at half size, cards of all directions look the
+    same.
+    """
     rows_ = rows("task:fine_lines", count=24, levels=[2])
     afar: dict[str, set[tuple[int, ...]]] = {}
     for row in rows_:
@@ -75,7 +77,7 @@ def test_lines_are_seen_in_the_file_and_not_from_afar() -> None:
         assert all(max(values) - min(values) <= 2 for values in zip(*seen, strict=True))
 
 
-def test_the_card_of_the_colour_asked_for_is_always_there() -> None:
+def test_card_of_the_requested_color_is_always_present() -> None:
     for row in rows("task:fine_lines", count=12, levels=[2], asked="black", template="{colour}?"):
         left, top = (n * 128 // 1000 for n in json.loads(row["box"])[:2])
         shown = pixels(row["images"][0])
@@ -83,7 +85,7 @@ def test_the_card_of_the_colour_asked_for_is_always_there() -> None:
         assert COLOURS["black"] in {shown[left + 30, top + 30], shown[left + 31, top + 30], shown[left + 30, top + 31]}
 
 
-def test_the_count_is_what_can_be_counted() -> None:
+def test_count_matches_the_picture() -> None:
     made = rows("task:count_shapes", count=30, levels=[0, 2, 5])
     for row in made:
         shown = [f"{colour} {shape_of(patch)}" for colour, patch in patches(pixels(row["images"][0]))]
@@ -94,7 +96,7 @@ def test_the_count_is_what_can_be_counted() -> None:
     assert len({row["answer"] for row in made}) > 3
 
 
-def test_the_square_is_where_the_answer_says() -> None:
+def test_square_is_at_the_position_of_the_answer() -> None:
     for row in rows("task:find_square", count=20, levels=[0, 3, 6]):
         found = patches(pixels(row["images"][0]))
         (square,) = [patch for colour, patch in found if colour == "red" and shape_of(patch) == "square"]
@@ -104,7 +106,7 @@ def test_the_square_is_where_the_answer_says() -> None:
         assert boxes.iou(row["answer"], row["answer"]) == 1.0
 
 
-def test_a_maze_can_be_walked_in_its_picture() -> None:
+def test_maze_path_can_be_followed_in_the_picture() -> None:
     for row in rows("task:ariadne", count=8, levels=[1, 4], margin=1, picture=True, cell=10):
         shown = pixels(row["images"][0])
         ends = {}
@@ -121,8 +123,8 @@ def test_a_maze_can_be_walked_in_its_picture() -> None:
         assert "(0,0)" not in row["prompt"], "the maze is not told in words"
 
 
-def test_pictures_are_new_problems_of_one_prompt() -> None:
-    """All prompts are alike; distinct is what is asked with its picture. A square of one step has 16 places."""
+def test_distinct_problems_differ_in_their_picture() -> None:
+    """All prompts are equal; a problem is identified with its picture. A square of one step has 16 positions."""
     made = rows("task:find_square", count=16, largest=1)
     assert len({row["prompt"] for row in made}) == 1
     assert len({row["answer"] for row in made}) == len({row["images"][0] for row in made}) == 16

@@ -45,7 +45,7 @@ def causes(prepared: Any) -> dict[str, int]:
     return {cause: len(uids) for cause, uids in (prepared.dropped | prepared.cut).items()}
 
 
-def test_without_a_limit_only_empty_answers_go(tiny: Any, jsonl: Write) -> None:
+def test_only_empty_answers_are_dropped_without_a_limit(tiny: Any, jsonl: Write) -> None:
     """Trained: 2+1, 3+1, 22+1 of 11, 22, 27 tokens: 30 of 60."""
     prepared = examples(jsonl(ROWS), tiny)
     assert [len(e.ids) for e in prepared.items] == [11, 22, 27]
@@ -55,7 +55,9 @@ def test_without_a_limit_only_empty_answers_go(tiny: Any, jsonl: Write) -> None:
     assert len(prepared) == 3
 
 
-def test_conversations_without_a_turn_of_the_model_go_and_untrained_turns_are_told(tiny: Any, jsonl: Write) -> None:
+def test_conversations_without_assistant_turns_are_dropped_and_untrained_turns_reported(
+    tiny: Any, jsonl: Write
+) -> None:
     user, own = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     several = [user, own, user, own]
     unwanted = [user, {**own, "train": False}, user, own]
@@ -70,13 +72,13 @@ def test_conversations_without_a_turn_of_the_model_go_and_untrained_turns_are_to
     assert examples(jsonl(rows), tiny, train_on="assistant").noted == {}
 
 
-def test_drop(tiny: Any, jsonl: Write) -> None:
+def test_overlong_drop(tiny: Any, jsonl: Write) -> None:
     prepared = examples(jsonl(ROWS), tiny, max_length=20)
     assert [len(e.ids) for e in prepared.items] == [11]
     assert causes(prepared) == {TOO_LONG: 1, ANSWER_TOO_LONG: 1, EMPTY_COMPLETION: 1}
 
 
-def test_truncate_prompt_cuts_the_prompts_beginning_and_never_the_answer(tiny: Any, jsonl: Write) -> None:
+def test_truncate_prompt_cuts_the_start_of_the_prompt_never_the_answer(tiny: Any, jsonl: Write) -> None:
     """At 20 tokens, `yes<eos>` leaves 16 of 18 prompt tokens: BOS and the last 15. The third answer alone has 23."""
     prepared = examples(jsonl(ROWS), tiny, max_length=20, overlong="truncate_prompt")
     cut = prepared.items[1]
@@ -85,7 +87,7 @@ def test_truncate_prompt_cuts_the_prompts_beginning_and_never_the_answer(tiny: A
     assert causes(prepared) == {PROMPT_CUT: 1, ANSWER_TOO_LONG: 1, EMPTY_COMPLETION: 1}
 
 
-def test_keep_and_error(tiny: Any, jsonl: Write) -> None:
+def test_overlong_keep_and_error(tiny: Any, jsonl: Write) -> None:
     prepared = examples(jsonl(ROWS), tiny, max_length=20, overlong="keep")
     assert [len(e.ids) for e in prepared.items] == [11, 22, 27]
     assert causes(prepared) == {KEPT_LONG: 2, EMPTY_COMPLETION: 1}
@@ -93,7 +95,7 @@ def test_keep_and_error(tiny: Any, jsonl: Write) -> None:
         examples(jsonl(ROWS), tiny, max_length=20, overlong="error")
 
 
-def test_nothing_left_is_an_error_with_the_causes(tiny: Any, jsonl: Write) -> None:
+def test_no_remaining_rows_is_an_error_with_the_causes(tiny: Any, jsonl: Write) -> None:
     with pytest.raises(
         DataError, match=f"no row is left of 4: {TOO_LONG}: 2 .*; {ANSWER_TOO_LONG}: 1 .*; {EMPTY_COMPLETION}: 1 "
     ):
@@ -107,8 +109,8 @@ def test_nothing_left_is_an_error_with_the_causes(tiny: Any, jsonl: Write) -> No
         examples(jsonl(ROWS[:1]), tiny, max_length=5)
 
 
-def test_everything_trained_is_an_error_unless_it_is_meant(jsonl: Write) -> None:
-    """An empty prompt and no token before it: only the answer is left, which looks like a lost mask."""
+def test_training_on_every_token_is_an_error_unless_intended(jsonl: Write) -> None:
+    """With an empty prompt and no token before it, only the answer remains, which looks like a lost mask."""
     path = jsonl([{"prompt": "", "completion": "abc"}])
     tokenizer = build_tokenizer()
     tokenizer.bos_token = None
@@ -117,7 +119,7 @@ def test_everything_trained_is_an_error_unless_it_is_meant(jsonl: Write) -> None
     assert examples(path, tokenizer, chat=False, train_on="all").trained_ratio == 1
 
 
-def test_prompts_are_measured_alone_and_cut_text_fits_the_cut_tokens(tiny: Any, jsonl: Write) -> None:
+def test_prompt_lengths_and_truncated_prompt_text(tiny: Any, jsonl: Write) -> None:
     """Prompts of 3 + 5, 15, 1, 5 tokens."""
     path = jsonl(ROWS)
     kept = prepare_prompts(Data(source=path, max_length=10), tiny, Path.cwd())
@@ -129,7 +131,7 @@ def test_prompts_are_measured_alone_and_cut_text_fits_the_cut_tokens(tiny: Any, 
     assert cut.row["completion"] == "yes"
 
 
-def test_pairs_are_measured_by_their_longer_side(tiny: Any, jsonl: Write) -> None:
+def test_pair_length_is_that_of_the_longer_side(tiny: Any, jsonl: Write) -> None:
     """Prompt 3 + 1; sides 1 + 1 and 8 + 1: 13 tokens."""
     rows = [
         {"prompt": "q", "chosen": "a", "rejected": "too long"},
@@ -147,29 +149,29 @@ def test_pairs_are_measured_by_their_longer_side(tiny: Any, jsonl: Write) -> Non
     assert tiny.decode(list(cut.prompt_ids)) == "<bos>q<|assistant|>"
 
 
-def test_smollm2_rows_whose_padding_token_is_eos_keep_eos_trained(smollm2: Any, jsonl: Write) -> None:
+def test_eos_is_trained_although_smollm2_pads_with_it(smollm2: Any, jsonl: Write) -> None:
     prepared = examples(jsonl(ROWS), smollm2, train_on="assistant")
     assert all(e.ids[-1] == smollm2.pad_token_id and e.trained[-1] for e in prepared.items)
     assert 0 < prepared.trained_ratio < 1
 
 
-def test_a_null_completion_is_called_null(tiny: Any, jsonl: Write) -> None:
+def test_null_completion_is_reported_as_null(tiny: Any, jsonl: Write) -> None:
     with pytest.raises(DataError, match="`completion` is null"):
         examples(jsonl([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}]), tiny)
 
 
-def test_answers_to_empty_prompts_are_noted(tiny: Any, jsonl: Write) -> None:
+def test_answers_to_empty_prompts_are_reported(tiny: Any, jsonl: Write) -> None:
     rows = [
         {"prompt": "a", "completion": "b"},
         {"prompt": " ", "completion": "c"},
         {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "d"}]},
-        {"prompt": "", "completion": ""},  # dropped, so told as that
+        {"prompt": "", "completion": ""},  # dropped, so reported as dropped
     ]
     prepared = examples(jsonl(rows), tiny)
     assert prepared.noted == {ASKED_NOTHING: [str(row["uid"]) for row in prepared.rows[1:3]]}
 
 
-def test_rows_labelled_bad_are_noted_where_labels_are_not_read(tiny: Any, jsonl: Write) -> None:
+def test_rows_labelled_bad_are_reported_if_labels_are_not_read(tiny: Any, jsonl: Write) -> None:
     rows = [{"prompt": f"q{i}", "completion": "b", "label": label} for i, label in enumerate([True, False, 1, 0, "no"])]
     path = jsonl(rows)
     prepared = examples(path, tiny)
@@ -178,7 +180,7 @@ def test_rows_labelled_bad_are_noted_where_labels_are_not_read(tiny: Any, jsonl:
     assert prepare_examples(Data(source=path), tiny, Path.cwd(), labels_read=True).noted == {}
 
 
-def test_rows_with_labels_are_told_which_loss_reads_them(tiny: Any, jsonl: Write) -> None:
+def test_error_for_labelled_rows_names_the_loss_that_reads_labels(tiny: Any, jsonl: Write) -> None:
     path = jsonl([{"prompt": "a", "completion": "b", "label": True}])
     with pytest.raises(DataError, match="algorithm: kto"):
         prepare_pairs(Data(source=path), tiny, Path.cwd())

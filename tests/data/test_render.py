@@ -1,4 +1,4 @@
-"""Which tokens are trained on, checked by eye: trained runs stand in [brackets]."""
+"""Which tokens are trained on; expected sequences show trained runs in [brackets]."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def section(**keys: Any) -> Data:
 
 
 def marked(example: Example, tokenizer: Any) -> str:
-    """The sequence as text, trained runs in [brackets]."""
+    """Return the sequence as text with trained runs in [brackets]."""
     text, inside = "", False
     for token, trained in zip(example.ids, example.trained, strict=True):
         text += ("[" if trained and not inside else "]" if inside and not trained else "") + tokenizer.decode([token])
@@ -50,7 +50,7 @@ def marked(example: Example, tokenizer: Any) -> str:
     return text + ("]" if inside else "")
 
 
-# --- tiny: `<bos>`, then every turn `<|role|>content`, assistants closed by `<eos>`
+# --- tiny: `<bos>`, then every turn as `<|role|>content`; assistant turns end with `<eos>`
 
 
 def test_completion_trains_the_last_turn_with_its_eos(tiny: Any) -> None:
@@ -63,7 +63,7 @@ def test_completion_trains_the_last_turn_with_its_eos(tiny: Any) -> None:
 
 
 def test_the_mask_by_hand(tiny: Any) -> None:
-    """<bos> <|user|> q <|assistant|> a b <eos>: 7 tokens, the last three are the model's."""
+    """<bos> <|user|> q <|assistant|> a b <eos>: 7 tokens, the last three are trained."""
     example = render_example({"uid": "u", "prompt": "q", "completion": "ab"}, tiny, section())
     ids = tiny.convert_tokens_to_ids(["<bos>", "<|user|>", "q", "<|assistant|>", "a", "b", "<eos>"])
     assert example.ids == tuple(ids)
@@ -77,12 +77,12 @@ def test_assistant_trains_every_turn_and_all_trains_everything(tiny: Any) -> Non
     assert all(render_example(TALK, tiny, section(train_on="all")).trained)
 
 
-def test_turns_behind_the_last_assistant_turn_are_left_out(tiny: Any) -> None:
+def test_turns_after_the_last_assistant_turn_are_dropped(tiny: Any) -> None:
     row = {"uid": "u", "messages": [*TURNS, {"role": "user", "content": "more?"}]}
     assert render_example(row, tiny, section()).ids == render_example({**TALK, "uid": "u"}, tiny, section()).ids
 
 
-def test_a_column_system_is_the_system_message_of_its_row(tiny: Any) -> None:
+def test_system_column_becomes_the_system_message(tiny: Any) -> None:
     """As in LLaMA-Factory's Alpaca and ShareGPT data, and in axolotl's `alpaca_w_system` and `chatml.intel`."""
     for row in (ROW, TALK):
         found = marked(render_example({**row, "system": "Be brief."}, tiny, section(system="S")), tiny)
@@ -94,14 +94,14 @@ def test_a_column_system_is_the_system_message_of_its_row(tiny: Any) -> None:
     assert plain_text({**ROW, "system": "Be brief."}, "prompt", section(chat=False)) == f"Be brief.\n\n{ROW['prompt']}"
 
 
-def test_the_systems_message_goes_first_where_there_is_none(tiny: Any) -> None:
+def test_recipe_system_message_is_added_if_the_row_has_none(tiny: Any) -> None:
     own = {"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS[:2]]}
     assert marked(render_example(ROW, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
     assert marked(render_example(own, tiny, section(system="S")), tiny).startswith("<bos><|system|>mine<|user|>")
 
 
 def test_tool_calls_are_trained_and_tool_results_are_not(tiny: Any) -> None:
-    """Arguments as JSON text (OpenAI's form) and a tools column as JSON text; null content as tables give it."""
+    """Arguments as JSON text (OpenAI's format) and a tools column as JSON text; null content as in tables."""
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     row = {
         "uid": "u",
@@ -119,7 +119,7 @@ def test_tool_calls_are_trained_and_tool_results_are_not(tiny: Any) -> None:
     )
 
 
-def test_prompts_are_the_conversation_before_the_models_turn(tiny: Any) -> None:
+def test_prompts_are_the_conversation_before_the_assistant_turn(tiny: Any) -> None:
     prompt = render_prompt(TALK, tiny, section())
     assert prompt.text == "<bos><|user|>1+1=?<|assistant|><think>a</think>2<eos><|user|>ok<|assistant|>"
     assert prompt.ids == tuple(tiny(prompt.text, add_special_tokens=False)["input_ids"])
@@ -128,14 +128,14 @@ def test_prompts_are_the_conversation_before_the_models_turn(tiny: Any) -> None:
     assert example.ids[: len(render_prompt(ROW, tiny, section()).ids)] == render_prompt(ROW, tiny, section()).ids
 
 
-def test_pairs_share_the_prompt_and_both_sides_end(tiny: Any) -> None:
+def test_pairs_share_the_prompt_and_both_sides_end_with_eos(tiny: Any) -> None:
     row = {"uid": "u", "prompt": "q", "chosen": "a", "rejected": "bc"}
     pair = join_pair("u", *encode(pair_texts(row, tiny, section()), tiny, section()))
     decoded = [tiny.decode(list(ids)) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)]
     assert decoded == ["<bos><|user|>q<|assistant|>", "a<eos>", "bc<eos>"]
 
 
-def test_the_sides_of_pairs_may_be_calls(tiny: Any) -> None:
+def test_sides_of_pairs_can_be_tool_calls(tiny: Any) -> None:
     def calling(name: str) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": {}}}]}]
 
@@ -158,20 +158,18 @@ def test_the_sides_of_pairs_may_be_calls(tiny: Any) -> None:
         ({"uid": "u", "messages": [{"role": "system", "content": "Be brief."}, *TURNS], "system": "Be brief."}, []),
     ],
 )  # fmt: skip
-def test_columns_that_look_like_talk_and_are_in_no_message_are_told(
-    tiny: Any, row: dict[str, Any], lost: list[str]
-) -> None:
+def test_text_columns_used_in_no_message_are_reported(tiny: Any, row: dict[str, Any], lost: list[str]) -> None:
     (text,) = example_texts(row, tiny, section())
     assert sorted(text.notes) == [f"LOOK: the column `{column}` is in no message" for column in lost]
 
 
-def test_a_column_that_the_prompt_template_reads_is_in_a_message(tiny: Any) -> None:
+def test_column_in_the_prompt_template_counts_as_used(tiny: Any) -> None:
     row = {**ROW, "system": "Be brief.", "prompt": "Be brief.\n1+1=?"}
     (text,) = example_texts(row, tiny, section(prompt_template="{system}\n{prompt}"))
     assert text.notes == ()
 
 
-def test_what_follows_the_last_trained_turn_is_told(tiny: Any) -> None:
+def test_text_after_the_last_trained_turn_is_reported(tiny: Any) -> None:
     row = {"uid": "u", "messages": [*TURNS, {"role": "user", "content": "more?"}]}
     for train_on in ("completion", "assistant", "all"):
         (text,) = example_texts(row, tiny, section(train_on=train_on))
@@ -194,7 +192,7 @@ def test_text_only_rows_need_train_on_all(tiny: Any) -> None:
         render_example({"uid": "u", "text": "abc"}, tiny, section())
 
 
-def test_rows_without_an_answer_say_what_is_missing(tiny: Any) -> None:
+def test_error_for_rows_without_an_answer_names_the_missing_column(tiny: Any) -> None:
     with pytest.raises(DataError, match="no `completion` to train on") as error:
         render_example({"uid": "u", "prompt": "q", "answer": "7"}, tiny, section())
     assert "columns: {completion: answer}" in str(error.value)
@@ -202,7 +200,7 @@ def test_rows_without_an_answer_say_what_is_missing(tiny: Any) -> None:
         pair_texts(ROW, tiny, section())
 
 
-def test_tools_that_are_no_json_name_their_row(tiny: Any) -> None:
+def test_error_for_tools_that_are_not_json_names_the_row(tiny: Any) -> None:
     with pytest.raises(DataError, match="`tools` is text and no JSON"):
         render_example({**ROW, "tools": "[{"}, tiny, section())
     for tools in ({"a": 1}, ["f"], '{"a": 1}', 3):
@@ -210,15 +208,15 @@ def test_tools_that_are_no_json_name_their_row(tiny: Any) -> None:
             render_example({**ROW, "tools": tools}, tiny, section())
 
 
-# --- templates with habits
+# --- templates with special behavior
 
-STRIPS_THINKING = (  # Qwen3's habit: earlier turns lose their thinking
+STRIPS_THINKING = (  # As Qwen3: earlier turns lose their thinking
     "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}"
     "<|assistant|>{{ m.content.split('</think>')[-1] }}<eos>"
     "{% else %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-OPENS_THINK = (  # DeepSeek-R1's habits: the prompt opens <think>, every finished turn loses its thinking
+OPENS_THINK = (  # As DeepSeek-R1: the prompt opens <think>, every finished turn loses its thinking
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
@@ -227,14 +225,14 @@ NO_END = (
     "{% for m in messages %}## {{ m.role }}\n{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}## assistant\n{% endif %}"
 )
-OTHER_END = (  # Gemma's habit: a turn ends in another token than EOS, and a line end follows
+OTHER_END = (  # As Gemma: a turn ends with a token other than EOS, followed by a newline
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|tool|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def test_thinking_stripped_from_earlier_turns_gives_one_sequence_a_turn(with_template: Callable[[str], Any]) -> None:
-    """Each turn in the form it has when it is written: with its thinking, behind earlier turns without theirs."""
+def test_templates_that_strip_thinking_give_one_sequence_per_turn(with_template: Callable[[str], Any]) -> None:
+    """Each turn as it was generated: with its thinking, after earlier turns without theirs."""
     tokenizer = with_template(STRIPS_THINKING)
     found = render_examples(TALK, tokenizer, section(train_on="assistant"))
     assert [marked(e, tokenizer) for e in found] == [
@@ -246,7 +244,7 @@ def test_thinking_stripped_from_earlier_turns_gives_one_sequence_a_turn(with_tem
         render_example(TALK, tokenizer, section(train_on="assistant"))
 
 
-def test_a_prompt_that_opens_think_is_not_opened_twice(with_template: Callable[[str], Any]) -> None:
+def test_think_opened_by_the_prompt_is_not_repeated(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(OPENS_THINK)
     assert marked(render_example(ROW, tokenizer, section()), tokenizer) == (
         "<|user|>1+1=?<|assistant|><think>\n[a</think>2<eos>]"
@@ -255,14 +253,16 @@ def test_a_prompt_that_opens_think_is_not_opened_twice(with_template: Callable[[
         render_example({**ROW, "completion": "2"}, tokenizer, section())
 
 
-def test_a_template_without_an_end_of_turn_gets_eos(with_template: Callable[[str], Any]) -> None:
+def test_template_without_an_end_of_turn_gets_eos(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(NO_END)
     assert marked(render_example(ROW, tokenizer, section()), tokenizer) == (
         "## user\n1+1=?\n## assistant\n[<think>a</think>2<eos>]"
     )
 
 
-def test_the_end_of_turn_is_the_templates_and_nothing_behind_it_is_trained(with_template: Callable[[str], Any]) -> None:
+def test_end_of_turn_comes_from_the_template_and_nothing_after_it_is_trained(
+    with_template: Callable[[str], Any],
+) -> None:
     tokenizer = with_template(OTHER_END)
     row = {**ROW, "completion": "o"}  # a letter that the end-of-turn token's own text has, too
     assert (
@@ -271,7 +271,7 @@ def test_the_end_of_turn_is_the_templates_and_nothing_behind_it_is_trained(with_
     )
 
 
-def test_a_template_that_refuses_is_quoted(with_template: Callable[[str], Any]) -> None:
+def test_error_of_a_template_is_quoted(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template("{{ raise_exception('no system role') }}")
     with pytest.raises(DataError, match=r"refuses the messages \(user\): TemplateError: no system role"):
         render_prompt(ROW, tokenizer, section())
@@ -281,9 +281,7 @@ def test_a_template_that_refuses_is_quoted(with_template: Callable[[str], Any]) 
     assert "data.chat: false" in str(error.value)
 
 
-def test_a_template_without_an_end_is_stopped(
-    with_template: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_template_is_stopped(with_template: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.chat.RENDER_SECONDS", 0.2)
     loops = "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3
     before = signal.getsignal(signal.SIGALRM)
@@ -292,10 +290,10 @@ def test_a_template_without_an_end_is_stopped(
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_busy_machine_is_no_endless_template(
+def test_template_time_limit_counts_process_time(
     with_template: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time passes in which this process does not run: the limit counts its own."""
+    """On a busy machine, time passes in which this process does not run; it does not count against the limit."""
     monkeypatch.setattr("posttrain.chat.RENDER_SECONDS", 0.2)
     tokenizer = with_template("{{ messages[0]['content'] }}")
     write = tokenizer.apply_chat_template
@@ -335,8 +333,8 @@ def test_smollm2_trains_eos_although_it_is_the_padding_token(smollm2: Any) -> No
     ]
 
 
-def test_smollm2_one_token_that_spans_prompt_and_answer_is_split(smollm2: Any) -> None:
-    """`hello` is one token, but the model is given `hel` alone and has to write `lo there` behind its tokens."""
+def test_smollm2_token_spanning_prompt_and_answer_is_split(smollm2: Any) -> None:
+    """`hello` is one token, but the model is given only `hel` and has to write `lo there` after its tokens."""
     row = {"uid": "u", "prompt": "hel", "completion": "lo there"}
     assert len(smollm2("hello there")["input_ids"]) == 2
     example = render_example(row, smollm2, section(chat=False))

@@ -1,4 +1,4 @@
-"""Mixtures of sources, and rows that cannot be read."""
+"""Mixtures of sources, and invalid rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def names(rows: list[dict[str, Any]]) -> str:
     return "".join(r["uid"][0] for r in rows)
 
 
-def test_every_beginning_keeps_the_shares() -> None:
-    """Weights 3 : 1. Of the first n rows, a's count is never further than one row from 3n/4."""
+def test_every_prefix_of_a_mixture_has_the_weights() -> None:
+    """Weights 3 : 1. In the first n rows, a's count differs from 3n/4 by at most one row."""
     mixed = mix([part("a", 30), part("b", 10)], [3, 1], ["a", "b"])
     assert len(mixed) == 40
     assert names(mixed)[:8] == "aabaaaba"
@@ -31,19 +31,19 @@ def test_every_beginning_keeps_the_shares() -> None:
     assert len({r["uid"] for r in mixed}) == 40
 
 
-def test_without_size_it_ends_where_the_shares_end_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_mixture_without_size_ends_when_the_weights_cannot_be_met(caplog: pytest.LogCaptureFixture) -> None:
     mixed = mix([part("a", 100), part("b", 3)], [1, 1], ["a.jsonl", "b.jsonl"])
     assert names(mixed) == "abababa"
     assert "4 of 100 rows of a.jsonl used" in caplog.text
 
 
-def test_with_size_a_part_that_is_too_small_is_an_error() -> None:
+def test_source_too_small_for_size_is_an_error() -> None:
     assert len(mix([part("a", 6), part("b", 2)], [3, 1], ["a", "b"], 8)) == 8
     with pytest.raises(DataError, match=r"b has 2 rows, not its share 0\.5 of 8"):
         mix([part("a", 6), part("b", 2)], [1, 1], ["a", "b"], 8)
 
 
-def test_sources_of_a_mixture_have_their_own_columns(tmp_path: Path) -> None:
+def test_sources_of_a_mixture_can_have_different_columns(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"q": "from a"}')
     (tmp_path / "b.jsonl").write_text('{"prompt": "from b"}')
     section = Data(mix=[Source(source="a.jsonl", columns={"prompt": "q"}), Source(source="b.jsonl")])
@@ -52,7 +52,7 @@ def test_sources_of_a_mixture_have_their_own_columns(tmp_path: Path) -> None:
         load_rows(Data(mix=[Source(source="b.jsonl")], columns={"prompt": "q"}), tmp_path)
 
 
-def test_wrong_rows_are_told_together_and_wrong_columns_once(tmp_path: Path) -> None:
+def test_invalid_rows_are_reported_together_and_wrong_columns_once(tmp_path: Path) -> None:
     good = '{"q": "2 + 2", "a": "4"}\n'
     wrong = ['{"q": "2 + 2"}\n', '{"q": 3, "a": "4"}\n', *['{"a": "4"}\n'] * 5]
     (tmp_path / "a.jsonl").write_text(good + "".join(wrong) + good)
@@ -75,7 +75,7 @@ def test_wrong_rows_are_told_together_and_wrong_columns_once(tmp_path: Path) -> 
     assert [problem.hint for problem in caught.value.problems] == ["the data has `a` already: remove this mapping"]
 
 
-def test_a_column_may_be_a_key_of_another(tmp_path: Path) -> None:
+def test_column_can_be_a_key_of_another_column(tmp_path: Path) -> None:
     record = {"prompt": "q", "a.b": "flat", "reward_model": {"ground_truth": "5", "more": [{"x": 6}]}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(record) + "\n")
 

@@ -1,4 +1,4 @@
-"""Which rows a step takes."""
+"""Rows sampled at each step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError
 
 
-def test_a_step_is_a_function_of_its_number() -> None:
-    """7 items, 3 a step: steps 0..6 are 3 epochs. A sampler that starts at step 4 gives what one from 0 gives there."""
+def test_rows_of_a_step_depend_only_on_its_number() -> None:
+    """7 items, 3 per step: steps 0..6 are 3 epochs.
+
+    A sampler that starts at step 4 gives the same as one from step 0.
+    """
     whole = PromptSampler(7, 3, seed=5)
     steps = [whole.step(s) for s in range(7)]
     assert PromptSampler(7, 3, seed=5).step(4) == steps[4]
@@ -20,21 +23,21 @@ def test_a_step_is_a_function_of_its_number() -> None:
     assert stream[:7] != [i for s in range(3) for i in PromptSampler(7, 3, seed=6).step(s)][:7]
 
 
-def test_take_goes_on_in_the_stream_of_the_steps() -> None:
+def test_take_continues_the_stream_of_the_steps() -> None:
     sampler = PromptSampler(5, 2, seed=1)
     assert sampler.take(2, 4) == sampler.step(1) + sampler.step(2)
 
 
-def test_without_shuffling_the_order_is_the_datas() -> None:
+def test_order_without_shuffling_is_that_of_the_data() -> None:
     sampler = PromptSampler(3, 2, shuffle=False)
     assert [sampler.step(s) for s in range(3)] == [[0, 1], [2, 0], [1, 2]]
 
 
-def test_the_order_is_the_same_in_every_process() -> None:
-    """Python's own hash() changes from process to process; this order must not: it is written down here."""
+def test_order_is_the_same_in_every_process() -> None:
+    """Python's hash() changes between processes; this order must not: the expected order is listed here."""
     assert PromptSampler(6, 6, seed=0).step(0) == [4, 2, 5, 0, 1, 3]
 
 
-def test_nothing_to_sample_from() -> None:
+def test_empty_data_is_refused() -> None:
     with pytest.raises(DataError, match="no rows"):
         PromptSampler(0, 2)

@@ -1,4 +1,4 @@
-"""Shipped builders of rows from searches: look-ahead in an environment, spliced episodes of runs, labels of steps."""
+"""Shipped row builders based on searches: look-ahead in an environment, spliced episodes of runs, step labels."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ def write(path: Path, rows: list[Values]) -> None:
 # --- ProAct: look-ahead
 
 
-def test_the_look_ahead_sees_the_coin_behind_the_next() -> None:
-    """Coins 1 9 2, two moves. Two moves ahead, gamma 0.9: left pays 1, then 9: (1 + 8.1) / 12; right pays 2, then 9:
-    (2 + 8.1) / 12. One move ahead, without plays that reach further, left is worth 1/12 and right 2/12. Of 1 9 1 2
-    one move ahead prefers right; two moves ahead left, then 9."""
+def test_look_ahead_sees_the_coin_after_the_next() -> None:
+    """Coins 1 9 2, two moves.
+
+    Looking two moves ahead, gamma 0.9: left pays 1, then 9: (1 + 8.1) / 12; right pays 2, then 9: (2 + 8.1) / 12.
+    One move ahead, without longer plays, left is worth 1/12 and right 2/12. For 1 9 1 2, one move ahead prefers
+    right; two moves ahead left, then 9.
+    """
     world = function("lookahead.py:Coins")(takes=2)
     world.reset({"coins": "1 9 2"})
     how: Values = {"plays": 1, "horizon": 0, "gamma": 0.9}
@@ -55,8 +58,8 @@ def test_the_look_ahead_sees_the_coin_behind_the_next() -> None:
     assert [rank(world, random.Random(0), depth=d, **how)[0].action for d in (1, 2)] == ["right", "left"]
 
 
-def test_an_episode_is_played_by_the_best_moves_and_told_before_each() -> None:
-    """Each thought names both moves with what they lead to; the last line is the move that is played next."""
+def test_episode_plays_the_best_moves_and_explains_each() -> None:
+    """Each thought names both moves with their outcomes; the last line is the move that is played next."""
     rows = rows_of("lookahead.py:lookahead", size=3)
     assert len(rows) == 3
     for row in rows:
@@ -71,7 +74,7 @@ def test_an_episode_is_played_by_the_best_moves_and_told_before_each() -> None:
             assert f"{move}: {shown}, worth" in first or "the end, worth" in first
 
 
-# --- Agent-R: episodes of a run, and what the policy says of their steps
+# --- Agent-R: episodes of a run, and the policy's judgement of their steps
 
 
 def episodes(folder: Path) -> None:
@@ -91,10 +94,12 @@ def episodes(folder: Path) -> None:
     write(folder / "problems.jsonl", [{"uid": "x", "prompt": "go", "row": {}}])
 
 
-def test_bad_steps_are_asked_for_and_spliced(tmp_path: Path) -> None:
-    """Of four episodes one is 0.8 worse than the best, and one is unscored. Its two steps are asked for, each behind
-    what was before it. The judge calls the second bad: the row has the bad path, a change of mind (trained), and the
-    best path from where they part (trained)."""
+def test_bad_steps_are_judged_and_spliced(tmp_path: Path) -> None:
+    """Of four episodes one is 0.8 worse than the best, and one is unscored.
+
+    Its two steps are judged, each with the steps before it. The judge calls the second bad: the row has the bad
+    path, a reflection (trained), and the best path from the step at which they diverge (trained).
+    """
     episodes(tmp_path / "paths")
     params = {"run": str(tmp_path / "paths" / "completions.jsonl"), "alpha": 0.5, "beta": 0.2}
     asked = rows_of("spliced.py:questions", params=params)
@@ -113,7 +118,7 @@ def test_bad_steps_are_asked_for_and_spliced(tmp_path: Path) -> None:
     assert [m["content"] for m in row["messages"] if m["train"]][1:] == ["left", "right"]
 
 
-def test_a_run_without_episodes_is_named(tmp_path: Path) -> None:
+def test_run_without_episodes_is_named(tmp_path: Path) -> None:
     write(tmp_path / "r" / "problems.jsonl", [{"uid": "x", "prompt": "go", "row": {}}])
     write(tmp_path / "r" / "completions.jsonl", [{"uid": "x", "completion": "a"}])
     with pytest.raises(DataError, match="no scored episodes"):
@@ -123,9 +128,11 @@ def test_a_run_without_episodes_is_named(tmp_path: Path) -> None:
 # --- PRA: labels of steps by a teacher
 
 
-def test_a_teacher_labels_each_step_with_and_without_evidence(tmp_path: Path) -> None:
-    """Two completions of three steps and one: four rows, each the solution up to a step. Labels follow from the
-    log-probs of `1` and `0`, which are those of the model's next token."""
+def test_teacher_labels_each_step_with_and_without_evidence(tmp_path: Path) -> None:
+    """Two completions of three steps and one: four rows, each the solution up to a step.
+
+    Labels follow from the model's next-token log-probs of `1` and `0`.
+    """
     write(tmp_path / "r" / "problems.jsonl", [{"uid": "x", "prompt": "1+1=", "row": {"document": "one and one: 2"}}])
     texts = ["one.two.three", "2"]
     write(tmp_path / "r" / "completions.jsonl", [{"uid": "x", "completion": text} for text in texts])
@@ -157,7 +164,7 @@ def test_a_teacher_labels_each_step_with_and_without_evidence(tmp_path: Path) ->
     assert ask("tiny", bare)[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
+def test_missing_column_is_named(tmp_path: Path) -> None:
     write(tmp_path / "r" / "problems.jsonl", [{"uid": "x", "prompt": "1+1=", "row": {}}])
     write(tmp_path / "r" / "completions.jsonl", [{"uid": "x", "completion": "2"}])
     with pytest.raises(DataError, match="a row without the column `document`"):
@@ -169,10 +176,11 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["proact_tiny", "agent_r_tiny", "pra_tiny", "lspo_tiny"])
-def test_the_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
-    """ProAct's policy learns to look ahead and its episodes have returns of random plays; Agent-R trains on paths whose
-    bad step the policy named; PRA's search is led by the agent that learnt the teacher's labels; LSPO's games are
-    clustered, solved, and trained on in pairs, twice."""
+def test_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
+    """ProAct's policy learns to look ahead and its episodes have returns of random plays; Agent-R trains on paths
+    whose bad step the policy named; PRA's search is guided by the agent that learned the teacher's labels; LSPO's
+    games are clustered, solved, and trained on in pairs, twice.
+    """
     found = CliRunner().invoke(app, ["run", recipe, "--output", str(tmp_path / "run")])
     assert found.exit_code == 0, found.output
     seed = tmp_path / "run" / "seed-0"
@@ -196,8 +204,8 @@ def test_the_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
         assert len(rewards) == 6 and all(0 < reward < 5 for reward in rewards)
 
 
-def test_evidence_of_a_step_is_searched_for_in_a_corpus() -> None:
-    """By the words of the question and of the last step; rare words count more."""
+def test_evidence_for_a_step_is_retrieved_from_a_corpus() -> None:
+    """By the words of the question and of the last step; rare words weigh more."""
     step, retrieve = function("step_labels.py:Step"), function("step_labels.py:retrieve")
     texts = ["Oslo lies in Norway.", "Rome lies in Italy.", "The lira was money of Italy."]
     asked = step("Where does it lie?", "Rome is old.\n\nIt paid in lira.\n\n", "")

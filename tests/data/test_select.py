@@ -1,4 +1,4 @@
-"""Rows that are chosen before a run: by benchmarks, by measured pass rates, by scores."""
+"""Rows selected before a run: by benchmarks, by measured pass rates, by scores."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def chosen(folder: Path, **select: Any) -> list[str]:
     return [row["prompt"].split()[2] for row in load_rows(section, folder)]
 
 
-def test_rules_keep_what_they_say(folder: Path) -> None:
-    """The rate of row n is 1 - n/4; the order is the data's."""
+def test_selection_rules(folder: Path) -> None:
+    """The rate of row n is 1 - n/4; rows keep the order of the data."""
     run = {"run": "run"}
     assert chosen(folder, pass_rate=[{**run, "low": 0.25, "high": 0.75}]) == ["1", "2", "3"]
     assert chosen(folder, pass_rate=[{**run, "lowest": 2}]) == ["3", "4"]
@@ -56,7 +56,7 @@ def test_rules_keep_what_they_say(folder: Path) -> None:
     assert chosen(folder, **both) == ["0", "1", "3"], "rules hold one after the other"
 
 
-def test_copies_have_names_of_their_own(folder: Path) -> None:
+def test_copies_have_distinct_names(folder: Path) -> None:
     write(folder / "run" / "problems.jsonl", [{"uid": row["uid"], "accuracy": 0.0} for row in rows(folder)])
     select = {"failed": {"run": "run", "hard": "hard"}}
     found = load_rows(Data.model_validate({"source": "rows.jsonl", "select": select}), folder)
@@ -68,8 +68,8 @@ def rows(folder: Path) -> list[Values]:
     return load_rows(Data(source="rows.jsonl"), folder)
 
 
-def test_a_benchmark_takes_out_what_differs_in_numbers_only(folder: Path) -> None:
-    """All five prompts are `what is N plus N`. A prompt of digits alone is spared unless the official rule is asked."""
+def test_benchmark_removes_rows_that_differ_only_in_numbers(folder: Path) -> None:
+    """All five prompts are `what is N plus N`. A prompt of digits alone is kept unless the official rule is used."""
     bench = {"source": "bench.jsonl", "columns": {"prompt": "problem"}}
     with pytest.raises(DataError, match="decontaminate leaves no row of 5"):
         chosen(folder, decontaminate={"benchmarks": [bench]})
@@ -93,12 +93,12 @@ def test_a_benchmark_takes_out_what_differs_in_numbers_only(folder: Path) -> Non
         ({"reasoning": {"part": "sft", "column": "absent"}}, "5 rows without a score"),
     ],
 )
-def test_what_cannot_be_chosen_is_an_error(folder: Path, select: Values, told: str) -> None:
+def test_invalid_selection_is_an_error(folder: Path, select: Values, told: str) -> None:
     with pytest.raises(DataError, match=told):
         chosen(folder, **select)
 
 
-def test_an_evaluation_of_other_rows_is_an_error(folder: Path) -> None:
+def test_evaluation_of_other_rows_is_an_error(folder: Path) -> None:
     write(folder / "run" / "problems.jsonl", [{"uid": rows(folder)[0]["uid"], "accuracy": 0.5}])
     with pytest.raises(DataError, match="run has pass rates of 1 of 5 rows") as error:
         chosen(folder, pass_rate=[{"run": "run"}])

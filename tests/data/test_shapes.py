@@ -1,4 +1,4 @@
-"""The shapes that rows come in."""
+"""Row formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shaped(row: dict[str, Any], template: str | None = None) -> dict[str, Any]:
     return normalise(row, "here", template)
 
 
-def test_prompt_and_answer_stay_with_every_column() -> None:
+def test_prompt_and_answer_keep_all_columns() -> None:
     row = {"prompt": "q", "answer": 7, "level": None}
     assert shaped(row) == row
 
@@ -36,9 +36,9 @@ def test_sharegpt_turns_become_messages() -> None:
     assert row["messages"] == [USER, assistant("a")]
 
 
-def test_messages_as_json_text_as_in_csv_files() -> None:
+def test_messages_as_json_text_in_csv_files() -> None:
     assert shaped({"messages": '[{"role": "user", "content": "q"}]'})["messages"] == [USER]
-    assert shaped({"prompt": '[{"a": 1}]'})["prompt"] == '[{"a": 1}]'  # a prompt that is JSON, not messages
+    assert shaped({"prompt": '[{"a": 1}]'})["prompt"] == '[{"a": 1}]'  # a prompt that is JSON but not messages
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_messages_as_json_text_as_in_csv_files() -> None:
         {"chosen": "q a", "rejected": "q b"},
     ],
 )
-def test_pairs_in_all_spellings(row: dict[str, Any]) -> None:
+def test_pairs_in_all_column_names(row: dict[str, Any]) -> None:
     pair = shaped(row)
     assert (pair["chosen"], pair["rejected"]) == ("a", "b")
     assert pair["prompt"] in ("q", [USER], "q ")
@@ -64,14 +64,16 @@ def test_pairs_in_all_spellings(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 @pytest.mark.parametrize("sides", [("a", "b"), ([assistant("a")], [assistant("b")])])
-def test_the_prompt_of_a_pair_is_the_conversation_before_its_last_answer(column: str, sides: tuple[Any, Any]) -> None:
-    """Many data sets keep the chosen conversation in `messages`, beside `chosen` and `rejected` as answers alone."""
+def test_prompt_of_a_pair_is_the_conversation_before_its_last_answer(column: str, sides: tuple[Any, Any]) -> None:
+    """Many data sets keep the chosen conversation in `messages`, next to `chosen` and `rejected` with only the
+    answers.
+    """
     earlier = [USER, assistant("hello"), {"role": "user", "content": "and now?"}]
     pair = shaped({column: [*earlier, assistant("a")], "chosen": sides[0], "rejected": sides[1]})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (earlier, "a", "b")
 
 
-def test_an_empty_conversation_beside_a_pair_is_no_prompt() -> None:
+def test_empty_conversation_next_to_a_pair_is_not_its_prompt() -> None:
     pair = shaped({"messages": [], "chosen": "q a", "rejected": "q b"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q ", "a", "b")
 
@@ -89,8 +91,8 @@ def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
         {"question": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]},
     ],
 )
-def test_a_pair_whose_prompt_has_another_name_is_told_it(row: dict[str, Any]) -> None:
-    """Both answers begin with `The`, which is no prompt."""
+def test_error_for_a_pair_names_its_probable_prompt_column(row: dict[str, Any]) -> None:
+    """Both answers begin with `The`, which is not a prompt."""
     with pytest.raises(DataError, match="the pair has no `prompt`; is it") as error:
         shaped(row)
     name = next(iter(row))
@@ -100,15 +102,15 @@ def test_a_pair_whose_prompt_has_another_name_is_told_it(row: dict[str, Any]) ->
     assert (made["prompt"], made["chosen"], made["rejected"]) == ("So: q", *sides)
 
 
-def test_an_instruction_beside_a_pair_is_its_prompt() -> None:
-    """LLaMA-Factory's preference data in Alpaca's form."""
+def test_instruction_next_to_a_pair_is_its_prompt() -> None:
+    """LLaMA-Factory's preference data in Alpaca's format."""
     pair = shaped({"instruction": "q", "input": "more", "chosen": "The a", "rejected": "The b"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q\n\nmore", "The a", "The b")
     whole = {"instruction": "other words", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}
     assert shaped(whole)["prompt"] == [USER]
 
 
-def test_a_template_may_take_the_prompt_that_both_sides_begin_with() -> None:
+def test_template_can_use_the_common_prompt_of_both_sides() -> None:
     pair = shaped({"chosen": "q a", "rejected": "q b"}, "So: {prompt}")
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("So: q ", "a", "b")
 
@@ -152,7 +154,7 @@ def test_completion_template_makes_the_answer_from_columns() -> None:
         normalise({"messages": [USER, assistant("a")], "answer": 2}, "here", None, "{answer}")
 
 
-def test_an_unknown_shape_names_the_columns_and_the_shapes() -> None:
+def test_error_for_an_unknown_format_lists_columns_and_formats() -> None:
     with pytest.raises(DataError, match="no shape that is known; columns: Question, answer") as error:
         shaped({"Question": "x", "answer": "y"})
     assert "prompt + chosen + rejected" in str(error.value)
@@ -169,7 +171,7 @@ def test_an_unknown_shape_names_the_columns_and_the_shapes() -> None:
         5,
     ],
 )
-def test_tool_calls_that_cannot_be_read_name_their_row(calls: Any) -> None:
+def test_error_for_unreadable_tool_calls_names_the_row(calls: Any) -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     with pytest.raises(DataError, match=r"^here  `messages\[1\].tool_calls` cannot be read: "):
         shaped({"messages": [USER, turn]})
@@ -185,6 +187,6 @@ def test_tool_calls_that_cannot_be_read_name_their_row(calls: Any) -> None:
         ({"prompt": "a", "chosen": 1.5, "rejected": "b"}, r"`chosen` is float \(1.5\), not text"),
     ],
 )
-def test_nulls_and_values_of_other_kinds_are_named(row: dict[str, object], told: str) -> None:
+def test_nulls_and_values_of_wrong_types_are_named(row: dict[str, object], told: str) -> None:
     with pytest.raises(DataError, match=told):
         normalise(row, "here")

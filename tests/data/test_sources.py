@@ -1,4 +1,4 @@
-"""Every kind of source, and what a broken one says."""
+"""Every kind of source, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def prompts(section: Data, base: Path) -> list[str]:
 
 
 def write(path: Path, kind: str) -> None:
-    """The same rows in each kind of file."""
+    """Write the same rows in each file format."""
     import datasets
 
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(r) + "\n\n" for r in ROWS))  # empty lines are no rows
+        path.write_text("".join(json.dumps(r) + "\n\n" for r in ROWS))  # empty lines are not rows
     elif kind == "json":
         path.write_text(json.dumps(ROWS))
     elif kind == "csv":
@@ -42,7 +42,7 @@ def test_each_file_kind_gives_the_same_rows(kind: str, tmp_path: Path) -> None:
     assert len({r["uid"] for r in rows}) == 5
 
 
-def test_a_saved_datasets_directory_with_and_without_splits(tmp_path: Path) -> None:
+def test_saved_datasets_directory_with_and_without_splits(tmp_path: Path) -> None:
     import datasets
 
     data = datasets.Dataset.from_list(ROWS)
@@ -55,7 +55,7 @@ def test_a_saved_datasets_directory_with_and_without_splits(tmp_path: Path) -> N
     assert "did you mean `test`?" in str(error.value)
 
 
-def test_skip_and_size_take_the_rows_between(tmp_path: Path) -> None:
+def test_skip_and_size_select_a_range_of_rows(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", "jsonl")
     assert prompts(Data(source="rows.jsonl", skip=1, size=2), tmp_path) == ["1+1=?", "2+1=?"]
     whole = load_rows(Data(source="rows.jsonl"), tmp_path)
@@ -97,7 +97,7 @@ def test_uids_are_the_same_in_another_folder_and_differ_for_equal_rows(tmp_path:
         ("a.jsonl", '{"prompt": "x", "chosen": "y"}', r"a.jsonl:1  `rejected` is missing"),
     ],
 )
-def test_broken_input_is_told_with_its_place(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_broken_input_is_reported_with_its_position(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         load_rows(Data(source=name), tmp_path)
@@ -115,7 +115,7 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
         load_rows(Data(source="a.jsonl"), tmp_path)
 
 
-def test_a_missing_file_names_the_places_searched(tmp_path: Path) -> None:
+def test_error_for_a_missing_file_lists_the_searched_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data not found: nope\.jsonl") as error:
         load_rows(Data(source="nope.jsonl"), tmp_path)
     assert str(tmp_path / "nope.jsonl") in str(error.value)
@@ -124,7 +124,7 @@ def test_a_missing_file_names_the_places_searched(tmp_path: Path) -> None:
         load_rows(Data(source="./my row.jsonl"), tmp_path)
 
 
-def test_a_hub_id_without_network_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_without_network_fails_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
@@ -138,7 +138,7 @@ def test_a_hub_id_without_network_fails_at_once(tmp_path: Path, monkeypatch: pyt
         load_rows(Data(source="nobody/nothing"), tmp_path)
 
 
-def test_a_column_map_renames_and_an_unknown_column_suggests(tmp_path: Path) -> None:
+def test_column_map_renames_and_unknown_column_gets_a_suggestion(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"question": "1+1", "target": "2", "id": 7}')
     row = load_rows(Data(source="a.jsonl", columns={"prompt": "question", "answer": "target"}), tmp_path)[0]
     assert (row["prompt"], row["answer"], row["id"]) == ("1+1", "2", 7)
@@ -149,7 +149,7 @@ def test_a_column_map_renames_and_an_unknown_column_suggests(tmp_path: Path) -> 
     assert "did you mean `question`?" in str(error.value)
 
 
-def test_a_function_is_called_with_size_seed_and_params(tmp_path: Path) -> None:
+def test_function_is_called_with_size_seed_and_params(tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(
         "def sums(size, seed, top=9):\n    return [{'prompt': f'{seed}:{i}:{top}'} for i in range(size)]\n"
         "def short(size, seed):\n    return [{'prompt': 'x'}]\n"
@@ -176,7 +176,7 @@ def test_params_of_a_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_nulls_that_an_arrow_table_fills_in_do_not_reach_messages_or_tools(tmp_path: Path) -> None:
-    """Two tools with different parameters share a struct type in the table: each gets the other's key as null."""
+    """Two tools with different parameters share a struct type in the table, so each gets the other's key as null."""
     import datasets
 
     tools = [{"name": "f", "parameters": {"x": {"type": "int"}}}, {"name": "g", "parameters": {"y": {"type": "str"}}}]
@@ -192,7 +192,7 @@ def test_nulls_that_an_arrow_table_fills_in_do_not_reach_messages_or_tools(tmp_p
     assert row["messages"] == messages
 
 
-def test_a_copy_of_a_hubs_data_set_is_read_by_split(tmp_path: Path) -> None:
+def test_copy_of_a_hub_dataset_is_read_by_split(tmp_path: Path) -> None:
     import datasets
 
     data = datasets.Dataset.from_list(ROWS)
@@ -212,7 +212,7 @@ def test_a_copy_of_a_hubs_data_set_is_read_by_split(tmp_path: Path) -> None:
         load_rows(Data(source="plain", split="test"), tmp_path)
 
 
-def test_a_directory_of_several_files_names_them_all(tmp_path: Path) -> None:
+def test_error_for_a_directory_of_several_files_lists_them(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(DataError, match=r"hint: name one of its files: a\.jsonl, b\.jsonl$"):

@@ -1,4 +1,4 @@
-"""Task generators: seeded rows of every level, which their rewards pay in full and which have one answer."""
+"""Task generators: seeded rows at every level, with a unique answer that their rewards score in full."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def params_of(name: str, documents: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(registry.load_index()["task"]))
-def test_rows_depend_on_the_seed_and_their_number_alone(name: str, documents: Path) -> None:
+def test_rows_depend_only_on_seed_and_index(name: str, documents: Path) -> None:
     own = params_of(name, documents)
     made = rows(f"task:{name}", params=own)
     assert [row["level"] for row in made] == [0, 1, 2] * 4
@@ -77,7 +77,7 @@ def test_an_example_that_is_not_made_is_an_error(tmp_path: Path) -> None:
         ("asearcher", "qa.asearcher", "<answer>{answer}</answer>", 1.0),
     ],
 )
-def test_its_reward_pays_the_answer_in_full(
+def test_reward_of_a_task_gives_its_answer_full_marks(
     name: str, reward: str, text: str, best: float | None, documents: Path
 ) -> None:
     script, function = reward.split(".")
@@ -91,7 +91,7 @@ def test_its_reward_pays_the_answer_in_full(
         assert earned == pytest.approx(wanted), row
 
 
-def test_a_hidden_assignment_satisfies_its_formula_and_difficulty_grows_with_clauses() -> None:
+def test_hidden_assignment_satisfies_the_formula_and_difficulty_grows() -> None:
     made = rows("task:saturn", size=40, params={"levels": [0, 1], "stages": [[3, 5, 5], [3, 5, 13]]})
     assert all(is_satisfied(row["formula"], row["answer"]) for row in made)
     assert all(len(row["formula"].split(" & ")) == (5, 13)[row["level"]] for row in made)
@@ -99,7 +99,7 @@ def test_a_hidden_assignment_satisfies_its_formula_and_difficulty_grows_with_cla
     assert made[0]["difficulty"] < made[1]["difficulty"]
 
 
-def test_a_formula_that_one_assignment_cannot_have_is_refused() -> None:
+def test_impossible_formula_parameters_are_refused() -> None:
     with pytest.raises(DataError, match="stage") as error:
         rows("task:saturn", params={"stages": [[2, 2, 4]]})
     assert "one assignment satisfies 3 such clauses" in str(error.value)
@@ -108,7 +108,7 @@ def test_a_formula_that_one_assignment_cannot_have_is_refused() -> None:
 
 
 def walk(prompt: str) -> list[str]:
-    """The shortest paths through a maze, read from its text."""
+    """Return the shortest paths through a maze, read from its text."""
     cells: dict[tuple[int, int], list[str]] = {}
     ends: dict[str, tuple[int, int]] = {}
     for line in prompt.splitlines()[1:-1]:
@@ -129,7 +129,7 @@ def walk(prompt: str) -> list[str]:
     return found
 
 
-def test_the_text_of_a_maze_has_one_path_and_it_is_the_answer() -> None:
+def test_maze_text_has_one_shortest_path_which_is_the_answer() -> None:
     own = {"levels": [2, 5, 9], "max_turns": 4, "min_turns": 1, "margin": 1}
     for row in rows("task:ariadne", size=30, params=own):
         assert walk(row["prompt"]) == [row["answer"]]
@@ -137,13 +137,13 @@ def test_the_text_of_a_maze_has_one_path_and_it_is_the_answer() -> None:
         assert 1 <= row["turns"] <= 4
 
 
-def test_shares_say_how_often_a_level_occurs() -> None:
+def test_shares_set_the_frequency_of_levels() -> None:
     own = {"levels": [0, 1, 2, 3, 4], "shares": [0.21, 0.18, 0.16, 0.18, 0.21], "distinct": False}
     levels = [row["level"] for row in rows("task:ariadne", size=94, params=own)]
     assert [levels.count(level) for level in range(5)] == [21, 18, 16, 18, 21]
 
 
-def test_a_question_has_one_answer_and_the_documents_hold_its_facts() -> None:
+def test_question_has_one_answer_and_documents_contain_its_facts() -> None:
     made = make_world(3, 60)
     for row in rows("task:searchgym", size=20, params={"levels": [0, 1, 3], "world": 3, "entities": 60}):
         words = row["prompt"].removeprefix("What is ").split("?")[0].split(" of ")
@@ -164,7 +164,7 @@ def test_worlds_share_no_entity() -> None:
         make_world(99999, 40)
 
 
-def test_a_synthesised_question_needs_as_many_sentences_as_it_says(documents: Path) -> None:
+def test_synthesized_question_needs_the_stated_number_of_sentences(documents: Path) -> None:
     corpus = (documents / "world.txt").read_text()
     for row in rows("task:asearcher", size=12, params=params_of("asearcher", documents)):
         assert row["hops"] == len(row["facts"]) == row["level"] + 1
@@ -173,7 +173,7 @@ def test_a_synthesised_question_needs_as_many_sentences_as_it_says(documents: Pa
         assert row["prompt"].count("X1") > 0 or row["level"] == 0
 
 
-def test_documents_without_a_question_are_told(tmp_path: Path) -> None:
+def test_documents_without_a_question_are_reported(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("nothing is named here.")
     with pytest.raises(DataError, match="finds no question of level 0"):
         rows("task:asearcher", params={"folder": str(tmp_path)})
@@ -183,7 +183,7 @@ def test_documents_without_a_question_are_told(tmp_path: Path) -> None:
         rows("task:asearcher")
 
 
-def test_a_generator_of_the_users_gets_the_dial_too(tmp_path: Path) -> None:
+def test_custom_generator_gets_the_difficulty(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GENERATOR)
     section = Data(source="mine.py:sums", size=6, params={"levels": [0, 3], "largest": 5})
     made = load_rows(section, tmp_path)
@@ -205,7 +205,7 @@ def test_a_generator_of_the_users_gets_the_dial_too(tmp_path: Path) -> None:
         ({"min_turns": 3, "levels": [1]}, "turns in 2 moves"),
     ],
 )
-def test_wrong_parameters_are_told(params: dict[str, Any], wrong: str) -> None:
+def test_wrong_parameters_are_reported(params: dict[str, Any], wrong: str) -> None:
     with pytest.raises(DataError, match=wrong):
         rows("task:ariadne", params=params)
 
@@ -224,26 +224,26 @@ def test_wrong_parameters_are_told(params: dict[str, Any], wrong: str) -> None:
         ("searchgym", {"levels": [3], "entities": 1}, "."),
     ],
 )
-def test_numbers_that_no_problem_has_are_refused_at_once(task: str, params: dict[str, Any], wrong: str) -> None:
-    """With the parameter's name; a generator that looks for a problem gives up."""
+def test_impossible_parameters_are_refused_immediately(task: str, params: dict[str, Any], wrong: str) -> None:
+    """The error names the parameter; a generator that searches for a problem gives up."""
     with pytest.raises(DataError, match=wrong):
         rows(f"task:{task}", params=params)
 
 
-def test_a_generator_that_fails_is_an_error_of_the_data(tmp_path: Path) -> None:
+def test_failing_generator_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def halves(level, draw):\n    return {'prompt': str(1 // level)}\n")
     with pytest.raises(DataError, match=r"mine.py:2  task:.*fails at level 0: ZeroDivisionError"):
         rows(f"task:{tmp_path}/mine.py:halves")
 
 
-def test_a_level_that_runs_out_of_problems_is_told() -> None:
+def test_exhausted_level_is_reported() -> None:
     with pytest.raises(DataError, match="too few problems of level 0") as error:
         rows("task:ariadne", size=20, params={"margin": 0})
     assert "distinct: false" in str(error.value)
     assert len(rows("task:ariadne", size=20, params={"margin": 0, "distinct": False})) == 20
 
 
-def test_an_unknown_task_suggests() -> None:
+def test_unknown_task_gets_a_suggestion() -> None:
     with pytest.raises(DataError, match="unknown task: saturm") as error:
         rows("task:saturm")
     assert "did you mean" in str(error.value)

@@ -1,5 +1,6 @@
-"""The chat templates that TRL ships, each with twelve conversations: what is trained on, what is refused, and that this
-agrees with the masks of TRL's own training templates."""
+"""The chat templates shipped with TRL, each with twelve conversations: trained tokens, refusals, and agreement with
+the masks of TRL's training templates.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ REFUSALS = {
 
 
 def outcome(tokenizer: Any, name: str) -> str:
-    """A letter of OUTCOMES, and for `+` checks of what is trained on."""
+    """Return a letter of OUTCOMES; for `+`, also check the trained tokens."""
     messages = CASES[name]
     try:
         texts = texts_of(tokenizer, messages)
@@ -153,7 +154,7 @@ def outcome(tokenizer: Any, name: str) -> str:
 
 
 def check_trained(tokenizer: Any, messages: list[dict[str, Any]], texts: list[Text]) -> None:
-    """Each turn's own words and its end are trained on, in order, and no word of anybody else."""
+    """Check that each assistant turn's text and end are trained on, in order, and no other text is."""
     turns = [m for m in messages if m["role"] == "assistant"]
     trained = [piece.text for text in texts for piece in text.pieces if piece.trained]
     filled = [turn for turn in turns if turn["content"] or turn.get("tool_calls")]
@@ -177,7 +178,7 @@ def check_trained(tokenizer: Any, messages: list[dict[str, Any]], texts: list[Te
 
 
 def words(message: dict[str, Any]) -> list[str]:
-    """The texts of a message, those of a thought on their own."""
+    """Return the texts of a message, with those of a thought separately."""
     found = [part.strip() for part in re.split(r"</?think>", message["content"]) if part.strip()]
     found += [message["reasoning_content"]] if "reasoning_content" in message else []
     for one in message.get("tool_calls", []):
@@ -186,18 +187,18 @@ def words(message: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_is_trained_on(template: str) -> None:
+def test_trained_tokens_of_every_template(template: str) -> None:
     tokenizer = tokenizer_for(template)
     found = "".join(outcome(tokenizer, name) for name in CASES)
     known = [outcomes for outcomes, names in OUTCOMES.items() if template in names.split()]
-    assert known in ([found], [])  # TRL may ship more by now: those are checked, too, where they train
+    assert known in ([found], [])  # TRL may ship more templates by now: those that support training are checked too
 
 
 # --- TRL's masks
 
 
 def masks(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
-    """What stands between `{% generation %}` and `{% endgeneration %}`, runs without a gap together."""
+    """Return the text between `{% generation %}` and `{% endgeneration %}`, with adjacent runs joined."""
     tools = TOOLS if any("tool_calls" in m for m in messages) else None
     shown = adapt_messages(tokenizer, chat.clean_messages(messages), tools)
     if tokenizer.chat_template.count("content'][0]") or "line['type']" in tokenizer.chat_template:
@@ -219,7 +220,7 @@ def masks(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
 
 
 def agree(prompt: str, ours: str, theirs: str) -> bool:
-    """TRL's runs may begin with what a generation prompt holds already, and go on behind the end of the turn."""
+    """Check agreement; TRL's runs may begin with text of the generation prompt and extend past the end of the turn."""
     start = theirs.find(ours.removesuffix("<|tool_response>"))  # Gemma 4's models end a call with it
     behind = theirs[start + len(ours) :].replace("<eos>", "")  # Phi-3 ends a conversation, too
     return start >= 0 and prompt.endswith(theirs[:start]) and not behind.strip()
@@ -231,8 +232,8 @@ GENERATION = [name for name in TEMPLATES if re.search(r"\{%-?\s*generation", (FO
 
 
 @pytest.mark.parametrize("template", GENERATION)
-def test_the_masks_of_trl(template: str) -> None:
-    """Where both train on a conversation: its last turn, and earlier ones if the template keeps them as they are."""
+def test_masks_agree_with_trl(template: str) -> None:
+    """If both train on a conversation: its last turn, and earlier ones if the template leaves them unchanged."""
     tokenizer = tokenizer_for(template)
     compared = 0
     for name, messages in CASES.items():
@@ -272,8 +273,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("template", [name for name in GENERATION if (name, "thoughts") not in DIFFER])
-def test_answers_that_look_like_something_else(template: str) -> None:
-    """The masks agree for answers made of header text, tags, probes, JSON and white space."""
+def test_masks_agree_for_answers_that_look_like_markup(template: str) -> None:
+    """For answers made of header text, tags, probes, JSON and white space."""
     tokenizer = tokenizer_for(template)
     opens = chat.has_prefilled_think(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
     for answer in HOSTILE:

@@ -1,4 +1,4 @@
-"""What chat templates leave out of rows, add to them, and write in places of their own: found by position and told."""
+"""Text that chat templates drop from rows, add to them, or move: located by position and reported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Template = Callable[[str], Any]
 
 START = "{% for m in messages %}<|{{ m.role }}|>"
 END = "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-TEXT_ALONE = START + "{{ m.content }}<eos>" + END  # knows content, and nothing else
-CALLS_ALONE = (  # Llama 3.1's habit: of a turn with a call nothing else is written
+TEXT_ALONE = START + "{{ m.content }}<eos>" + END  # only supports content
+CALLS_ALONE = (  # As Llama 3.1: a turn with a call contains nothing else
     START + "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function | tojson }}</tool_call>"
     "{% else %}{{ m.content }}{% endif %}<eos>" + END
 )
@@ -95,7 +95,7 @@ def trained(found: list[Text]) -> list[str]:
          [{"role": "developer", "content": "Be kind."}, USER, ANSWER], "developer"),
     ],
 )  # fmt: skip
-def test_a_text_that_is_nowhere_in_the_rendering_is_an_error(
+def test_text_missing_from_the_rendering_is_an_error(
     with_template: Template, template: str, messages: list[dict[str, Any]], field: str
 ) -> None:
     tokenizer = with_template(template)
@@ -106,12 +106,12 @@ def test_a_text_that_is_nowhere_in_the_rendering_is_an_error(
 
 
 @pytest.mark.parametrize("answer", ["final", "a", "channel final", "assistant", "to", "<", "commentary"])
-def test_an_answer_is_not_looked_for_in_the_header(with_template: Template, answer: str) -> None:
+def test_answer_is_not_searched_for_in_the_header(with_template: Template, answer: str) -> None:
     found = texts(with_template(CHANNELS), USER, {"role": "assistant", "content": answer})
     assert trained(found) == [f"channel final<|tool|>{answer}<eos>"]
 
 
-def test_a_call_and_a_thought_keep_their_headers(with_template: Template) -> None:
+def test_call_and_thought_keep_their_headers(with_template: Template) -> None:
     tokenizer = with_template(CHANNELS)
     turn = {**CALLING, "thinking": "sum them"}
     assert trained(texts(tokenizer, USER, turn)) == [
@@ -124,8 +124,8 @@ def test_a_call_and_a_thought_keep_their_headers(with_template: Template) -> Non
     ]
 
 
-def test_a_context_that_the_answer_changes_is_the_one_before_the_answer(with_template: Template) -> None:
-    """The model sees the thought of its call when it answers, though the finished conversation has lost it."""
+def test_context_is_rendered_as_before_the_answer(with_template: Template) -> None:
+    """When answering, the model sees the thought of its call, although the finished conversation no longer has it."""
     turns = [USER, {**CALLING, "thinking": "sum"}, {"role": "tool", "content": "3"}]
     (text,) = texts(with_template(NO_THOUGHT_AFTERWARDS), *turns, {"role": "assistant", "content": "three"})
     assert [piece.text for piece in text.pieces] == [
@@ -134,7 +134,7 @@ def test_a_context_that_the_answer_changes_is_the_one_before_the_answer(with_tem
     ]
 
 
-def test_an_empty_thought_that_the_template_adds_is_told(with_template: Template) -> None:
+def test_empty_thought_added_by_the_template_is_reported(with_template: Template) -> None:
     tokenizer = with_template(FILLS_THOUGHT)
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "4"})
     assert trained([text]) == ["<think>\n\n</think>\n\n4<eos>"]
@@ -147,7 +147,7 @@ def test_an_empty_thought_that_the_template_adds_is_told(with_template: Template
     assert (trained([text]), text.notes) == (["<think>\ntwo twos\n</think>\n\n4<eos>"], ())
 
 
-def test_thoughts_of_earlier_turns_that_vanish_are_told(with_template: Template) -> None:
+def test_dropped_thoughts_of_earlier_turns_are_reported(with_template: Template) -> None:
     turns = [USER, {"role": "assistant", "content": "<think>hm</think>4"}, USER]
     (text,) = texts(with_template(FILLS_THOUGHT), *turns, {"role": "assistant", "content": "<think>so</think>5"})
     assert text.notes == (EARLIER_THOUGHTS,)
@@ -155,7 +155,9 @@ def test_thoughts_of_earlier_turns_that_vanish_are_told(with_template: Template)
 
 
 @pytest.mark.parametrize("closed", ["<think>\n\n</think>\n\n", "</think>"])
-def test_a_prompt_that_closes_the_thought_takes_no_answer_with_one(with_template: Template, closed: str) -> None:
+def test_answer_with_a_thought_is_refused_if_the_prompt_closes_the_thought(
+    with_template: Template, closed: str
+) -> None:
     tokenizer = with_template(CLOSED_THOUGHT.replace("<think>\n\n</think>\n\n", closed))
     assert trained(texts(tokenizer, USER, {"role": "assistant", "content": "4"})) == ["4<eos>"]
     for turn in ({"content": "<think>hm</think>4"}, {"content": "4", "reasoning_content": "hm"}):
@@ -163,7 +165,7 @@ def test_a_prompt_that_closes_the_thought_takes_no_answer_with_one(with_template
             texts(tokenizer, USER, {"role": "assistant", **turn})
 
 
-def test_what_is_not_for_the_model_to_write_may_be_lost_with_a_word(with_template: Template) -> None:
+def test_lost_text_not_written_by_the_model_is_only_reported(with_template: Template) -> None:
     tokenizer = with_template(TEXT_ALONE)
     named = {"role": "assistant", "content": "a", "name": "Ann", "mood": {"joy": 0.5}, "train": True, "id": "7"}
     (text,) = texts(tokenizer, {**USER, "name": "Bob"}, named, tools=TOOLS)
@@ -175,17 +177,17 @@ def test_what_is_not_for_the_model_to_write_may_be_lost_with_a_word(with_templat
     )
 
 
-def test_parts_text_arguments_and_turns_without_content(with_template: Template) -> None:
-    """The same messages in the form that a template reads."""
+def test_messages_are_converted_to_the_form_a_template_reads(with_template: Template) -> None:
+    """Content parts, arguments as text, and turns without content."""
     assert trained(texts(with_template(PARTS), USER, {"role": "assistant", "content": "a"})) == ["a<eos>"]
     assert trained(texts(with_template(TEXT_ARGUMENTS), USER, CALLING)) == ['add|{"a": 1, "b": "two"}<eos>']
 
 
-def test_the_end_of_the_answer_and_that_of_the_turn_are_both_learnt(with_template: Template) -> None:
+def test_end_of_answer_and_end_of_turn_are_both_trained(with_template: Template) -> None:
     assert trained(texts(with_template(TWO_ENDS), USER, {"role": "assistant", "content": "a"})) == ["a<|tool|><eos>"]
 
 
-def test_texts_that_the_template_changes_are_found_all_the_same(with_template: Template) -> None:
+def test_texts_changed_by_the_template_are_found(with_template: Template) -> None:
     (text,) = texts(with_template(TRIMS), USER, {"role": "assistant", "content": "  a  "})
     assert (trained([text]), text.notes) == (["a<eos>"], ())
     escaped = with_template(START + "{{ m.content | tojson }}<eos>" + END)
@@ -193,8 +195,8 @@ def test_texts_that_the_template_changes_are_found_all_the_same(with_template: T
     assert trained([text]) == ['"say \\"é\\"\\n\\tnow"<eos>']
 
 
-def test_a_part_that_the_template_takes_out_is_trained_on_and_told_of_earlier_turns(with_template: Template) -> None:
-    """What the model must write is the row's content, however the template shows it later."""
+def test_text_removed_by_the_template_is_trained_and_reported_for_earlier_turns(with_template: Template) -> None:
+    """The model must write the row's content, however the template shows it later."""
     tokenizer = with_template(STRIPS_NOTES)
     noted = {"role": "assistant", "content": "so <note>aside</note> yes"}
     (text,) = texts(tokenizer, USER, noted)
@@ -205,7 +207,7 @@ def test_a_part_that_the_template_takes_out_is_trained_on_and_told_of_earlier_tu
         texts(tokenizer, USER, {**noted, "content": "<note>all of it</note>"}, USER, ANSWER)
 
 
-def test_unwanted_turns_are_read_only_and_say_so(with_template: Template) -> None:
+def test_untrained_turns_are_context_only_and_reported(with_template: Template) -> None:
     tokenizer = with_template(TEXT_ALONE)
     unwanted = {"role": "assistant", "content": "a", "train": False}
     for keys in ({}, {"train_on": "assistant"}):
@@ -219,7 +221,7 @@ def test_unwanted_turns_are_read_only_and_say_so(with_template: Template) -> Non
     assert text.notes == (EMPTY_TURN,)
 
 
-def test_prompts_and_pairs_are_held_to_the_same(with_template: Template) -> None:
+def test_prompts_and_pairs_get_the_same_checks(with_template: Template) -> None:
     tokenizer = with_template(TEXT_ALONE)
     history = [USER, CALLING, {"role": "tool", "content": "3"}]
     with pytest.raises(DataError, match="does not write `tool_calls`"):
@@ -234,8 +236,8 @@ def test_prompts_and_pairs_are_held_to_the_same(with_template: Template) -> None
     assert prompt.notes == ("LOOK: the chat template does not write the row's `tools`",)
 
 
-def test_every_text_of_a_message_has_a_probe() -> None:
-    """White space, tags, roles and ids stay; texts, numbers and names do not."""
+def test_every_text_of_a_message_is_replaced_by_a_probe() -> None:
+    """White space, tags, roles and ids stay; texts, numbers and names are replaced."""
     turn = {
         "role": "assistant",
         "content": " <think>\nso\n</think>\n<b>x</b>",

@@ -1,4 +1,4 @@
-"""Errors about a row name its file and line: at reading, at rendering, when lengths are measured, and by a reward."""
+"""Errors about a row name its file and line: when reading, rendering, computing lengths, and in a reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_row_is_told_by_file_and_line(tmp_path: Path) -> None:
+def test_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "my data").mkdir()
     (tmp_path / "my data/a.csv").write_text("prompt,answer\n1+1,2\n1+2,3\n")
     first, second = load_rows(Data(source="my data/a.csv"), tmp_path)
@@ -38,7 +38,7 @@ def test_a_row_is_told_by_file_and_line(tmp_path: Path) -> None:
     assert source_locations.describe_rows([first["uid"], second["uid"]]) == "my data/a.csv:2, 3"
 
 
-def test_a_row_that_nobody_read_is_told_by_its_uid() -> None:
+def test_row_without_a_file_is_named_by_its_uid() -> None:
     assert source_locations.describe_row("x7") == "row x7"
     assert (
         source_locations.describe_rows(["a", "b", "a"]) == "rows a, b"
@@ -47,7 +47,7 @@ def test_a_row_that_nobody_read_is_told_by_its_uid() -> None:
     assert source_locations.describe_rows(["a", "b", "c", "d"]) == "rows a, b, c, ..."
 
 
-def test_when_lengths_are_measured(jsonl: JSONL, tmp_path: Path, tiny: Any) -> None:
+def test_error_when_computing_lengths_names_the_line(jsonl: JSONL, tmp_path: Path, tiny: Any) -> None:
     source = jsonl([{"prompt": "1"}, {"prompt": "1" * 99}])
     with pytest.raises(DataError, match=r"^rows\.jsonl:2 \(row \w{16}\)  \d+ tokens, over data.max_length 50"):
         prepare_prompts(Data(source=source, max_length=50, overlong="error"), tiny, tmp_path)
@@ -58,7 +58,7 @@ def test_when_lengths_are_measured(jsonl: JSONL, tmp_path: Path, tiny: Any) -> N
         check_fits(prepared.items, Sampling(max_new_tokens=10), window=60)
 
 
-def test_when_a_column_is_missing(jsonl: JSONL, tmp_path: Path, tiny: Any) -> None:
+def test_error_for_a_missing_column_names_the_line(jsonl: JSONL, tmp_path: Path, tiny: Any) -> None:
     source = jsonl([{"prompt": "1", "completion": "2"}, {"prompt": "1"}])
     with pytest.raises(DataError, match=r"^rows\.jsonl:2 \(row \w{16}\)  no `completion` to train on") as told:
         prepare_examples(Data(source=source), tiny, tmp_path)
@@ -82,7 +82,7 @@ def samples(rows: list[dict[str, Any]]) -> list[Sample]:
     ]
 
 
-def test_when_gold_or_a_reward_fails(jsonl: JSONL, tmp_path: Path, scorer: Callable[..., Scorer]) -> None:
+def test_error_in_gold_or_reward_names_the_line(jsonl: JSONL, tmp_path: Path, scorer: Callable[..., Scorer]) -> None:
     rows = load_rows(Data(source=jsonl([{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "}"}])), tmp_path)
     with (
         scorer("math.accuracy") as one,
