@@ -25,7 +25,7 @@ _FUNCTION_WORDS = {
     "id": "dan yang di ini itu dengan untuk tidak dari adalah saya pada ke",
     "vi": "và của là không có một cho được trong những người tôi các với",
     "sw": "na ya wa kwa ni katika hii za la si yake kuwa sana",
-    "ru": "и в не на что я с он как это по но они из",
+    "ru": "и в не на что я с он как это по но они из к она его для",
     "bg": "и в да не на се за от е са това с ще като",
     "uk": "і в не на що я з він як це до але та є",
     "ar": "في من على أن إلى هذا ما لا التي هو هذه كان",

@@ -19,6 +19,7 @@ from posttrain.verify.audit import audit_gold
 from posttrain.verify.instruction_rows import TULU_FUNCTIONS, loose_variants, only_repeats, read_instructions
 from posttrain.verify.instruction_writer import write_answer, write_near_miss
 from posttrain.verify.instructions import CHECKERS, count_sentences, holds
+from posttrain.verify.language_identification import is_written_in
 from posttrain.verify.score import Scorer
 
 Follow = Callable[..., Any]
@@ -124,6 +125,45 @@ CASES: list[tuple[str, dict[str, Any], str, bool]] = [
 @pytest.mark.parametrize(("name", "arguments", "text", "expected"), CASES)
 def test_checker(name: str, arguments: dict[str, Any], text: str, expected: bool) -> None:
     assert CHECKERS[name](text, **arguments) is expected
+
+
+SENTENCES = {
+    "en": "The quick fox runs to the river and it is happy.",
+    "de": "Der schnelle Fuchs läuft zum Fluss und ist nicht müde.",
+    "fr": "Le renard rapide court vers la rivière et il est content.",
+    "es": "El zorro rápido corre hacia el río y no se cansa.",
+    "it": "La volpe veloce corre verso il fiume e non è stanca.",
+    "pt": "A raposa rápida corre para o rio e não se cansa.",
+    "nl": "De snelle vos rent naar de rivier en het is niet moe.",
+    "sv": "Den snabba räven springer till floden och den är inte trött.",
+    "fi": "Nopea kettu juoksee joelle ja se ei ole väsynyt.",
+    "pl": "Szybki lis biegnie do rzeki i nie jest zmęczony.",
+    "tr": "Hızlı tilki nehre koşuyor ve bu çok güzel bir gün.",
+    "id": "Rubah yang cepat itu berlari ke sungai dan tidak lelah.",
+    "vi": "Con cáo nhanh chạy đến sông và không mệt.",
+    "sw": "Mbweha wa haraka anakimbia kwa mto na sio mchovu.",
+    "ru": "Быстрая лиса бежит к реке, и она не устала.",
+    "bg": "Бързата лисица тича към реката и не е уморена, защото това се случва.",
+    "uk": "Швидка лисиця біжить до річки, і це не втомлює її та брата.",
+    "ar": "الثعلب السريع يركض إلى النهر و هو ليس متعبا من هذا",
+    "fa": "روباه سریع به رودخانه می رود و این خسته نیست که",
+    "ur": "تیز لومڑی دریا کی طرف بھاگتی ہے اور یہ تھکی نہیں",
+    "hi": "तेज़ लोमड़ी नदी की ओर भागती है और यह थकी नहीं है",
+    "mr": "वेगवान कोल्हा नदीकडे धावतो आणि ते थकलेले नाही आहे",
+    "ne": "छिटो फ्याउरो नदी तिर दौडन्छ र यो थाकेको छैन हो",
+}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_languages_of_one_script_are_told_apart(language: str) -> None:
+    assert [other for other in SENTENCES if is_written_in(SENTENCES[language], other)] == [language]
+
+
+def test_a_text_without_function_words_is_of_no_certain_language() -> None:
+    assert all(is_written_in("YES!", language) for language in ("en", "de", "vi"))
+    assert not is_written_in("YES!", "ru") and is_written_in("42", "ru")
+    with pytest.raises(ValueError, match="unknown language 'tlh'"):
+        is_written_in("Qapla'", "tlh")
 
 
 def test_every_instruction_has_a_followed_and_a_broken_case() -> None:
