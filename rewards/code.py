@@ -7,8 +7,9 @@ rewards:
 
 Tests are inputs with outputs, `[{"input": "2 3\n", "output": "5"}]`, or calls of a function or of a method of
 `Solution`, `[{"fn_name": "add", "input": [2, 3], "output": 5}]`; also in the forms of APPS, TACO and PRIME (`{"inputs":
-[...], "outputs": [...], "fn_name": ...}`) and LiveCodeBench (`testtype: functional`, JSON lines). Asserts are no tests,
-since a program can make its own asserts pass: write them as calls.
+[...], "outputs": [...], "fn_name": ...}`) and LiveCodeBench (`testtype: functional`, JSON lines). Asserts (MBPP,
+HumanEval, KodCode, AceCode, LeetCode) are read as calls, and what they check is checked outside of the program, which
+could make its own asserts pass: docs/rewards.md says which can be read.
 
 Partial credit gives signal where no program passes everything; binary leaves less to game. What the sandbox protects
 from: docs/sandbox.md.
@@ -18,13 +19,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import sandbox
-from posttrain.verify.code import Mode, code_reward
+from posttrain.verify.code import Mode, code_reward, read_any_tests
 from posttrain.verify.milestones import milestone_reward
 
 
 def code_exec(
     completion: str,
-    tests: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None,
+    tests: Sequence[Mapping[str, Any] | str] | Mapping[str, Any] | str | None,
+    entry_point: str | None = None,
+    test_setup_code: str | None = None,
     *,
     mode: Mode = "partial",
     timeout_s: float = 5.0,
@@ -42,11 +45,16 @@ def code_exec(
     pass + pass_weight * share; no_code, compile_fail). timeout_s: of a test; budget_s: of all tests of a completion,
     which must be below the call's own limit. Output must be equal but for blanks at line ends and at the end; a line of
     numbers is compared as numbers, exactly. Returned values must be equal, floats within 1e-6.
-    allow_unsandboxed: run programs also where the machine has no namespaces. Logged part: passed.
+    Of asserts, each, or each function `test_...`, is a test; entry_point names the function that `candidate` is, and
+    test_setup_code runs before the program. Asserts that cannot be read are left out and counted.
+    allow_unsandboxed: run programs also where the machine has no namespaces. Logged parts: passed; of asserts also
+    unread, the tests that could not be read.
     """
     found = code_reward(
         completion,
         tests,
+        entry_point or "",
+        test_setup_code or "",
         mode=mode,
         timeout_s=timeout_s,
         budget_s=budget_s,
@@ -108,6 +116,7 @@ def setup() -> None:
 _TESTS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
 _FAR = {"milestones": [r"input\(", "print"], "stdin": "2 3\n"}
 _CALLS = {"inputs": [[2, 3], [-1, 1]], "outputs": [5, 0], "fn_name": "add"}
+_CHECK = "def check(candidate):\n    assert candidate(2, 3) == 5\n    assert candidate(-1, 1) == 0\n"
 _SUM = "Here it is:\n```python\na, b = map(int, input().split())\nprint(%s)\n```"
 
 EXAMPLES = {
@@ -119,6 +128,16 @@ EXAMPLES = {
         (_SUM % "a +", {"tests": _TESTS}, -0.1, {"mode": "weighted_sum"}),
         ("```python\ndef add(a, b):\n    return a + b\n```", {"tests": _CALLS}, {"reward": 1.0, "passed": 2.0}),
         ("```\ndef add(a, b):\n    return abs(a) + abs(b)\n```", {"tests": _CALLS}, 0.5),
+        (
+            "```python\ndef add(a, b):\n    return a + b\n```",
+            {"tests": _CHECK, "entry_point": "add"},
+            {"reward": 1.0, "passed": 2.0, "unread": 0.0},
+        ),
+        (
+            "```python\ndef add(a, b):\n    return 5\n```",
+            {"tests": ["assert add(2, 3) == 5", "assert add(1, 1) == 2"]},
+            0.5,
+        ),
         ("Just add them.", {"tests": _TESTS}, -1.0, {"mode": "weighted_sum"}),
         ("", {"tests": _TESTS}, 0.0),
         ("", {"tests": []}, None),
@@ -140,9 +159,25 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     return None if row.get("answer") is None else f"<think>so</think>\n```python\n{row['answer']}\n```"
 
 
+def _doubt(row: Mapping[str, Any], **_: Any) -> str:
+    try:
+        unread = read_any_tests(row.get("tests"), row.get("entry_point") or "", row.get("test_setup_code") or "")[1]
+    except ValueError as error:
+        return f"cannot be checked: {error}"
+    reasons = ", ".join(sorted(unread or ()))
+    return f"are checked without those tests that cannot be read ({reasons})" if reasons else ""
+
+
+DOUBT = {"code_exec": _doubt}
+
 _ROWS: list[dict[str, Any]] = [
     {"prompt": "Add.", "tests": _TESTS, "answer": "a, b = map(int, input().split())\nprint(a + b)"},
     {"prompt": "Double.", "tests": [{"input": "4", "output": "8"}], "answer": "print(int(input()) * 2)"},
+    {
+        "prompt": "Write `plus`.",
+        "tests": ["assert plus(2, 3) == 5", "assert plus(-1, 1) == 0"],
+        "answer": "def plus(a, b):\n    return a + b",
+    },
     {"prompt": "Write `add`.", "tests": _CALLS, "answer": "def add(a, b):\n    return a + b"},
 ]
 

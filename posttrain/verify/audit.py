@@ -107,12 +107,16 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
 
 
 def find_doubts(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Doubt]:
-    """Find suspicious patterns in the gold answers that the reward reads; none if the script has `ROW_PROBLEM`."""
+    """Find suspicious patterns in the gold answers that the reward reads, and the doubts of its script.
+
+    A script with `ROW_PROBLEM` has none.
+    """
     if callable(_script_attribute(reward, "ROW_PROBLEM")):
         return []
+    of_script = script_doubts(reward, rows, write.column)
     if write.column not in (*reward.columns, *reward.optional_columns):
-        return []
-    return [*detect_doubts(rows, write.column, maths=reads_maths(reward)), *script_doubts(reward, rows, write.column)]
+        return of_script
+    return [*detect_doubts(rows, write.column, maths=reads_maths(reward)), *of_script]
 
 
 def script_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[Doubt]:

@@ -17,30 +17,10 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from posttrain.verify.function_calls import read_outcomes, write_input
 from posttrain.verify.structured import from_json, same_json
 
 TOLERANCE = 1e-6  # of a float that a called function returns, relative and absolute
-_RESULT = "called function returned: "
-# Reads the program and its arguments from standard input, which is empty afterwards. Defines the names that LeetCode's
-# solutions use without importing them; `__name__` is not `__main__`, so that a solution's own demonstration is not run.
-_CALL = f"""
-import json, sys
-given = json.loads(sys.stdin.read())
-sys.setrecursionlimit(50_000)
-space = {{"__name__": "solution"}}
-exec('''
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
-from bisect import *; from collections import *; from functools import *; from heapq import *; from itertools import *
-from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, log10, pi, sqrt
-from typing import *
-''', space)
-exec(compile(given["program"], "main.py", "exec"), space)
-solution = space.get("Solution")
-owner = solution() if hasattr(solution, given["function"]) else None
-function = space[given["function"]] if owner is None else getattr(owner, given["function"])
-result = json.dumps(function(*given["arguments"]))
-print("\\n{_RESULT}" + result, flush=True)
-"""
 
 
 @dataclass(frozen=True)
@@ -57,18 +37,18 @@ class ProgramTest:
         """Return what to run for this test, and its standard input."""
         if not self.function:
             return program, self.given
-        return _CALL, json.dumps({"program": program, "function": self.function, "arguments": self.given})
+        return write_input(program, [(self.function, self.given, {})])
 
     def accepts(self, stdout: str) -> bool:
         """Return whether this output passes the test."""
         if not self.function:
             return same_output(stdout, self.expected)
-        _, found, result = stdout.rpartition(f"\n{_RESULT}")
-        if not found:
-            return False
         try:
-            value = json.loads(result)
-        except (ValueError, RecursionError):
+            ((kind, *returned),) = read_outcomes(stdout, 1)
+            value = json.loads(json.dumps(returned[0]))
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            return False
+        if kind != "returned":
             return False
         golds = [self.expected, *(self.expected if self.wrapped else [])]
         return any(same_value(value, gold) for gold in golds)

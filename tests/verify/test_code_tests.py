@@ -42,7 +42,7 @@ def test_each_format_is_also_read_from_json_text(tests: Any, read: list[ProgramT
     ("tests", "problem"),
     [
         ([{**LIVE, "metadata": {}}], "does not name it: add `fn_name`"),
-        (["assert add(2, 3) == 5"], "must have `input` and `output`"),
+        ([1], "must have `input` and `output`"),
         ({"inputs": ["1"], "outputs": []}, "as many `inputs` as `outputs`"),
         ({"input": "1", "output": "2"}, "as many `inputs` as `outputs`"),
         ([{"input": "1", "output": "2", "type": "interactive"}], "known: stdin"),
