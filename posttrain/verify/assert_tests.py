@@ -62,7 +62,7 @@ class AssertTest:
         """Return whether the outcomes that this output reports pass every check."""
         try:
             results = _Results(read_outcomes(stdout, len(self.calls)))
-            names = {"_results": results, "_raised": results.raised}
+            names = {"_results": results, "_raised": results.has_raised}
             return all(_evaluate(check, self.constants, **names) for check in self.checks)
         except Exception:  # as an assert of these values would raise
             return False
@@ -80,7 +80,7 @@ class _Results:
             raise LookupError(f"call {number} {kind}")
         return values[0]
 
-    def raised(self, number: int, classes: Sequence[str], match: str) -> bool:
+    def has_raised(self, number: int, classes: Sequence[str], match: str) -> bool:
         kind, *values = self.outcomes[number]
         return kind == "raised" and any(name in values[0] for name in classes) and bool(re.search(match, values[1]))
 
@@ -289,7 +289,7 @@ class _Unit(ast.NodeTransformer):
                         self.assign(node.target, value)
                         self.run(node.body)
                 case ast.With(items=[ast.withitem(ast.Call(func, [kind], options))]) if (
-                    self.dotted(func) == "pytest.raises"
+                    self.full_name(func) == "pytest.raises"
                 ):
                     self.run_raises(kind, options, node.body)
                 case ast.Expr():
@@ -385,9 +385,9 @@ class _Unit(ast.NodeTransformer):
         except Exception as error:
             raise UnreadableTest(f"a constant that raises {type(error).__name__}") from None
 
-    def dotted(self, node: ast.expr) -> str:
+    def full_name(self, node: ast.expr) -> str:
         """Return the full name of an imported function, "" for anything else."""
-        if isinstance(node, ast.Attribute) and (owner := self.dotted(node.value)):
+        if isinstance(node, ast.Attribute) and (owner := self.full_name(node.value)):
             return f"{owner}.{node.attr}"
         if isinstance(node, ast.Name) and node.id not in self.env:
             return self.module.imports.get(node.id, "")
@@ -410,10 +410,10 @@ class _Unit(ast.NodeTransformer):
             if isinstance(bound, UnreadableTest):
                 raise UnreadableTest(*bound.args)
             return bound
-        return self._known(node) or self._refuse_name(node.id)
+        return self._known_function(node) or self._refuse_name(node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if (known := self._known(node)) is None:
+        if (known := self._known_function(node)) is None:
             raise UnreadableTest(f"an attribute `{node.attr}`")
         return known
 
@@ -423,21 +423,21 @@ class _Unit(ast.NodeTransformer):
         match node.func:
             case ast.Name("Solution") if not node.args and "Solution" not in self.module.refused:
                 return ast.Name("_solution", ast.Load())
-            case ast.Attribute(value, method) if not self.dotted(node.func):
+            case ast.Attribute(value, method) if not self.full_name(node.func):
                 if method not in METHODS:
                     raise UnreadableTest(f"a method `{method}`")
                 node.func.value = self.visit(value)
             case _:
-                node.func = self._known(node.func) or self._refuse_name(ast.unparse(node.func))
+                node.func = self._known_function(node.func) or self._refuse_name(ast.unparse(node.func))
         if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) != 1:
             raise UnreadableTest("a class")
         node.args = [self.visit(argument) for argument in node.args]
         node.keywords = [self.visit(keyword) for keyword in node.keywords]
         return node
 
-    def _known(self, node: ast.expr) -> ast.expr | None:
+    def _known_function(self, node: ast.expr) -> ast.expr | None:
         """Return the expression for a builtin or imported function that is evaluated outside; None for another."""
-        if (name := self.dotted(node)) in KNOWN:
+        if (name := self.full_name(node)) in KNOWN:
             return _item("_known", name)
         return node if isinstance(node, ast.Name) and node.id in BUILTINS else None
 
@@ -504,7 +504,7 @@ def _item(name: str, key: int | str) -> ast.expr:
 def _compile(node: ast.expr) -> CodeType:
     """Compile an expression that `_Unit` has read, which holds no name, attribute or operator but those allowed."""
     try:
-        return compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(node))), "assert", "eval")
+        return compile(ast.fix_missing_locations(ast.Expression(node)), "assert", "eval")
     except (SyntaxError, ValueError, MemoryError) as error:
         raise UnreadableTest(f"an expression that does not compile ({type(error).__name__})") from None
 
