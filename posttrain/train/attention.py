@@ -263,13 +263,23 @@ def uses_packed_attention(causal: Any) -> bool:
 def supports_sdpa(causal: Any) -> bool:
     """Return whether the model's attention is plain softmax(q k) v.
 
-    Not supported: capped scores, sinks, and chunks defined by a mask only. `eager`, whether set by the recipe or the
-    only implementation of the architecture, is not replaced.
+    Not supported: capped scores, sinks, chunks defined by a mask only, and dropout, which the kernel for packed rows
+    does not have. `eager`, whether set by the recipe or the only implementation of the architecture, is not replaced.
     """
     config = causal.config.get_text_config()
     more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_chunk_size", None)
-    eager = config._attn_implementation == "eager"
-    return not (more or eager) and getattr(causal, "_supports_attention_backend", False) and causal._supports_sdpa
+    if more or config._attn_implementation == "eager" or attention_dropout(causal) > 0:
+        return False
+    return getattr(causal, "_supports_attention_backend", False) and causal._supports_sdpa
+
+
+def attention_dropout(model: nn.Module) -> float:
+    """Return the largest dropout rate of attention weights in training passes. Granite's is 0.1.
+
+    transformers' attention modules hold a rate or an nn.Dropout, which they pass to the attention function.
+    """
+    held = (getattr(module, name, 0.0) for module in model.modules() for name in ("attention_dropout", "attn_dropout"))
+    return max((rate.p if isinstance(rate, nn.Dropout) else rate for rate in held if rate), default=0.0)
 
 
 PROBE = range(11, 18)  # tokens of a row

@@ -22,6 +22,7 @@ from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.stored import Tokens
 from posttrain.run.watchdog import Watchdog
+from posttrain.train.attention import attention_dropout
 from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls, check_limits
 from posttrain.train.objective import Objective
@@ -76,7 +77,8 @@ class TrainContext:
     @cached_property
     def has_dropout(self) -> bool:
         """Whether training passes of the model use dropout."""
-        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.loaded.model.modules())
+        model = self.loaded.model
+        return attention_dropout(model) > 0 or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
     @cached_property
     def needs_old_logp(self) -> bool:
@@ -85,7 +87,7 @@ class TrainContext:
         With one update per step they are equal. With several, the policy changes after the first. With dropout, the
         training pass differs from the policy that a component compares with the engine.
         """
-        return self.updates_per_step > 1 or (self.has_dropout and "rollout_logp" in self.objective.needs)
+        return self.updates_per_step > 1 or ("rollout_logp" in self.objective.needs and self.has_dropout)
 
     @cached_property
     def keeps_tokens_apart(self) -> bool:

@@ -180,7 +180,7 @@ class Scorer:
             [s.group for s in samples],
             failed={name: [r.kind != "value" for r in column] for name, _, column in named},
             absent={name: [r is ABSENT for r in column] for name, _, column in named},
-            uids=[_uid(s, i) for i, s in enumerate(samples)],
+            uids=[str(s.row.get("uid", i)) for i, s in enumerate(samples)],
             clips={
                 name: section.clip
                 for i, (name, section, _) in enumerate(named)

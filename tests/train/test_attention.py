@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from posttrain.recipe.sections import Lora, Model
 from posttrain.train import attention
 from posttrain.train.attention import NAME, use_packed_attention, uses_packed_attention
 from posttrain.train.collate import Sequences
+from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.pass_checks import check_head
 
@@ -40,6 +42,29 @@ def small(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SMALL | more)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "rate"),
+    [
+        ("granite", {"attention_dropout": 0.1}, 0.1),
+        ("granite", {}, 0.0),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0.2}, 0.2),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.1}, 0.0),
+    ],
+)
+def test_models_with_dropout_in_attention_are_not_packed(kind: str, more: dict[str, Any], rate: float) -> None:
+    """The kernel for packed rows has no dropout: packed and padded training would differ."""
+    model = small(kind, **more)
+    assert attention.attention_dropout(model) == rate
+    assert use_packed_attention(model) == (rate == 0)
+
+
+def test_dropout_in_attention_counts_as_dropout_of_training_passes() -> None:
+    """It is a number in the attention modules, not an nn.Dropout."""
+    for rate in (0.0, 0.1):
+        ctx = SimpleNamespace(loaded=SimpleNamespace(model=small("granite", attention_dropout=rate)))
+        assert TrainContext.has_dropout.func(ctx) == (rate > 0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
