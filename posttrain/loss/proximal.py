@@ -1,4 +1,4 @@
-"""Proximal losses: a KL penalty to the sampling policy instead of a clip.
+"""Proximal losses: a KL penalty or a limit on a divergence to the sampling policy, instead of a clip of the ratio.
 
 Shapes: logp, values and stats [N,T].
 """
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
-from posttrain.loss.clip import LOG_RATIO_LIMIT, limit_value, token_advantages, token_log_ratio, token_ratio
+from posttrain.loss.clip import (
+    LOG_RATIO_LIMIT,
+    behavior_logp,
+    bounded_exp,
+    limit_value,
+    token_advantages,
+    token_log_ratio,
+    token_ratio,
+)
 from posttrain.registry import register
 
 Estimator = Literal["is", "k2"]
@@ -83,3 +91,36 @@ def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", 
     else:
         values = d.square() / 2 if estimator == "k2" else d.exp() * d - d.exp() + 1
     return TokenLoss(torch.where(batch.mask, values, 0.0), {"kl_old": values.detach()})
+
+
+@register("loss", "dppo", paper="2602.04879", needs=("rollout_logp",), note="The top-K divergence is not implemented.")
+def dppo(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    clip_low: float = 0.15,
+    clip_high: float | None = None,
+    cap: float = 10000.0,
+) -> TokenLoss:
+    """Compute -sg[min(r, cap)] A logp, masked where the divergence to the sampling policy exceeds a limit.
+
+    p = probability of the token now, q = its probability when it was sampled (the engine's; by old_logp where it
+    reported none), r = p / q. divergence `tv`: |p - q|; `kl`: that of a coin with these probabilities, q ln(q / p) + (1
+    - q) ln((1 - q) / (1 - p)). A token is masked if it leads further away: A > 0, p > q and divergence > clip_high, or
+    A <= 0, p < q and divergence > clip_low. clip_high defaults to clip_low; 0.15 is usual for `tv`, 0.05 for `kl`.
+    Unlike a clip of the ratio, this leaves unlikely tokens room and limits likely ones. Stats [N,T]: `ratio`,
+    `clip_ratio/region_mean`.
+    """
+    advantages, sampled = token_advantages(batch, logp), behavior_logp(batch, logp)
+    current = torch.where(batch.mask, logp, 0.0)
+    p, q = current.detach().exp(), sampled.exp()
+    if divergence == "tv":
+        distance = (p - q).abs()
+    else:
+        distance = q * (sampled - current.detach()) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+    high = clip_low if clip_high is None else clip_high
+    away = torch.where(advantages > 0, (p > q) & (distance > high), (p < q) & (distance > clip_low))
+    ratio = bounded_exp(current.detach() - sampled)
+    values = torch.where(batch.mask & ~away, -ratio.clamp(max=cap) * advantages * current, 0.0)
+    return TokenLoss(values, {"ratio": ratio, "clip_ratio/region_mean": away.to(logp.dtype)})

@@ -242,7 +242,7 @@ def test_recipe_lines_of_methods_show_are_valid(folder: Path) -> None:
 
 
 def test_methods_show_of_an_unknown_name_raises(call: Call) -> None:
-    result = call("methods", "show", "dappo")
+    result = call("methods", "show", "dapoo")
     assert (result.exit_code, "did you mean `dapo`?" in result.stderr) == (2, True)
 
 
