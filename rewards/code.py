@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import sandbox
-from posttrain.verify.code import Mode, code_reward, read_any_tests
+from posttrain.verify.code import Mode, code_reward, read_any_tests, setup_in_prompt
 from posttrain.verify.milestones import milestone_reward
 
 
@@ -28,6 +28,7 @@ def code_exec(
     tests: Sequence[Mapping[str, Any] | str] | Mapping[str, Any] | str | None,
     entry_point: str | None = None,
     test_setup_code: str | None = None,
+    messages: Sequence[Mapping[str, Any]] = (),
     *,
     mode: Mode = "partial",
     timeout_s: float = 5.0,
@@ -46,7 +47,8 @@ def code_exec(
     which must be below the call's own limit. Output must be equal but for blanks at line ends and at the end; a line of
     numbers is compared as numbers, exactly. Returned values must be equal, floats within 1e-6.
     Of asserts, each, or each function `test_...`, is a test; entry_point names the function that `candidate` is, and
-    test_setup_code runs before the program. Asserts that cannot be read are left out and counted.
+    test_setup_code runs before the program; without it the prompt does, if it is Python that defines entry_point
+    (HumanEval). Asserts that cannot be read are left out and counted.
     allow_unsandboxed: run programs also where the machine has no namespaces. Logged parts: passed; of asserts also
     unread, the tests that could not be read.
     """
@@ -54,7 +56,7 @@ def code_exec(
         completion,
         tests,
         entry_point or "",
-        test_setup_code or "",
+        test_setup_code or setup_in_prompt(messages, entry_point or ""),
         mode=mode,
         timeout_s=timeout_s,
         budget_s=budget_s,
@@ -138,6 +140,20 @@ EXAMPLES = {
             {"tests": ["assert add(2, 3) == 5", "assert add(1, 1) == 2"]},
             0.5,
         ),
+        (
+            "```python\ndef twice(x):\n    return plus(x, x)\n```",
+            {
+                "tests": "def check(candidate):\n    assert candidate(2) == 4\n",
+                "entry_point": "twice",
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": 'def plus(a, b):\n    return a + b\n\n\ndef twice(x):\n    """Use `plus`."""\n',
+                    }
+                ],
+            },
+            {"reward": 1.0, "passed": 1.0, "unread": 0.0},
+        ),
         ("Just add them.", {"tests": _TESTS}, -1.0, {"mode": "weighted_sum"}),
         ("", {"tests": _TESTS}, 0.0),
         ("", {"tests": []}, None),
@@ -160,8 +176,10 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
 
 
 def _doubt(row: Mapping[str, Any], **_: Any) -> str:
+    entry_point, asked = row.get("entry_point") or "", [{"role": "user", "content": row.get("prompt")}]
+    setup = row.get("test_setup_code") or setup_in_prompt(asked, entry_point)
     try:
-        unread = read_any_tests(row.get("tests"), row.get("entry_point") or "", row.get("test_setup_code") or "")[1]
+        unread = read_any_tests(row.get("tests"), entry_point, setup)[1]
     except ValueError as error:
         return f"cannot be checked: {error}"
     reasons = ", ".join(sorted(unread or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections import Counter
@@ -111,6 +112,18 @@ def read_any_tests(
             f"none of the row's `tests` can be read: {reasons or 'no assert'}; docs/rewards.md lists what can"
         )
     return rows, unread
+
+
+def setup_in_prompt(messages: Sequence[Mapping[str, Any]], entry_point: str) -> str:
+    """Return the first user message if it is Python that defines the entry point (HumanEval), else ""."""
+    text = next((message.get("content") for message in messages if message.get("role") == "user"), None)
+    if not entry_point or not isinstance(text, str):
+        return ""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    return text if any(isinstance(node, ast.FunctionDef) and node.name == entry_point for node in body) else ""
 
 
 def passes(

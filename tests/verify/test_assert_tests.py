@@ -10,7 +10,7 @@ import pytest
 from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.assert_tests import read_asserts
 from posttrain.verify.audit import script_doubts
-from posttrain.verify.code import code_reward
+from posttrain.verify.code import code_reward, setup_in_prompt
 from posttrain.verify.load import load_reward
 
 MBPP = {
@@ -271,6 +271,16 @@ def test_a_row_is_scored_by_the_tests_that_could_be_read_and_refused_if_none_cou
     assert score("def f(x): return x", {"tests": tests}) == {"reward": 1.0, "passed": 1.0, "unread": 3.0}
     with pytest.raises(ValueError, match=r"none .* can be read: an expression `Lambda` \(2\), .*docs/rewards.md"):
         score("def f(x): return x", {"tests": tests[1:]})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "runs"),
+    [("def f(x):\n    pass", True), ("def g(x):\n    pass", False), ("Write f.", False), (None, False), ([], False)],
+)
+def test_a_prompt_that_defines_the_entry_point_runs_before_the_program(prompt: Any, runs: bool) -> None:
+    messages = [{"role": "system", "content": "def f(): pass"}, {"role": "user", "content": prompt}]
+    assert setup_in_prompt(messages, "f") == (prompt if runs else "")
+    assert setup_in_prompt(messages, "") == setup_in_prompt([], "f") == ""
 
 
 def test_the_input_of_a_test_holds_no_expected_value() -> None:
