@@ -1,4 +1,4 @@
-"""Models on disk: small ones made here, SmolLM2-135M from its GGUF once a session."""
+"""Models on disk: small ones built here, SmolLM2-135M from its GGUF once per session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.recipe.sections import Model
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors are slower on several threads."""
+    """Use one thread: tiny tensors are slower on several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def loaded(tmp_path: Path) -> Callable[..., LoadedModel]:
 
 @pytest.fixture
 def plain(tmp_path: Path, loaded: Callable[..., LoadedModel]) -> Path:
-    """A directory with an ordinary model: `tiny`, moved."""
+    """A directory with an ordinary model: `tiny`, saved to disk."""
     model = loaded()
     torch.manual_seed(0)
     with torch.no_grad():

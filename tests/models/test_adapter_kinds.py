@@ -1,5 +1,6 @@
-"""Adapters made by plain PEFT, on tied and untied embeddings: what posttrain loads, saves and trains on is what plain
-transformers with PEFT computes, or it is refused."""
+"""Adapters made by plain PEFT, on tied and untied embeddings: what posttrain loads, saves and trains on computes the
+same as plain transformers with PEFT, or it is refused.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from .test_save import move
 
 Load = Callable[..., LoadedModel]
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of tied embeddings
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's warnings about tied embeddings
 
 ROWS = len(tiny.build_tokenizer())
 IDS = torch.tensor([[1, 5, 40, 41, 60, 61, 62, 7, 8, 100, ROWS - 1, 20]])
-CLOSE = 2e-5  # of logits of about 2: rounding of float32
+CLOSE = 2e-5  # for logits of about 2: float32 rounding
 
 EMBED, HEAD, Q = "embed_tokens", "lm_head", "q_proj"
 KINDS: dict[str, dict[str, Any]] = {
@@ -81,7 +82,7 @@ def is_tied(base: Path) -> bool:
 
 
 def make_adapter(base: Path, folder: Path, more: int = 0, **config: Any) -> Path:
-    """A disturbed adapter, written by PEFT; `more` tokens are added to the model before."""
+    """Write a perturbed adapter with PEFT; `more` tokens are added to the model before."""
     model = AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(1)
     if more:
@@ -110,8 +111,8 @@ def elsewhere(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_made_elsewhere(loaded: Load, base: Path, kind: str, tmp_path: Path) -> None:
-    """Loaded to generate, trained on with a fresh adapter, and saved: always the logits of plain PEFT."""
+def test_external_adapter_gives_the_logits_of_peft(loaded: Load, base: Path, kind: str, tmp_path: Path) -> None:
+    """Loaded to generate, trained on with a fresh adapter, and saved."""
     folder = make_adapter(base, tmp_path / "adapter", **KINDS[kind])
     expected = with_peft(base, folder)
     assert (expected - elsewhere(base)).abs().max() > 1e-2, "the adapter does something"
@@ -133,7 +134,7 @@ def test_an_adapter_made_elsewhere(loaded: Load, base: Path, kind: str, tmp_path
 
 
 @pytest.mark.parametrize("targets", [[Q, EMBED], [Q, HEAD], [EMBED, HEAD]], ids="+".join)
-def test_an_adapter_of_our_own_on_embeddings(loaded: Load, base: Path, targets: list[str], tmp_path: Path) -> None:
+def test_own_adapter_on_embeddings(loaded: Load, base: Path, targets: list[str], tmp_path: Path) -> None:
     model = loaded(base, lora={"rank": 4, "targets": targets})
     move(model.model, 0.1)
     expected = logits(model.model)
@@ -143,7 +144,7 @@ def test_an_adapter_of_our_own_on_embeddings(loaded: Load, base: Path, targets: 
 
 
 @pytest.mark.parametrize("targets", [[Q, EMBED], [Q, HEAD]], ids="+".join)
-def test_over_tiny_the_merged_model_is_untied(loaded: Load, targets: list[str], tmp_path: Path) -> None:
+def test_merged_model_over_tiny_is_untied(loaded: Load, targets: list[str], tmp_path: Path) -> None:
     model = loaded(lora={"rank": 4, "targets": targets})
     move(model.model, 0.1)
     expected = logits(model.model)
@@ -174,16 +175,16 @@ def test_added_tokens(loaded: Load, base: Path, kind: str, tmp_path: Path) -> No
     assert torch.allclose(logits(model, ids), expected, atol=CLOSE)
 
 
-def test_added_tokens_whose_rows_are_nowhere(loaded: Load, tmp_path: Path) -> None:
-    """PEFT stores only the embedding that it adapts; what the untied head had for new tokens is lost."""
+def test_added_tokens_without_stored_rows_are_refused(loaded: Load, tmp_path: Path) -> None:
+    """PEFT stores only the embedding that it adapts; the untied head's rows for new tokens are lost."""
     base = make_base(tmp_path / "base", tied=False)
     folder = make_adapter(base, tmp_path / "adapter", 3, target_modules=[Q, EMBED])
     with pytest.raises(ModelError, match=r"with 113 tokens, its base has 110, and .* the new embeddings of lm_head"):
         loaded(folder, training=False)
 
 
-def test_an_adapter_whose_base_has_more_tokens_by_now(loaded: Load, base: Path, tmp_path: Path) -> None:
-    """The base was resized and saved after training: then there is nothing to resize, and nothing is stored twice."""
+def test_adapter_whose_base_was_resized_after_training(loaded: Load, base: Path, tmp_path: Path) -> None:
+    """The base was resized and saved after training: nothing needs resizing, and nothing is stored twice."""
     folder = make_adapter(base, tmp_path / "adapter", 3, target_modules=[Q, EMBED, HEAD])
     big = AutoModelForCausalLM.from_pretrained(base)
     big.resize_token_embeddings(ROWS + 3, mean_resizing=False)
@@ -206,7 +207,7 @@ def test_an_adapter_whose_base_has_more_tokens_by_now(loaded: Load, base: Path, 
     ],
     ids=["lora_bias", "alora"],
 )
-def test_what_no_plain_model_computes_is_refused(
+def test_adapters_that_no_plain_model_can_represent_are_refused(
     loaded: Load, base: Path, config: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q], **config)
@@ -215,15 +216,15 @@ def test_what_no_plain_model_computes_is_refused(
     assert str(folder) in str(error.value) and "hint: generate with it in PEFT" in str(error.value)
 
 
-def test_a_prefix_is_refused_before_anything_is_loaded(loaded: Load, base: Path, tmp_path: Path) -> None:
+def test_prefix_tuning_is_refused_before_anything_is_loaded(loaded: Load, base: Path, tmp_path: Path) -> None:
     config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "prefix")
     with pytest.raises(ModelError, match=r"of type PREFIX_TUNING .* cannot be merged"):
         loaded(tmp_path / "prefix", training=False)
 
 
-def test_an_adapter_with_biases_over_four_bits(loaded: Load, base: Path, tmp_path: Path) -> None:
-    """It would be held twice, as what is trained and as the reference."""
+def test_adapter_with_biases_over_4_bit_weights_is_refused(loaded: Load, base: Path, tmp_path: Path) -> None:
+    """The biases would be needed twice, as trained parameters and as the reference."""
     pytest.importorskip("bitsandbytes")
     folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q], bias="all")
     assert loaded(folder, training=False, quantize="nf4").is_lora
@@ -233,8 +234,10 @@ def test_an_adapter_with_biases_over_four_bits(loaded: Load, base: Path, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["embedding", "saved both", "tokens"])
-def test_an_adapter_on_embeddings_over_four_bits(loaded: Load, base: Path, kind: str, tmp_path: Path) -> None:
-    """Nothing is merged: the adapter is trained on as it is, and PEFT reads what is saved on the same base."""
+def test_adapter_on_embeddings_over_4_bit_weights(loaded: Load, base: Path, kind: str, tmp_path: Path) -> None:
+    """Nothing is merged: the adapter is trained further unchanged, and PEFT reads the saved adapter on the same
+    base.
+    """
     pytest.importorskip("bitsandbytes")
     model = loaded(make_adapter(base, tmp_path / "adapter", **KINDS[kind]), quantize="nf4", lora={})
     before = logits(model.model)
@@ -246,8 +249,8 @@ def test_an_adapter_on_embeddings_over_four_bits(loaded: Load, base: Path, kind:
     assert torch.allclose(logits(again.model), logits(model.model), atol=CLOSE)
 
 
-def test_an_adapter_that_lacks_a_tensor(loaded: Load, base: Path, tmp_path: Path) -> None:
-    """PEFT warns and goes on with the fresh factor; what was trained there would be gone."""
+def test_adapter_with_a_missing_tensor_is_refused(loaded: Load, base: Path, tmp_path: Path) -> None:
+    """PEFT only warns and continues with the fresh factor; the trained values would be lost."""
     from safetensors.torch import load_file, save_file
 
     folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q])
@@ -259,9 +262,7 @@ def test_an_adapter_that_lacks_a_tensor(loaded: Load, base: Path, tmp_path: Path
         loaded(folder, training=False)
 
 
-def test_a_merge_that_is_not_exact_is_noticed(
-    loaded: Load, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inexact_merge_is_detected(loaded: Load, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.models import merge_adapter
 
     folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q, EMBED])
@@ -274,8 +275,8 @@ def test_a_merge_that_is_not_exact_is_noticed(
         loaded(folder, training=False)
 
 
-def test_a_merged_copy_does_not_compute_with_the_original(loaded: Load, base: Path) -> None:
-    """TRL's trainers put a forward of their own on the model, which holds on to the method of the original."""
+def test_merged_copy_does_not_use_the_original_weights(loaded: Load, base: Path) -> None:
+    """TRL's trainers replace the model's forward, and the replacement holds a reference to the original's method."""
     model = loaded(base, lora={"rank": 4, "targets": [Q], "dropout": 0.5})
     move(model.model, 0.1)
     expected = logits(model.model)
@@ -289,7 +290,7 @@ def test_a_merged_copy_does_not_compute_with_the_original(loaded: Load, base: Pa
     assert torch.allclose(logits(merged), expected, atol=CLOSE)
 
 
-def test_the_readme_names_the_base_that_the_adapter_is_on(loaded: Load, base: Path, tmp_path: Path) -> None:
+def test_readme_names_the_base_of_the_adapter(loaded: Load, base: Path, tmp_path: Path) -> None:
     first = loaded(base, lora={"rank": 2})
     move(first.model)
     save(first, tmp_path / "first")

@@ -1,4 +1,4 @@
-"""Checkpointed layers: what is kept of them, that it comes back as it was, and that gradients do not change."""
+"""Activation checkpointing: what is stored, that it is restored exactly, and that gradients do not change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss(model: Any) -> Tensor:
 
 
 def functions(model: Any) -> list[Any]:
-    """What runs checkpointed layers."""
+    """Return the functions that run checkpointed layers."""
     return [m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
 
 
@@ -56,8 +56,8 @@ def test_every_kind_of_checkpointing_gives_the_same_gradients(lora: Lora | None)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), (kind, offload)
 
 
-def test_inputs_leave_in_order_and_the_next_is_on_its_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `tiny`'s layers, the last two are used where they are; behind them each is loaded while another one runs."""
+def test_layer_inputs_are_offloaded_in_order_and_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last two layers' inputs of `tiny` stay in place; earlier ones are each loaded while a later layer runs."""
     model = loaded(gradient_checkpointing=True, activation_offloading=True)
     value = loss(model)
     offload = functions(model)[0]
@@ -101,7 +101,7 @@ def test_two_passes_before_one_backward_and_a_second_backward() -> None:
         assert p.grad is not None and torch.allclose(p.grad, q.grad, atol=1e-6), name
 
 
-def test_switched_off_and_on_again_it_is_of_the_same_kind() -> None:
+def test_checkpointing_keeps_its_kind_after_being_disabled_and_enabled() -> None:
     model = loaded(gradient_checkpointing=True, activation_offloading=True)
     model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable()
@@ -110,7 +110,7 @@ def test_switched_off_and_on_again_it_is_of_the_same_kind() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators of attention that run."""
+    """Counts the attention operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_attention_is_not_computed_again() -> None:
+def test_attention_is_not_recomputed() -> None:
     counts = {}
     for kind in (True, "selective"):
         model = loaded(gradient_checkpointing=kind)
@@ -132,8 +132,8 @@ def test_attention_is_not_computed_again() -> None:
     assert counts == {True: model.config.num_hidden_layers, "selective": 0}
 
 
-def test_with_checkpointing_autocast_keeps_no_copies_of_weights() -> None:
-    """A layer that is computed again casts its weights again: copies of the first pass would only take memory."""
+def test_autocast_weight_cache_is_off_with_checkpointing() -> None:
+    """A recomputed layer casts its weights again: cached copies of the first pass would only take memory."""
     for checkpointed in (False, True):
         loaded = load.load(Model(path="tiny", gradient_checkpointing=checkpointed), Path(), training=True)
         with dataclasses.replace(loaded, half=torch.bfloat16).autocast():

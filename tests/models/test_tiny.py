@@ -13,7 +13,7 @@ from posttrain.models import tiny
 EVERY = "".join(tiny.CHARACTERS)
 
 
-def test_the_shape_that_was_asked_for() -> None:
+def test_tiny_has_the_requested_shape() -> None:
     """Per layer 4 x 64 x 64 (attention) + 3 x 64 x 192 (MLP) + 2 x 64 (norms) = 53,376; two of them, 64 for the last
     norm, 64 x 110 for the tied embedding: 113,856."""
     model, tokenizer = tiny.build(0)
@@ -24,7 +24,7 @@ def test_the_shape_that_was_asked_for() -> None:
     assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
 
 
-def test_equal_seeds_give_equal_weights_and_the_global_generator_stays() -> None:
+def test_equal_seeds_give_equal_weights_without_touching_the_global_generator() -> None:
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
@@ -35,7 +35,7 @@ def test_equal_seeds_give_equal_weights_and_the_global_generator_stays() -> None
     assert 0.045 < float(first.detach().std()) < 0.055
 
 
-def test_a_character_is_a_token_and_tags_and_roles_are_single_ones() -> None:
+def test_characters_tags_and_roles_are_single_tokens() -> None:
     tokenizer = tiny.build_tokenizer()
     assert tokenizer.decode(tokenizer(EVERY)["input_ids"]) == EVERY
     assert len(tokenizer(EVERY)["input_ids"]) == len(EVERY) == 96
@@ -45,12 +45,12 @@ def test_a_character_is_a_token_and_tags_and_roles_are_single_ones() -> None:
     assert tokenizer.decode([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_a_character_without_a_token_is_unknown() -> None:
+def test_character_without_a_token_is_unknown() -> None:
     tokenizer = tiny.build_tokenizer()
     assert tokenizer.decode(tokenizer("a日\tß")["input_ids"]) == "a<unk><unk><unk>"
 
 
-def test_the_template_knows_all_roles_and_refuses_others() -> None:
+def test_template_supports_all_roles_and_refuses_others() -> None:
     tokenizer = tiny.build_tokenizer()
     messages = [
         {"role": "system", "content": "S"},
@@ -64,7 +64,7 @@ def test_the_template_knows_all_roles_and_refuses_others() -> None:
         tokenizer.apply_chat_template([{"role": "judge", "content": "x"}], tokenize=False)
 
 
-def test_plain_transformers_loads_what_it_saves(tmp_path: Path) -> None:
+def test_plain_transformers_loads_the_saved_model(tmp_path: Path) -> None:
     model, tokenizer = tiny.build(3)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""`tiny-vision`: built in code, an ordinary folder for transformers, and trained in parts."""
+"""`tiny-vision`: built in code, saved as an ordinary transformers folder, and trained in parts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_equal_seeds_give_equal_weights(loaded: Loaded) -> None:
     assert sum(p.numel() for p in first.parameters()) == 205_952
 
 
-def test_images_change_what_is_said(loaded: Loaded) -> None:
-    """Two pictures behind the same tokens; equal pictures give equal logits."""
+def test_images_change_the_logits(loaded: Loaded) -> None:
+    """Two pictures with the same tokens; equal pictures give equal logits."""
     found = loaded("tiny-vision", training=False)
     assert found.images is not None
     ids = torch.tensor([found.tokenizer(found.images.read(probe_image()).text + "a")["input_ids"]])
@@ -50,8 +50,8 @@ def test_images_change_what_is_said(loaded: Loaded) -> None:
         assert not torch.allclose(logits(probe_image()), logits(turned), atol=1e-4)
 
 
-def test_an_image_of_several_rows_goes_through_the_tower_once(loaded: Loaded) -> None:
-    """Its gradient is the sum over the rows, and the logits are those of the plain forward pass."""
+def test_image_shared_by_rows_is_encoded_once(loaded: Loaded) -> None:
+    """Its gradient is the sum over the rows, and the logits equal those of the plain forward pass."""
     found = loaded("tiny-vision", vision="all")
     reader, model = found.images, found.model
     assert reader is not None
@@ -74,21 +74,21 @@ def test_an_image_of_several_rows_goes_through_the_tower_once(loaded: Loaded) ->
 
 @pytest.mark.parametrize(("vision", "trained"), [(None, 1), ("frozen", 1), ("projector", 2), ("all", 3)])
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_parts_are_trained_as_the_recipe_says(
+def test_recipe_selects_the_trained_parts(
     loaded: Loaded, vision: str | None, trained: int, lora: dict[str, int] | None
 ) -> None:
-    """Language, projector, tower; with LoRA adapters are put on these parts."""
+    """Language, projector, tower; with LoRA the adapters are put on these parts."""
     model = loaded("tiny-vision", vision=vision, lora=lora).model
     found = {find_part(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert found == set(("language", "projector", "vision")[:trained])
 
 
-def test_a_text_model_has_no_vision(loaded: Loaded) -> None:
+def test_text_model_has_no_vision_parts(loaded: Loaded) -> None:
     with pytest.raises(ModelError, match="does not read images"):
         loaded("tiny", vision="all")
 
 
-def test_names_of_families_are_known() -> None:
+def test_names_of_family_parts_are_recognized() -> None:
     names = {
         "model.visual.blocks.0.attn.qkv.weight": "vision",
         "model.visual.merger.mlp.0.weight": "projector",
@@ -105,8 +105,10 @@ def test_names_of_families_are_known() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_a_saved_model_is_an_ordinary_folder(loaded: Loaded, tmp_path: Path, lora: dict[str, int] | None) -> None:
-    """Plain transformers makes the same logits of a picture from it, and posttrain loads it again."""
+def test_saved_vision_model_loads_in_plain_transformers(
+    loaded: Loaded, tmp_path: Path, lora: dict[str, int] | None
+) -> None:
+    """Plain transformers gives the same logits for a picture, and posttrain loads the folder again."""
     found = loaded("tiny-vision", vision="all", lora=lora)
     with torch.no_grad():
         for name, parameter in found.model.named_parameters():
@@ -128,14 +130,14 @@ def test_a_saved_model_is_an_ordinary_folder(loaded: Loaded, tmp_path: Path, lor
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_its_shape_is_known_without_weights(tmp_path: Path) -> None:
+def test_shape_is_known_without_weights(tmp_path: Path) -> None:
     found = build_skeleton(Model(path="tiny-vision", vision="all"), tmp_path, training=True)
     assert found is not None
     assert {p.device.type for p in found.model.parameters()} == {"meta"}
 
 
-def test_a_convolution_over_whole_patches_is_a_product() -> None:
-    """In a copy too, which has weights of its own; what is larger than a patch is still convolved."""
+def test_patch_convolution_is_a_matrix_product() -> None:
+    """Also in a copy, which has separate weights; inputs larger than a patch are still convolved."""
     model = nn.Sequential(nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4), bias=False))
     plain = copy.deepcopy(model)
     tower.project_patches(model)

@@ -1,4 +1,4 @@
-"""A call that a chat template writes is read back equal, whatever its arguments hold; for every template of TRL."""
+"""A tool call written by a chat template is parsed back unchanged, for any arguments and every template of TRL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROPERTIES = {
 }  # fmt: skip
 SCHEMAS = {"look_up": {"type": "function", "function": {"name": "look_up", "parameters": {"properties": PROPERTIES}}}}
 
-FIRST_ONLY = ("gptoss", "gptoss_training")  # templates that write the first call of a turn alone
+FIRST_ONLY = ("gptoss", "gptoss_training")  # templates that write only the first call of a turn
 WITHOUT_CALLS = frozenset(  # templates that write none, with their variants for training; to find them takes seconds
     """
     cohere cohere2 deepseek_r1_distill gemma gemma3 idefics3 lfm2 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm
@@ -57,12 +57,12 @@ def tokenizer(template: str) -> Any:
 
 @functools.cache
 def form_of(template: str) -> Format | None:
-    """None for a template that writes no calls."""
+    """Return the call format; None for a template that writes no calls."""
     return detect_format(tokenizer(template)) if render_call(tokenizer(template)) is not None else None
 
 
 def rendered(template: str, arguments: list[dict[str, Any]]) -> str | None:
-    """The assistant's turn with such calls; None where the template refuses them (several in a turn)."""
+    """Return the assistant's turn with these calls; None if the template refuses them (several in a turn)."""
     question = {"role": "user", "content": "x"}
     begun = chat.render(tokenizer(template), [question], generation_prompt=True)
     for write in (lambda x: x, json.dumps):
@@ -90,7 +90,7 @@ def test_most_templates_write_calls() -> None:
 
 @pytest.mark.parametrize("template", WITH_CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rendered_call_is_read_back(template: str, kind: str) -> None:
+def test_rendered_call_is_parsed_back(template: str, kind: str) -> None:
     arguments, form = KINDS[kind], form_of(template)
     text = rendered(template, arguments)
     if text is None:

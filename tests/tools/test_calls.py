@@ -1,4 +1,4 @@
-"""Tools in worker processes: whatever they do, the model gets a text and nothing is left running."""
+"""Tools in worker processes: in every case the model gets a text and no process is left running."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tool(function: str, **more: object) -> Tool:
     return Tool.model_validate({"use": f"my tools.py:{function}", **more})
 
 
-def test_the_schema_is_made_of_signature_and_docstring(folder: Path) -> None:
+def test_schema_comes_from_signature_and_docstring(folder: Path) -> None:
     assert load_tool(tool("add"), folder).schema == {
         "type": "function",
         "function": {
@@ -97,7 +97,7 @@ def test_the_schema_is_made_of_signature_and_docstring(folder: Path) -> None:
     }
 
 
-def test_what_the_recipe_fixes_is_not_the_models(folder: Path) -> None:
+def test_arguments_set_by_the_recipe_are_hidden_from_the_model(folder: Path) -> None:
     found = load_tool(tool("scaled", params={"by": 2.0}), folder)
     assert found.arguments == ["a"] and found.params == {"by": 2.0}
 
@@ -116,12 +116,12 @@ def test_what_the_recipe_fixes_is_not_the_models(folder: Path) -> None:
         (Tool(command="cat"), "needs a `name`"),
     ],
 )
-def test_mistakes_are_told(section: Tool, told: str, folder: Path) -> None:
+def test_mistakes_are_reported(section: Tool, told: str, folder: Path) -> None:
     with pytest.raises(ToolError, match=told):
         load_tool(section, folder)
 
 
-def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
+def test_two_tools_with_the_same_name_are_refused(folder: Path) -> None:
     with pytest.raises(ToolError, match="two tools are called `add`"):
         load_tools([tool("add"), tool("fails", name="add")], folder)
 
@@ -153,8 +153,8 @@ def test_every_call_is_answered_and_counted(folder: Path) -> None:
     assert len(found[5].result) < 150
 
 
-def test_a_call_waits_for_no_other_while_a_worker_is_free(folder: Path, tmp_path: Path) -> None:
-    """The first call ends when the last one has been made; all but it are answered by the second worker, in order."""
+def test_call_starts_immediately_if_a_worker_is_free(folder: Path, tmp_path: Path) -> None:
+    """The first call ends when the last one has been made; all others are answered by the second worker, in order."""
     names = [str(tmp_path / str(n)) for n in range(6)]
 
     async def every(caller: Caller) -> list[str]:
@@ -172,11 +172,11 @@ def test_a_call_waits_for_no_other_while_a_worker_is_free(folder: Path, tmp_path
     assert sorted(answered) == names and answered[:4] == names[1:5]
 
 
-def test_a_cancelled_call_ends_its_worker_and_the_next_one_is_answered(folder: Path, tmp_path: Path) -> None:
+def test_cancelled_call_ends_its_worker_and_the_next_call_is_answered(folder: Path, tmp_path: Path) -> None:
     here, never = tmp_path / "here", str(tmp_path / "never")
 
     async def cancelled(caller: Caller) -> int:
-        """The process that ran the call."""
+        """Return the process that ran the call."""
         call = asyncio.ensure_future(caller.answer(Call("waits", {"here": str(here), "there": never})))
         while not here.exists():
             await asyncio.sleep(0.01)
@@ -206,7 +206,7 @@ async def cancelled_at_once(caller: Caller, here: Path) -> None:
     await asyncio.wait(calls)
 
 
-def test_closing_ends_the_calls_that_run(folder: Path, tmp_path: Path) -> None:
+def test_close_ends_running_calls(folder: Path, tmp_path: Path) -> None:
     here, started = tmp_path / "here", time.monotonic()
     caller = Caller(load_tools([tool("waits", timeout_s=300)], folder), workers=2)
     caller.__enter__()

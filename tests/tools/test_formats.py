@@ -1,4 +1,4 @@
-"""Calls in a model's text, by format."""
+"""Parsing of tool calls in a model's text, by format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADD = Call("add", {"a": 1})
         ("llama3", "4", []),
     ],
 )  # fmt: skip
-def test_calls_are_read(form: str, text: str, calls: list[Call]) -> None:
+def test_calls_are_parsed(form: str, text: str, calls: list[Call]) -> None:
     assert parse_calls(text, form) == calls  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def test_calls_are_read(form: str, text: str, calls: list[Call]) -> None:
         ("llama3", "<|python_tag|>", "empty"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(form: str, text: str, problem: str) -> None:
+def test_unreadable_call_reports_the_reason(form: str, text: str, problem: str) -> None:
     (call,) = parse_calls(text, form)  # type: ignore[arg-type]
     assert problem in call.problem
 
@@ -78,15 +78,17 @@ DEEP, LONG, HALF = "[" * 100_000, "9" * 5_000, '"\\ud800"'
         ("llama3", '{"name": "add", "parameters": {"a": %s}}'),
     ],
 )
-def test_json_that_python_cannot_hold_is_the_models_mistake(form: Any, text: str, value: str) -> None:
-    """Brackets without end, a number of 5000 digits, half of a character: answered, and the run goes on."""
+def test_json_beyond_python_limits_is_a_model_error(form: Any, text: str, value: str) -> None:
+    """Endless brackets, a number of 5000 digits, half a surrogate pair: answered with an error, and the run
+    continues.
+    """
     if '"%s"' in text:
         value = value.replace("\\", "\\\\").replace('"', '\\"')
     (call,) = parse_calls(text % value, form)
     assert "JSON" in call.problem
 
 
-def test_two_calls_of_which_one_is_broken_are_two_calls() -> None:
+def test_broken_call_next_to_a_valid_one_counts_as_a_call() -> None:
     text = '<tool_call>{"name"<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     first, second = parse_calls(text, "json")
     assert first.problem and second == ADD
@@ -103,7 +105,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_the_format_is_that_of_the_template(form: str) -> None:
+def test_format_is_detected_from_the_template(form: str) -> None:
     from posttrain.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
@@ -203,7 +205,7 @@ FORMS: list[tuple[Format, str, list[Call]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "calls"), FORMS)
-def test_each_format_is_read(form: Format, text: str, calls: list[Call]) -> None:
+def test_each_format_is_parsed(form: Format, text: str, calls: list[Call]) -> None:
     assert parse_calls(text, form) == calls
 
 
@@ -240,7 +242,7 @@ def test_each_format_is_read(form: Format, text: str, calls: list[Call]) -> None
         ("json", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "infinite"),
     ],
 )
-def test_a_call_of_each_format_that_cannot_be_read_says_why(form: Format, text: str, problem: str) -> None:
+def test_unreadable_call_of_each_format_reports_the_reason(form: Format, text: str, problem: str) -> None:
     (call,) = parse_calls(text, form)
     assert problem in call.problem
 
@@ -249,13 +251,13 @@ def test_a_call_of_each_format_that_cannot_be_read_says_why(form: Format, text: 
 @pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call><function=f><parameter=a>\n", "<think>", "</parameter>",
     "[TOOL_CALLS]f", "<tool_call>f<arg_key>a</arg_key><arg_value>", "to=f<|message|>", "<|tool_call>call:f{a:[",
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "[f(", "{\"name\":"])  # fmt: skip
-def test_hostile_turns_are_read_in_little_time(form: Format, piece: str) -> None:
+def test_hostile_turns_are_parsed_quickly(form: Format, piece: str) -> None:
     started = time.monotonic()
     parse_calls(piece * 2000, form)
     assert time.monotonic() - started < 5
 
 
-def test_texts_become_what_the_schema_says() -> None:
+def test_text_arguments_are_converted_by_the_schema() -> None:
     properties = {
         "n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"}, "l": {"type": "array"},
         "m": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
@@ -308,7 +310,7 @@ MORE_TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", MORE_TEMPLATES)
-def test_the_format_of_other_templates_is_found(name: str) -> None:
+def test_format_of_other_templates_is_detected(name: str) -> None:
     from posttrain.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
@@ -319,7 +321,7 @@ def test_the_format_of_other_templates_is_found(name: str) -> None:
 @pytest.mark.parametrize(
     "written", ["CALL {{ c.function.name }} WITH {{ c.function.arguments }}", "<<{{ c | tojson }}>>"]
 )
-def test_a_template_whose_calls_cannot_be_read_is_an_error(written: str) -> None:
+def test_template_with_an_unknown_call_format_is_an_error(written: str) -> None:
     from posttrain.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
@@ -328,8 +330,8 @@ def test_a_template_whose_calls_cannot_be_read_is_an_error(written: str) -> None
         detect_format(tokenizer)
 
 
-def test_a_prompt_that_opens_a_thought_hides_no_mark() -> None:
-    """`<think>` of the prompt and `<tool_call>` of the turn begin alike."""
+def test_thought_opened_by_the_prompt_hides_no_call_tag() -> None:
+    """`<think>` in the prompt and `<tool_call>` in the turn share their first characters."""
     from posttrain.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()

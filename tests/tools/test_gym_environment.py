@@ -1,4 +1,4 @@
-"""The shipped environment of reasoning-gym tasks: several attempts, credit for the gain."""
+"""The shipped environment of reasoning-gym tasks: several attempts, reward for the improvement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.tools.load import load_environment
 pytest.importorskip("reasoning_gym")
 
 
-def test_attempts_and_their_discount() -> None:
+def test_attempts_are_discounted() -> None:
     (row,) = gym.rows("chain_sum", 1, 0, {})
     made = load_environment(Environment(use="gym", params={"attempts": 2, "discount": 0.5}), None)
     world = Environments(made, 2, 10.0)
@@ -42,7 +42,7 @@ def test_attempts_and_their_discount() -> None:
     assert at_once[1] == 1.0 and later[1] == 0.5 and never[1] < 0.1
 
 
-def test_rows_of_another_kind_are_told() -> None:
+def test_rows_of_another_kind_are_reported() -> None:
     world = Environments(load_environment(Environment(use="gym"), None), 1, 5.0)
     with pytest.raises(ToolError, match=r"row a7  the environment cannot begin with this row: KeyError") as told:
         asyncio.run(world.episode(0).begin({"uid": "a7", "prompt": "q", "answer": "1"}))

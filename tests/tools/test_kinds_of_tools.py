@@ -1,4 +1,4 @@
-"""What may be a tool, and what its result becomes: async functions are awaited, what is no answer is an error."""
+"""Kinds of tools and conversion of their results: async functions are awaited, an invalid result is an error."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_results_become_texts_and_what_is_no_answer_is_an_error(folder: Path) -> None:
+def test_results_become_text_and_invalid_results_are_errors(folder: Path) -> None:
     wanted = {
         "later": ({"a": 2}, "ok", "3"),
         "wrapped": ({"a": 2}, "ok", "2"),
@@ -136,6 +136,6 @@ def test_results_become_texts_and_what_is_no_answer_is_an_error(folder: Path) ->
         ("Town", "not a function"),
     ],
 )
-def test_what_cannot_be_a_tool_is_refused_before_the_run(name: str, why: str, folder: Path) -> None:
+def test_invalid_tool_is_refused_before_the_run(name: str, why: str, folder: Path) -> None:
     with pytest.raises(ToolError, match=why):
         load_tool(Tool(use=f"kinds.py:{name}"), folder)

@@ -1,4 +1,4 @@
-"""Keys of tools that would do nothing, and components that need turns, are refused with the reason."""
+"""Tool keys without effect, and components that need turns, are refused with the reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_refused(recipe: str, change: str, told: str) -> None:
         load(recipe, re.split(r" (?=\w+=)", change))
 
 
-def test_turns_are_there_for_what_reads_them() -> None:
+def test_components_that_read_turns_are_accepted_with_tools() -> None:
     assert load("debug/tools", ["credit_assignment=salt"]).recipe.credit_assignment.use == "salt"
     both = [
         "tools=[]",
@@ -59,8 +59,8 @@ def test_turns_are_there_for_what_reads_them() -> None:
     assert load("debug/tools", both).recipe.advantage.use == "information_gain"
 
 
-def test_generate_takes_tools_too() -> None:
-    """It has no rewards, so no `scoring` whose parts turns could stand in for."""
+def test_generate_accepts_tools_too() -> None:
+    """It has no rewards, so no `scoring` whose parts could replace turns."""
     values = {"stage": "generate", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
     loaded = load_dict({**values, "tools": [{"use": "calculator"}]}, base_dir=Path(), where="r.yaml")
     assert loaded.recipe.acts
@@ -73,12 +73,12 @@ def test_generate_takes_tools_too() -> None:
         ({"attempts": "many"}, r"parameter `attempts`: .*integer, got 'many'"),
     ],
 )
-def test_an_environment_s_parameters_are_checked(params: dict[str, Any], told: str) -> None:
+def test_environment_parameters_are_checked(params: dict[str, Any], told: str) -> None:
     with pytest.raises(ToolError, match=told):
         load_environment(Environment(use="gym", params=params), None)
 
 
-def test_a_tool_s_parameters_have_types(tmp_path: Path) -> None:
+def test_tool_parameter_types_are_checked(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         'def add(a: int, *, offset: float = 0.0) -> float:\n    """Add.\n\n    Args:\n        a: a number\n    """\n'
         "    return a + offset\n"
@@ -89,7 +89,7 @@ def test_a_tool_s_parameters_have_types(tmp_path: Path) -> None:
 
 
 def may_show(folder: Path, **values: Any) -> Any:
-    """The recipe, and whether what it offers may show images."""
+    """The recipe, and whether its tools may return images."""
     rest: dict[str, Any] = {
         "stage": "rl",
         "algorithm": "grpo",
@@ -103,8 +103,8 @@ def may_show(folder: Path, **values: Any) -> Any:
     return recipe, offer.shows
 
 
-def test_what_may_show_images_is_refused_where_those_of_rows_are(tmp_path: Path) -> None:
-    """By what is annotated: a command and what returns text, numbers or mappings show none."""
+def test_tools_that_may_return_images_are_refused_where_row_images_are(tmp_path: Path) -> None:
+    """Decided by annotation: a command, and functions that return text, numbers or mappings, return no images."""
     start = "from typing import Any\n\n\n"
     for name, annotation in (("a", ""), ("b", " -> list"), ("c", " -> dict"), ("d", " -> list[str] | None")):
         start += f'def {name}(x: int){annotation}:\n    """Look.\n\n    Args:\n        x: a number\n    """\n\n\n'
@@ -127,9 +127,11 @@ def test_what_may_show_images_is_refused_where_those_of_rows_are(tmp_path: Path)
         refuse_with_images(recipe, [{"images": ["a.png"]}])
 
 
-def test_the_description_of_the_tools_follows_the_system_message_of_the_row(tmp_path: Path) -> None:
+def test_tool_description_follows_the_system_message_of_the_row(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"  # knows no tools
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"  # does not support tools
+    )
     values = {
         "stage": "rl",
         "model": {"path": "tiny"},

@@ -36,7 +36,7 @@ def weather(city: str, days: int | None = None, unit: Unit = Unit.CELSIUS, parts
     """
 
 
-def test_descriptions_may_take_several_lines_and_end_at_the_next_section() -> None:
+def test_descriptions_can_span_lines_and_end_at_the_next_section() -> None:
     made = build_schema(weather, "weather")["function"]
     assert made["description"] == "Forecast the weather of a city."
     found = {name: one.get("description") for name, one in made["parameters"]["properties"].items()}
@@ -49,7 +49,7 @@ def test_descriptions_may_take_several_lines_and_end_at_the_next_section() -> No
     assert made["parameters"]["required"] == ["city"]
 
 
-def test_a_section_after_the_arguments_describes_none() -> None:
+def test_section_after_the_arguments_describes_no_argument() -> None:
     def double(x: int) -> int:
         """Double it.
 
@@ -87,7 +87,7 @@ def test_defaults_are_json() -> None:
     json.dumps(made)
 
 
-def test_a_default_without_a_json_form_is_refused() -> None:
+def test_default_without_json_representation_is_refused() -> None:
     def bad(x: int = object()) -> None:  # type: ignore[assignment]
         """Do."""
 

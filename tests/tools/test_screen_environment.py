@@ -1,4 +1,4 @@
-"""The environment `screen`: what is clicked and typed counts in the order of the goal, and is seen on the screen."""
+"""The environment `screen`: clicks and text count in the order of the goal and appear on the screen."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def middle(row: dict[str, Any], name: str) -> tuple[int, int]:
     return (a + c) // 2, (b + d) // 2
 
 
-def test_the_steps_of_the_goal_earn_and_are_seen() -> None:
-    """Two clicks, one on the field, one text: each a quarter. The frame of a button is dark once it is clicked."""
+def test_goal_steps_are_rewarded_and_visible() -> None:
+    """Two clicks, one on the field, one text: a quarter each. A button's frame is dark once it is clicked."""
     world = begin(ROW)
     x, y = middle(ROW, FIRST)
     picture, over, earned = world.step(f"<think>or click(1, 1)?</think>click({x}, {y})")
@@ -51,7 +51,7 @@ def test_the_steps_of_the_goal_earn_and_are_seen() -> None:
     assert (over, earned, world.score()) == (True, 0.25, 1.0)
 
 
-def test_another_order_and_no_action_earn_nothing() -> None:
+def test_wrong_order_and_no_action_score_0() -> None:
     world = begin(ROW, turns=3)
     shown, over, earned = world.step("I do not know")
     assert shown[0].startswith("error") and (over, earned) == (False, 0.0)
@@ -61,8 +61,8 @@ def test_another_order_and_no_action_earn_nothing() -> None:
     assert (over, earned, world.score()) == (True, 0.0, 0.0)
 
 
-def test_what_is_below_is_clicked_after_a_scroll() -> None:
-    """The same place of the screen is another place of the page. A scroll beyond an end stays there."""
+def test_scroll_changes_the_clicked_element() -> None:
+    """The same screen position is another page position. Scrolling past an end has no effect."""
     row = screen(0, random.Random(2), types=True, scrolls=True)
     world, (x, y), size = begin(row), middle(row, FIELD), row["image_size"][1]
     assert y > size and "field" in row["prompt"]
@@ -76,7 +76,7 @@ def test_what_is_below_is_clicked_after_a_scroll() -> None:
     assert world.done == [("click", FIELD)]
 
 
-def test_shares_of_the_screen_are_read_and_a_model_may_end_it() -> None:
+def test_relative_coordinates_and_ending_the_episode() -> None:
     row = screen(0, random.Random(1))
     ((_, name),) = json.loads(row["goal"])
     x, y = (n * 1000 // 64 for n in middle(row, name))
@@ -85,8 +85,8 @@ def test_shares_of_the_screen_are_read_and_a_model_may_end_it() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
-def test_traces_do_what_is_asked_or_click_another_button(wrong: float) -> None:
-    """Played back, they end in the environment as they say; each turn but the last is answered with a picture."""
+def test_traces_reach_the_goal_or_click_another_button(wrong: float) -> None:
+    """Replayed traces end in the environment as recorded; each turn except the last is answered with a picture."""
     make = load_function("pictures.py:screen_traces", Path(str(shipped_folder("recipes") / "vision")), what="test")
     params = {"levels": [1], "types": True, "scrolls": True}
     traces = make(4, 0, task="screen", params=params, wrong=wrong)
@@ -101,7 +101,7 @@ def test_traces_do_what_is_asked_or_click_another_button(wrong: float) -> None:
         assert len(trace["images"]) == len(ends)
 
 
-def test_the_colours_asked_for_are_clicked_in_their_order() -> None:
+def test_requested_colors_are_clicked_in_order() -> None:
     for level, goal in ((0, ["blue"]), (1, ["blue", "red"])):
         row = screen(level, random.Random(level), colours=("red", "green", "blue"), asked=("blue", "red"))
         assert json.loads(row["goal"]) == [["click", name] for name in goal]
@@ -127,6 +127,6 @@ def test_traces_click_at_multiples_of_a_step_on_the_button() -> None:
 
 
 @pytest.mark.parametrize("level", [-1, 4])
-def test_a_screen_without_room_is_refused(level: int) -> None:
+def test_screen_that_is_too_small_is_refused(level: int) -> None:
     with pytest.raises(DataError, match="levels from 0"):
         screen(level, random.Random(0))

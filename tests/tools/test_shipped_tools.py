@@ -1,4 +1,4 @@
-"""Every shipped tool does what its EXAMPLES say."""
+"""Every shipped tool passes its EXAMPLES."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from posttrain.verify.sandbox import isolation
 FILES = sorted(shipped_folder("tools").glob("*.py"))
 
 
-def test_there_are_tools() -> None:
+def test_tools_are_shipped() -> None:
     assert [path.stem for path in FILES] == ["calculator", "crop", "python", "search", "search_world", "sql"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_examples(path: Path, tmp_path: Path) -> None:
+def test_examples_of_shipped_tools(path: Path, tmp_path: Path) -> None:
     if path.stem == "python" and isolation() != "namespaces":
         pytest.skip("this machine offers no namespaces")
     script = load_module(path)
@@ -41,8 +41,8 @@ def test_examples(path: Path, tmp_path: Path) -> None:
             assert join_parts(split_pictures(function(**given, **params), 1 << 20))[0] == expected
 
 
-def test_the_python_tool_is_refused_where_there_is_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the run, and with what to do; accepted limits are the user's choice."""
+def test_python_tool_is_refused_without_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, with a hint; the user can accept limits only."""
     monkeypatch.setattr("posttrain.verify.sandbox.isolation", lambda: "limits")
     with pytest.raises(ToolError, match=r"no sandbox .*allow_unsandboxed: true"):
         load_tool(Tool(use="python"), tmp_path)
@@ -62,7 +62,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize("expression", TOO_MUCH)
-def test_the_calculator_bounds_its_work(expression: str) -> None:
+def test_calculator_bounds_its_work(expression: str) -> None:
     started = time.process_time()
     with pytest.raises((ValueError, ArithmeticError, SyntaxError)):
         CALCULATOR(expression)
@@ -84,5 +84,5 @@ def test_the_calculator_bounds_its_work(expression: str) -> None:
         ("7 % -3", "-2"),
     ],
 )
-def test_the_calculator_computes(expression: str, value: str) -> None:
+def test_calculator_results(expression: str, value: str) -> None:
     assert CALCULATOR(expression) == value

@@ -1,4 +1,4 @@
-"""Random plays from a state: what they earn, by hand, and what they leave as it was."""
+"""Random plays from a state: their returns by hand, and unchanged state afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 
 class Ladder:
-    """Each step up pays 1; at the top it is over. Nothing else can be done."""
+    """Each step up pays 1; the episode ends at the top. There is no other action."""
 
     def __init__(self, top: int = 3) -> None:
         self.top, self.at = top, 0
@@ -44,7 +44,7 @@ class Ladder:
     ("at", "horizon", "value"),
     [(0, 10, 1 + 0.5 + 0.25), (1, 10, 1.5), (0, 2, 1.5), (3, 10, 0.0)],
 )
-def test_the_return_of_the_only_play(at: int, horizon: int, value: float) -> None:
+def test_return_of_the_only_play(at: int, horizon: int, value: float) -> None:
     ladder = Ladder()
     ladder.at = at
     assert mean_return(ladder, random.Random(0), plays=4, horizon=horizon, gamma=0.5) == value
@@ -61,13 +61,13 @@ class Coin(Ladder):
         return "", True, float(text == "heads")
 
 
-def test_actions_are_drawn_evenly_and_by_seed() -> None:
+def test_actions_are_sampled_uniformly_by_seed() -> None:
     values = [mean_return(Coin(), random.Random(seed), plays=2000, horizon=1, gamma=1.0) for seed in (1, 1, 2)]
     assert values[0] == values[1] != values[2]
     assert all(abs(value - 0.5) < 0.05 for value in values)
 
 
-def test_a_step_without_a_reward_is_told() -> None:
+def test_step_without_a_reward_is_reported() -> None:
     class Silent(Coin):
         def step(self, text: str) -> Any:
             return "", bool(text)
@@ -76,7 +76,7 @@ def test_a_step_without_a_reward_is_told() -> None:
         mean_return(Silent(), random.Random(0), plays=1, horizon=1, gamma=1.0)
 
 
-def test_an_episode_says_what_its_states_are_worth() -> None:
+def test_episode_records_the_values_of_its_states() -> None:
     async def values(world: Environments, number: int, row: dict[str, Any]) -> list[float | None]:
         episode = world.episode(number)
         await episode.begin(row)
@@ -95,7 +95,7 @@ def test_an_episode_says_what_its_states_are_worth() -> None:
     assert asyncio.run(every()) == [[1.75, 1.5], [1.0], [None, None]]
 
 
-def test_simulations_that_are_late_name_the_key() -> None:
+def test_simulation_time_out_names_the_recipe_key() -> None:
     over = threading.Event()
 
     class Slow(Ladder):
@@ -113,13 +113,13 @@ def test_simulations_that_are_late_name_the_key() -> None:
     over.set()
 
 
-def test_a_class_without_actions_is_refused() -> None:
+def test_class_without_actions_is_refused() -> None:
     with pytest.raises(ToolError, match="has no method `actions`"):
         load_environment(Environment(use="gym", simulations=3), None)
 
 
 class Fork(Ladder):
-    """Left pays 1 and goes on to one step up that pays 1; right pays 3 and ends."""
+    """Left pays 1 and continues to one step up that pays 1; right pays 3 and ends."""
 
     def actions(self) -> list[str]:
         return {0: ["left", "right"], 1: ["up"]}.get(self.at, [])
@@ -129,8 +129,8 @@ class Fork(Ladder):
         return "", self.at == 2, {"right": 3.0}.get(text, 1.0)
 
 
-def test_what_each_action_returns() -> None:
-    """left: 1 + 1/2 * 1; right ends, so its reward alone. The state stays, and a turn is an action or none."""
+def test_return_of_each_action() -> None:
+    """left: 1 + 1/2 * 1; right ends, so only its reward. The state is unchanged, and a turn is an action or none."""
     fork = Fork()
     assert action_returns(fork, "row", plays=3, horizon=9, gamma=0.5) == {"left": 1.5, "right": 3.0} and fork.at == 0
     assert read_action(fork, " left\n") == "left" and read_action(fork, "up") is None
@@ -138,7 +138,7 @@ def test_what_each_action_returns() -> None:
     assert read_action(fork, "I go right") == "right"
 
 
-def test_the_rollouts_of_a_row_share_what_its_actions_return() -> None:
+def test_rollouts_of_a_row_share_the_action_returns() -> None:
     async def every() -> list[Any]:
         world = Environments(Coin, 2, 9.0, Simulations(50, 2, 1.0, of_actions=True))
 

@@ -1,4 +1,4 @@
-"""Steps that never end cost themselves, and nothing else."""
+"""Environment steps that never end affect only themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.tools.time_limits import run
 
 
 class Game:
-    """Hangs on `hang` until the test is over, raises on `raise`, is over with anything else."""
+    """Hangs on `hang` until the test is over, raises on `raise`, ends on anything else."""
 
     over = threading.Event()
 
@@ -46,7 +46,7 @@ def game() -> Any:
     Game.over.set()
 
 
-def test_a_call_that_is_late_says_so() -> None:
+def test_call_time_out_is_reported() -> None:
     assert asyncio.run(run(lambda: 5, 10)) == 5
     with pytest.raises(ZeroDivisionError):
         asyncio.run(run(lambda: 1 // 0, 10))
@@ -54,7 +54,7 @@ def test_a_call_that_is_late_says_so() -> None:
         asyncio.run(run(partial(time.sleep, 1), 0.1))
 
 
-def test_at_most_so_many_at_a_time(game: Any) -> None:
+def test_concurrency_is_limited(game: Any) -> None:
     live, most = [0], [0]
     lock = threading.Lock()
 
@@ -74,7 +74,7 @@ def test_at_most_so_many_at_a_time(game: Any) -> None:
     assert most == [3]
 
 
-def test_more_steps_that_hang_than_there_are_threads(game: Any) -> None:
+def test_more_hanging_steps_than_threads(game: Any) -> None:
     """Six of eight steps hang, two at a time: the others are answered, and the next turn begins."""
     turns = ["hang"] * 6 + ["go", "raise"]
 
@@ -104,7 +104,7 @@ async def episode_of(game: Any, points: Any) -> Any:
 
 
 @pytest.mark.parametrize("points", ["many", float("nan"), float("inf")])
-def test_a_score_that_is_no_number_is_told(points: Any, game: Any) -> None:
+def test_non_numeric_score_is_reported(points: Any, game: Any) -> None:
     async def score() -> None:
         await (await episode_of(game, points)).score()
 
@@ -112,7 +112,7 @@ def test_a_score_that_is_no_number_is_told(points: Any, game: Any) -> None:
         asyncio.run(score())
 
 
-def test_a_reward_of_a_step_that_is_no_number_is_told(game: Any) -> None:
+def test_non_numeric_step_reward_is_reported(game: Any) -> None:
     async def step() -> None:
         await (await episode_of(game, 1)).reply("infinite")
 
@@ -120,7 +120,7 @@ def test_a_reward_of_a_step_that_is_no_number_is_told(game: Any) -> None:
         asyncio.run(step())
 
 
-def test_an_environment_that_is_closed_while_it_is_made_is_closed_once() -> None:
+def test_environment_closed_during_construction_is_closed_once() -> None:
     making, go_on, closed = threading.Event(), threading.Event(), []
 
     class Slow(Game):
