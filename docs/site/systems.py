@@ -17,10 +17,10 @@ TABLE, PAGE = DOCS / "systems.yaml", DOCS / "systems.md"
 HEAD = """# Published systems
 
 {count} published systems: which parts run in posttrain, with which recipe lines, and how they depart from the paper.
-{offered} run, {partly} of them without a part that their row lists under **not offered**; {absent} do not run. `posttrain methods show
-NAME` has a preset's formula and keys. "Guess" and "ours" mean that the paper does not state it; most systems were read
-with a summary beside the paper, and few of their results were reproduced. Systems for images train on rows with
-pictures ([models that see](vision.md)); graphical desktops are not shipped.
+{offered} run, {partly} of them without a part that their row lists under **not offered**; {absent} do not run.
+`posttrain methods show NAME` has a preset's formula and keys. "Guess" and "ours" mean that the paper does not state it;
+most systems were read with a summary beside the paper, and few of their results were reproduced. Systems for images
+train on rows with pictures ([models that see](vision.md)); graphical desktops are not shipped.
 
 Made by `make index` from [systems.yaml](systems.yaml), which also names the test of each row.
 

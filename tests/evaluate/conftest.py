@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], ScriptedEngine]:
-    """Replace the engine by one that plays a script: a function of (prompt row's `prompt` text, sample number)."""
+    """Replace the engine with one that follows a script: a function of (the row's `prompt` text, sample number)."""
 
     def use(script: Callable[[str, int], str]) -> ScriptedEngine:
         engine = ScriptedEngine(lambda prompt, i: script(str(prompt.row["prompt"]), i), tiny.build_tokenizer())

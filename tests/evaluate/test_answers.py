@@ -1,4 +1,4 @@
-"""Which answer a completion votes for."""
+"""The answer that a completion votes for."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def test_voted_answer(completion: str, answer: str | None) -> None:
     assert extract_voted_answer(completion, finished=True) == answer
 
 
-def test_a_completion_that_was_cut_votes_only_with_a_mark() -> None:
+def test_truncated_completion_votes_only_with_an_answer_mark() -> None:
     assert extract_voted_answer("so far so", finished=False) is None
     assert extract_voted_answer("<answer>3</answer> and", finished=False) == "3"
 
 
-def test_the_vote_is_taken_where_the_reward_looks() -> None:
+def test_vote_uses_the_extraction_of_the_reward() -> None:
     text = "first 3, then 4"
     assert extract_voted_answer(text, finished=True, order=["boxed"]) is None
     assert extract_voted_answer(text, finished=True, order=["boxed", "last_number"]) == "4"
     assert extract_voted_answer(text, finished=False, order=["boxed", "last_number"]) is None
 
 
-def test_vote_order_is_the_correctness_rewards_own() -> None:
-    """Its `extract` as the recipe sets it, else its default; a reward without that argument has none."""
+def test_vote_order_comes_from_the_correctness_reward() -> None:
+    """Its `extract` as set by the recipe, else its default; a reward without that argument has none."""
     sections = [Reward(use="format.structure"), Reward(use="math.accuracy", correct=True)]
     set_ = [sections[0], sections[1].model_copy(update={"params": {"extract": ["hash"]}})]
     for given, order in ((sections, ("boxed",)), (set_, ["hash"]), (sections[:1], None)):

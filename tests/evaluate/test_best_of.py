@@ -1,4 +1,6 @@
-"""Best of n: chances by hand and by counting all draws, the table of an evaluation, best.jsonl of a generation."""
+"""Best of n: expectations by hand and by enumerating all draws, the table of an evaluation, best.jsonl of a
+generation.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows
 
 
-def test_by_hand():
-    """Of 3, 1, 2 two are drawn: {3,1} and {3,2} give 3, {1,2} gives 2. Equal scores share."""
+def test_best_of_n_by_hand():
+    """Two of 3, 1, 2 are drawn: {3,1} and {3,2} give 3, {1,2} gives 2. Equal scores share the weight."""
     assert pick_weights([3, 1, 2], 2) == pytest.approx([2 / 3, 0, 1 / 3])
     assert pick_weights([1, 1, 0], 1) == pytest.approx([1 / 3] * 3)
     assert pick_weights([1, 1, 0], 2) == pytest.approx([1 / 2, 1 / 2, 0])
@@ -28,7 +30,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_all_draws_agree(n):
+def test_best_of_n_matches_enumeration_of_all_draws(n):
     draw = random.Random(n)
     scores = [draw.randrange(4) for _ in range(6)]
     values = [draw.random() for _ in range(6)]
@@ -40,7 +42,7 @@ def test_all_draws_agree(n):
     assert expected_pick(scores, values, n) == pytest.approx(total / len(draws))
 
 
-def test_sizes():
+def test_best_of_n_sizes():
     assert [candidate_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
@@ -58,9 +60,12 @@ def record(
     }
 
 
-def test_a_table():
-    """Problem 0: the right one scores best of two: 1/2, then 1. Problem 1: it scores worst: 1/2, then 0. A completion
-    without a score or without a verdict is no candidate; one that was cut is wrong."""
+def test_best_of_n_table():
+    """Problem 0: the right answer scores best of two: 1/2, then 1.
+
+    Problem 1: it scores worst: 1/2, then 0. A completion without a score or without a verdict is not a candidate; a
+    truncated one is wrong.
+    """
     records = [
         *(record(0, 0, 2.0, True), record(0, 1, 1.0, False), record(0, 2, None, True), record(0, 3, 5.0, None)),
         *(record(1, 0, 3.0, True, "length"), record(1, 1, 0.0, True)),
@@ -72,7 +77,7 @@ def test_a_table():
     assert [r["sample"] for r in pick_best_records(records)] == [3, 0]
 
 
-def test_in_an_evaluation(scripted, evaluate, folder, capsys):
+def test_best_of_n_in_an_evaluation(scripted, evaluate, folder, capsys):
     """Longer answers score higher, and the longest of the four is right for every other problem."""
     (folder / "long.py").write_text("def long(completion):\n    return float(len(completion))\n")
 
@@ -92,8 +97,8 @@ def test_in_an_evaluation(scripted, evaluate, folder, capsys):
         evaluate(rewards=rewards, eval={"samples": 4, "best_of": "lon"}, name="other")
 
 
-def test_in_a_generation(scripted, folder):
-    """Sample 1 is the longest: it is the one in best.jsonl, and all are in completions.jsonl with their scores."""
+def test_best_of_n_in_a_generation(scripted, folder):
+    """Sample 1 is the longest: it is in best.jsonl, and all samples are in completions.jsonl with their scores."""
     (folder / "long.py").write_text("def long(completion):\n    return float(len(completion))\n")
     scripted(lambda _, sample: "ab"[sample] * (1 + sample))
     recipe = {

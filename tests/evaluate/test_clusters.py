@@ -8,8 +8,8 @@ import pytest
 from posttrain.evaluate.clusters import k_means, run_lloyd
 
 
-def test_two_heaps() -> None:
-    """0, 2 and 10, 14 on a line: centres 1 and 12, squared distances 1, 1, 4, 4."""
+def test_two_clusters() -> None:
+    """0, 2 and 10, 14 on a line: centers 1 and 12, squared distances 1, 1, 4, 4."""
     points = np.array([[0.0], [2.0], [10.0], [14.0]])
     for seed in range(5):
         found = k_means(points, 2, seed=seed)
@@ -18,8 +18,8 @@ def test_two_heaps() -> None:
     assert k_means(points, 1).centres.tolist() == [[6.5]]
 
 
-def test_steps_of_lloyd() -> None:
-    """From the centres 0 and 2: the second takes 2, 10, 14, moves to 26/3, and 2 goes over to the first (0 + 2) / 2."""
+def test_lloyd_iterations_by_hand() -> None:
+    """From the centers 0 and 2: the second takes 2, 10, 14 and moves to 26/3; then 2 moves to the first (0 + 2) / 2."""
     points = np.array([[0.0], [2.0], [10.0], [14.0]])
     assert run_lloyd(points, points[:2], 1).centres[:, 0].tolist() == pytest.approx([0.0, 26 / 3])
     assert run_lloyd(points, points[:2], 9).centres[:, 0].tolist() == [1.0, 12.0]

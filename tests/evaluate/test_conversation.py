@@ -1,4 +1,6 @@
-"""Conversations: what is streamed is what was sampled, tools answer, a turn can be stopped, and the window is kept."""
+"""Conversations: streamed text equals the sample, tools answer, a turn can be stopped, and the context window is
+respected.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from ..train.vision_families import save_seeing
 
 
 class Written(StatelessEngine):
-    """An engine that samples these texts, one a turn, however many tokens it is asked for at a time."""
+    """An engine that returns these texts, one per turn, regardless of how many tokens are requested at a time."""
 
     window = 1 << 30
 
@@ -68,7 +70,7 @@ def talk(loaded: LoadedModel, texts: list[str], on_chunk: Any = None, **changes:
     return Conversation(recipe(**changes), loaded, engine, None, None, 0)
 
 
-def test_what_is_streamed_is_the_answer_and_later_turns_see_it(loaded: LoadedModel) -> None:
+def test_streamed_text_is_the_answer_and_visible_to_later_turns(loaded: LoadedModel) -> None:
     long = "<think>12+34=46</think><answer>46</answer> " + "9" * 40
     one = talk(loaded, [long, "ok"])
     one.set_system("be good")
@@ -85,17 +87,17 @@ def test_what_is_streamed_is_the_answer_and_later_turns_see_it(loaded: LoadedMod
     assert one.messages == []
 
 
-def test_a_stopped_answer_is_kept_as_far_as_it_went(loaded: LoadedModel) -> None:
+def test_stopped_answer_is_kept_up_to_the_stop(loaded: LoadedModel) -> None:
     chunks = itertools.count()
     one = talk(loaded, ["7" * 100, "8"], lambda: one.stop.set() if next(chunks) == 1 else None)
     answer = list(one.ask("go"))[-1]
     assert isinstance(answer, Answer) and (answer.finish, answer.text) == ("interrupted", "7" * 32)
     assert one.messages[-1] == {"role": "assistant", "content": "7" * 32}
     one.engine.turns, one.engine.given = one.engine.turns[1:], 0
-    assert list(one.ask("again"))[-1].finish == "stop"  # the stop was for the answer before
+    assert list(one.ask("again"))[-1].finish == "stop"  # the stop applied to the previous answer
 
 
-def test_tools_answer_and_the_model_goes_on(loaded: LoadedModel) -> None:
+def test_model_continues_after_tool_results(loaded: LoadedModel) -> None:
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     with_tools = recipe(tools=[{"use": "calculator"}])
     offer = load_tool_set(with_tools, loaded.tokenizer, Path.cwd())
@@ -109,7 +111,7 @@ def test_tools_answer_and_the_model_goes_on(loaded: LoadedModel) -> None:
     assert "42" in engine.prompts[1] and engine.prompts[1].endswith("<|assistant|>")
 
 
-def test_a_full_window_and_errors_of_the_engine_are_told(loaded: LoadedModel) -> None:
+def test_full_window_and_engine_errors_are_reported(loaded: LoadedModel) -> None:
     one = talk(loaded, ["1"])
     with pytest.raises(DataError, match="fills the window of 2048"):
         list(one.ask("9" * 3000))
@@ -183,7 +185,7 @@ def test_pictures_are_seen_in_their_turn_and_later(kind: str, tmp_path: Path) ->
     assert seen == answers(TransformersEngine(seeing, batch_size=1)) != answers(None, blind=True)
 
 
-def test_a_picture_that_cannot_be_shown_changes_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_unreadable_picture_leaves_the_conversation_unchanged(loaded: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tiny sees no images"):
         talk(loaded, []).find_image("photo.png")
     one = talk(load(Model(path="tiny-vision"), tmp_path), ["1"])
@@ -203,8 +205,8 @@ def test_a_picture_that_cannot_be_shown_changes_nothing(loaded: LoadedModel, tmp
     assert one.images == []
 
 
-def test_a_tool_shows_a_part_of_a_picture(tmp_path: Path) -> None:
-    """The next turn sees it behind the picture, from which the tool has cut it."""
+def test_tool_returns_a_crop_of_a_picture(tmp_path: Path) -> None:
+    """The next turn sees the crop after the picture from which the tool cut it."""
     call = '<tool_call>{"name": "crop", "arguments": {"bbox_2d": [0, 0, 500, 500]}}</tool_call>'
     seeing = load(Model(path="tiny-vision"), tmp_path)
     with_tools = recipe(tools=[{"use": "crop"}])

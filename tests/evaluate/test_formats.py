@@ -1,4 +1,4 @@
-"""ARM's consensus mode: what is generated where cheap formats agree, and where they do not."""
+"""ARM's consensus mode: which completions are generated if cheap formats agree, and if they disagree."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from posttrain.run.jsonl import read_rows
 FORMATS = {"direct": "<D>", "short": "<S>", "code": "<C>", "long": "<L>"}
 
 
-def test_the_long_chain_is_generated_only_where_cheap_formats_disagree(
+def test_long_chain_is_generated_only_if_cheap_formats_disagree(
     evaluate: Callable[..., dict[str, Any]], folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1+1 to 1+3: all agree, on 1+3 wrongly; the others: the program is off, the long chain is right."""
+    """1+1 to 1+3: all agree, on 1+3 wrongly; otherwise the program is wrong and the long chain is right."""
 
     def script(prompt: Any, sample: int) -> str:
         del sample

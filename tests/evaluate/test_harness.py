@@ -1,4 +1,4 @@
-"""Tasks of lm-eval: numbers and intervals, mistakes, and whole runs on the tiny model where lm-eval is installed."""
+"""Tasks of lm-eval: numbers and intervals, mistakes, and whole runs on the tiny model if lm-eval is installed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def test_means_get_the_intervals_of_our_evaluation_and_others_those_of_lm_eval() -> None:
+def test_means_get_our_intervals_and_other_metrics_those_of_lm_eval() -> None:
     from posttrain.evaluate.estimators import bootstrap_ci
 
     recipe = recipe_of(run={"seed": 3}, level=0.9, bootstrap=500)
@@ -116,12 +116,12 @@ def test_means_get_the_intervals_of_our_evaluation_and_others_those_of_lm_eval()
     assert found["b acc (strict)"].mean == 0.0
 
 
-def test_problems_are_counted_once_a_filter() -> None:
+def test_problems_are_counted_once_per_filter() -> None:
     values = harness.values_by_problem([sample(0, "a", m=1), sample(0, "b", m=0), sample(1, "a", m=True, other="text")])
     assert values == {("m", "a"): {0: 1.0, 1: 1.0}, ("m", "b"): {0: 0.0}}
 
 
-def test_what_is_said_below_the_table() -> None:
+def test_notes_below_the_table() -> None:
     task = {"problems": 5, "of": 1319}
     summary = {"chat": True, "problems": 5, "lm_eval": "0.4.13", "tasks": {"gsm8k": task}, "truncated": 0.25}
     assert list(harness.remarks(summary)) == [
@@ -134,7 +134,7 @@ def test_what_is_said_below_the_table() -> None:
 # --- mistakes
 
 
-def test_a_missing_extra(call: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_reported(call: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else spec(name, *a))
     done = call("eval", "tiny", "--harness", "gsm8k")
@@ -148,7 +148,7 @@ def test_a_recipe_is_no_model(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_dry_run_shows_the_recipe(call: Callable[..., Any]) -> None:
+def test_dry_run_shows_the_recipe(call: Callable[..., Any]) -> None:
     done = call("eval", "tiny", "--harness", "gsm8k,ifeval", "limit=5", "--dry-run", "--json")
     assert done.exit_code == 0, done.stderr
     assert '"ifeval"' in done.stdout and "posttrain harness would write to runs/harness" in done.stderr
@@ -170,7 +170,7 @@ class Manager:
         return [task for task in self.all_tasks if task.startswith(names[0].rstrip("*"))]
 
 
-def test_names_of_tasks(folder: Path) -> None:
+def test_task_names(folder: Path) -> None:
     recipe = recipe_of(folder, tasks=["gsm8k*", "sums.yaml", "gsm8k"])
     assert harness.select_tasks(recipe, Manager()) == ["gsm8k", "gsm8k_cot", str(folder / "sums.yaml")]
     with pytest.raises(UserError, match=r"lm-eval has no task ifevl(.|\n)*did you mean `ifeval`\?"):
@@ -201,7 +201,7 @@ def test_few_shot_examples(own: int | None, asked: int | None, used: int) -> Non
     assert task.config["num_fewshot"] == used and task.seed == harness.FEWSHOT_SEED
 
 
-def test_tasks_that_are_not_run_here() -> None:
+def test_unsupported_tasks_are_refused() -> None:
     with pytest.raises(UserError, match="runs programs that the model writes"):
         harness._configure_task("humaneval", Task(UNSAFE_CODE=True), recipe_of())
     with pytest.raises(UserError, match="has images"):
@@ -213,8 +213,8 @@ def test_tasks_that_are_not_run_here() -> None:
 
 @NEEDS
 @pytest.mark.usefixtures("folder")
-def test_numbers_are_those_of_lm_eval(call: Callable[..., Any], folder: Path) -> None:
-    """Both kinds of tasks beside lm-eval's own run of the same model: answers and likelihoods are equal."""
+def test_results_match_lm_eval(call: Callable[..., Any], folder: Path) -> None:
+    """Both kinds of tasks compared with lm-eval's own run of the same model: answers and likelihoods are equal."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -274,7 +274,7 @@ def test_an_adapter_in_a_recipe(call: Callable[..., Any], folder: Path) -> None:
 
 @NEEDS
 @pytest.mark.usefixtures("folder")
-def test_mistakes_are_told_before_the_model_is_loaded(call: Callable[..., Any], folder: Path) -> None:
+def test_mistakes_are_reported_before_the_model_is_loaded(call: Callable[..., Any], folder: Path) -> None:
     unknown = call("eval", "tiny", "--harness", "gsm9k")
     assert unknown.exit_code == 2 and "lm-eval has no task gsm9k" in unknown.stderr and "gsm8k" in unknown.stderr
     (folder / "far.yaml").write_text(

@@ -1,4 +1,4 @@
-"""DPO's own reward of an answer: what two models give its tokens, and what cannot be compared."""
+"""DPO's implicit reward of an answer: token log-ratios of two models, and models that cannot be compared."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def let_go() -> Iterator[None]:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[str, str]:
-    """Folders of two models of one tokenizer with other weights."""
+    """Folders of two models with the same tokenizer and different weights."""
     for seed in (0, 1):
         save(load.load(Model(path="tiny"), tmp_path, seed=seed), tmp_path / str(seed))
     return str(tmp_path / "0"), str(tmp_path / "1")
 
 
-def test_the_sum_over_tokens_is_dpos_reward(two: tuple[str, str]) -> None:
-    """beta (log pi - log ref) of the completion with its end, as the trainer's own passes have them."""
+def test_sum_over_tokens_is_the_dpo_reward(two: tuple[str, str]) -> None:
+    """beta (log pi - log ref) of the completion with its end, as in the trainer's passes."""
     [found, nothing] = implicit_reward.score(["44", ""], [ASKED] * 2, path=two[0], reference=two[1], beta=0.5)
     assert nothing is None
     models = [implicit_reward._load_model(path, ".", "auto", "auto") for path in two]
@@ -61,11 +61,11 @@ def test_the_sum_over_tokens_is_dpos_reward(two: tuple[str, str]) -> None:
         ({"path": "a", "reference": "b", "beta": 0}, "not above 0"),
     ],
 )
-def test_what_cannot_be_compared_is_told(params: dict[str, Any], told: str) -> None:
+def test_models_that_cannot_be_compared_are_reported(params: dict[str, Any], told: str) -> None:
     assert any(told in line for line in implicit_reward.CHECK("score", params))
 
 
-def test_another_vocabulary_is_refused(two: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_vocabulary_is_refused(two: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     implicit_reward.open_models(path=two[0], reference=two[1])
     monkeypatch.setattr(implicit_reward._load_model(two[1], ".", "auto", "auto").tokenizer, "get_vocab", dict)
     with pytest.raises(RewardError, match="have different vocabularies"):

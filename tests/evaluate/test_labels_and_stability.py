@@ -31,13 +31,13 @@ def test_probabilities_count_samples_without_a_label() -> None:
     assert found["ece"] == pytest.approx((0.5 + 0.75) / 2)
 
 
-def test_a_calibrated_forecast_has_no_error() -> None:
+def test_calibrated_forecast_has_zero_calibration_error() -> None:
     assert expected_calibration_error([0.75] * 4, [True, True, True, False]) == pytest.approx(0.0)
     assert expected_calibration_error([1.0] * 4, [False] * 4) == 1.0
     assert expected_calibration_error([], []) is None
 
 
-def test_a_weight_that_decides_flips_the_best_answer_and_its_bound_holds() -> None:
+def test_weight_change_flips_the_best_answer_within_the_bound() -> None:
     rows = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.05}]
     records = [record(0, n, scores=row, reward=0.0) for n, row in enumerate(rows)]
     records += [record(1, n, scores={"right": 1.0, "short": 0.5}, reward=0.0) for n in range(2)]
@@ -50,7 +50,7 @@ def test_a_weight_that_decides_flips_the_best_answer_and_its_bound_holds() -> No
     assert 0 < right["soft_tv"] <= right["soft_bound"]
 
 
-def test_a_fit_finds_the_curve_that_made_the_points() -> None:
+def test_fit_recovers_the_curve_of_the_points() -> None:
     x = [50, 100, 200, 400, 800, 1600, 3200]
     y = scaling_curve(x, r0=0.5, asymptote=0.9, slope=1.2, midpoint=400)
     found = fit_scaling(x, y, 0.5)
@@ -65,7 +65,7 @@ def test_a_fit_finds_the_curve_that_made_the_points() -> None:
         fit_scaling(x[:4], y[:4], 0.5)
 
 
-def test_a_report_fits_a_metric_of_a_run(tmp_path: Path) -> None:
+def test_report_fits_a_metric_of_a_run(tmp_path: Path) -> None:
     steps = list(range(1, 40))
     values = scaling_curve(steps, r0=0.2, asymptote=0.8, slope=1.5, midpoint=8)
     rows = [{"step": step, "reward": value} for step, value in zip(steps, values, strict=True)]

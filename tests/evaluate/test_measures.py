@@ -39,7 +39,7 @@ def test_efficiency_against_a_baseline() -> None:
     assert (wrong.tokens_per_correct, wrong.mean_length_correct, wrong.aes) == (None, None, None)
 
 
-def test_the_gains_add_up_to_the_gain_of_accuracy() -> None:
+def test_gains_sum_to_the_accuracy_gain() -> None:
     generator = random.Random(0)
     n = [8] * 20
     before, after = ([generator.randint(0, 8) for _ in n] for _ in range(2))
@@ -52,7 +52,7 @@ def test_the_gains_add_up_to_the_gain_of_accuracy() -> None:
         accuracy_capability(n, before, after, ks=[9])
 
 
-def test_the_hidden_text_itself_is_a_full_match() -> None:
+def test_hidden_text_itself_is_a_full_match() -> None:
     text = "A train leaves at noon, and another one follows at two."
     hidden = split_text(text, 0.6)[1]
     found = contamination_check([text, text], [hidden, ""], ratio=0.6)
@@ -62,7 +62,7 @@ def test_the_hidden_text_itself_is_a_full_match() -> None:
     assert probe_question("a b c d", "c d", fraction=0.5).exact_match == 1
 
 
-def test_the_long_chain_is_never_generated_where_the_three_agree() -> None:
+def test_long_chain_is_never_generated_if_the_three_agree() -> None:
     def unwanted() -> str:
         raise AssertionError("generated")
 
@@ -98,7 +98,7 @@ def script(right: int) -> Callable[[str, int], str]:
     return lambda prompt, i: f"<answer>{sum(map(int, prompt.split('+'))) if i < right else 0}</answer>"
 
 
-def test_an_evaluation_against_its_baseline(scripted: Any, evaluate: Evaluate) -> None:
+def test_evaluation_against_a_baseline(scripted: Any, evaluate: Evaluate) -> None:
     """1 of 4, then 3 of 4 samples right for each of 6 problems: +0.5, all of it on problems solved before.
 
     Lengths are equal (a digit more or less in none): aes = 3 * (0.75 - 0.25)/0.25 = 6.
@@ -144,7 +144,7 @@ def test_a_source_that_is_listed_twice_is_compared_row_by_row(scripted: Any, eva
     assert once["reference"]["accuracy"] == pytest.approx(1.0)
 
 
-def test_a_contamination_probe_and_habits(scripted: Any, evaluate: Evaluate, folder: Path) -> None:
+def test_contamination_probe_and_habits(scripted: Any, evaluate: Evaluate, folder: Path) -> None:
     """Problems of four words, continued with words three and four: all fit at ratio 0.5, none at 0.75."""
     rows = [{"prompt": f"one two three {i}", "answer": str(i)} for i in range(3)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -157,7 +157,7 @@ def test_a_contamination_probe_and_habits(scripted: Any, evaluate: Evaluate, fol
     assert (folder / "run" / "contamination.jsonl").is_file()
 
 
-def test_right_completions_become_rows_to_train_on(scripted: Any, evaluate: Evaluate, folder: Path) -> None:
+def test_right_completions_become_training_rows(scripted: Any, evaluate: Evaluate, folder: Path) -> None:
     """Problems 1+1 .. 1+3: two right samples, the first longer by a dot; 1+4 .. 1+6: none."""
 
     def answer(prompt: str, i: int) -> str:

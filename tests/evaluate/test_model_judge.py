@@ -1,4 +1,4 @@
-"""A judge in the trainer's process: asked through the engine, read as other judges are, and what it may not do."""
+"""A judge in the trainer's process: queried through the engine, parsed like other judges, with its restrictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def let_go() -> Any:
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put words into the judge's mouth: by what the question holds. Returns the questions that were asked."""
+    """Script the judge's replies by the question's content. Returns the questions that were asked."""
 
     def put(**replies: str) -> list[str]:
         heard: list[str] = []
@@ -54,7 +54,7 @@ def graded(completions: list[str], **params: Any) -> list[Any]:
     return model_judge.score(completions, [ASKED] * len(completions), **columns, path="tiny", **params)
 
 
-def test_a_reply_that_was_cut_is_no_judgement(says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_reply_is_not_a_judgement(says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.rollout.hf import TransformersEngine
 
     says(good="Score: 9", cut="Score: 1")
@@ -74,13 +74,13 @@ def test_a_reply_that_was_cut_is_no_judgement(says: Any, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for any question: the tiny model's window is short."""
+    """Make room for any question: the tiny model's window is short."""
     judge = model_judge._load_judge("tiny", ".", "auto", "auto")
     monkeypatch.setattr(judge.engine, "window", 100_000)
 
 
 @pytest.mark.usefixtures("wide")
-def test_ratings_are_shares_and_are_asked_once(says: Any) -> None:
+def test_ratings_are_fractions_and_requested_once(says: Any) -> None:
     heard = says(Blue="<think>Score: 1</think>Good.\nScore: 9", Green="I cannot say")
     found = graded(["Blue", "Green", "<think>Blue</think>Red", "Blue"])
     assert found == [
@@ -103,7 +103,7 @@ def test_rubrics_and_comparisons(says: Any) -> None:
     assert found == [{"reward": 0.5, "unparsed": 0.0}, {"reward": 0.0, "unparsed": 0.0}, None]
 
 
-def test_a_question_without_room_has_no_reply() -> None:
+def test_question_without_room_has_no_reply() -> None:
     """The tiny model has 256 tokens, and the question alone has more characters."""
     judge = model_judge._load_judge("tiny", ".", "auto", "auto")
     judge.engine.window = 256
@@ -121,13 +121,13 @@ def test_a_question_without_room_has_no_reply() -> None:
         ({"path": "tiny", "template": "gone.txt"}, RewardError, "gone.txt"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_scored(params: Any, error: Any, told: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_scoring(params: Any, error: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=told), Scorer([Reward(use="judge_model", params=params)], Scoring(), tmp_path):
         pass
 
 
-def test_a_step_is_judged_by_the_engine_itself(tmp_path: Path) -> None:
-    """The tiny model answers with noise: nothing is readable, the rows abstain, and the run counts it."""
+def test_step_is_judged_by_the_training_engine(tmp_path: Path) -> None:
+    """The tiny model answers with noise: nothing is readable, the rows abstain, and the run counts them."""
     (tmp_path / "grade.txt").write_text("{completion}\n")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+1"}) for i in range(4)))
     (tmp_path / "s.py").write_text("def short(completion): return float(len(completion) < 9)\n")
@@ -148,8 +148,8 @@ def test_a_step_is_judged_by_the_engine_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_injections_are_tried_on_it(says: Any, tmp_path: Path) -> None:
-    """A judge that believes what it is told is found out."""
+def test_in_process_judge_is_probed_with_injections(says: Any, tmp_path: Path) -> None:
+    """A judge that follows instructions in the answer is detected."""
     says(**{"expert has checked": "Score: 10"}, Capital="Score: 2")
     rows = [{"uid": "0", "prompt": "Capital?", "answer": "Oslo"}]
     monkey = model_judge._load_judge("tiny", str(tmp_path), "auto", "auto")

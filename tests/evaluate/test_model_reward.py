@@ -33,7 +33,7 @@ def let_go():
 
 @pytest.fixture
 def made(tmp_path: Path) -> Any:
-    """Writes a reward model with fresh heads (none was trained) to a folder NAME."""
+    """Write a reward model with fresh, untrained heads to a folder NAME."""
 
     def make(name: str, outputs: int = 1, seed: int = 0, **card: Any) -> Path:
         loaded = scorer.load(Model(path="tiny"), tmp_path, outputs=outputs, seed=seed)
@@ -49,8 +49,8 @@ def scores(**params: Any) -> list[Any]:
     return model_reward.score(TEXTS, [ASKED] * 3, **params)
 
 
-def test_it_reads_what_training_read(made, tmp_path):
-    """A pair's sides as `prepare_pairs` lays them for training, system message included."""
+def test_reward_model_reads_the_same_tokens_as_in_training(made, tmp_path):
+    """A pair's sides as `prepare_pairs` renders them for training, including the system message."""
     folder = made("rm", data={"chat": True, "system": "Be brief.", "prompt_template": None})
     row = {"prompt": "2+2", "chosen": "4", "rejected": "five"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -63,7 +63,7 @@ def test_it_reads_what_training_read(made, tmp_path):
 
 
 def test_members_are_combined(made):
-    """uwo: mean - 0.5 * variance; wco: the lowest; the deviation is told. One model has none."""
+    """uwo: mean - 0.5 * variance; wco: the lowest; the deviation is logged. A single model has none."""
     paths = [str(made(f"rm{n}", seed=n)) for n in range(3)]
     each = torch.tensor([scores(path=p) for p in paths])
     found = scores(path=paths, calibrate=False)
@@ -75,8 +75,8 @@ def test_members_are_combined(made):
     assert [f["reward"] for f in worst] == pytest.approx(each[each.mean(1).argmin()].tolist())
 
 
-def test_members_are_brought_to_one_scale(made):
-    """(score - center) / scale of each, as measured on held-out answers."""
+def test_member_scores_are_standardized(made):
+    """(score - center) / scale of each member, as measured on held-out answers."""
     a, b = str(made("a", seed=1, center=(1.0,), scale=(2.0,))), str(made("b", seed=2, center=(-3.0,), scale=(0.5,)))
     first, second = torch.tensor(scores(path=a)), torch.tensor(scores(path=b))
     found = scores(path=[a, b], aggregate="mean")
@@ -96,7 +96,7 @@ def test_labels_are_parts_with_weights(made):
 
 
 def test_gaussian_heads_give_brme(made):
-    """Three means and three log-deviations: the surest head's mean, weighed with the lowest mean."""
+    """Three means and three log-deviations: the mean of the most certain head, averaged with the lowest mean."""
     folder = str(made("rm", outputs=6, use="gaussian", heads=("a", "b", "c")))
     one = model_reward._load_models(folder, ".", "auto", "auto")[0]
     rows = [model_reward.read_row(one, ASKED, None, None, text).ids for text in TEXTS]
@@ -108,7 +108,7 @@ def test_gaussian_heads_give_brme(made):
         scores(path=str(made("plain")), aggregate="brme")
 
 
-def test_the_scorer_runs_it_here_and_scripts_in_workers(made, tmp_path):
+def test_scorer_runs_reward_models_in_process_and_scripts_in_workers(made, tmp_path):
     made("rm")
     rewards = [
         Reward(use="math.accuracy"),
@@ -155,20 +155,20 @@ def test_a_broken_contract_is_told(monkeypatch, tmp_path):
         ({"path": "tiny"}, RewardError, "tiny is no reward model"),
     ],
 )
-def test_a_wrong_path_is_told_before_anything_is_scored(params, error, told, tmp_path):
+def test_wrong_path_is_reported_before_scoring(params, error, told, tmp_path):
     with pytest.raises(error, match=told), Scorer([Reward(use="reward_model", params=params)], Scoring(), tmp_path):
         pass
 
 
-def test_typos_are_told():
+def test_typos_are_reported():
     with pytest.raises(RewardError, match="did you mean `aggregate`"):
         load_reward(Reward(use="reward_model", params={"agregate": "uwo"}), None)
     with pytest.raises(RewardError, match="did you mean `reward_model`"):
         load_reward(Reward(use="reward_modle"), None)
 
 
-def test_trained_and_used_in_one_pipeline(tmp_path):
-    """A reward model of one stage is the reward of the next, and a stage without a model cannot be one."""
+def test_reward_model_is_trained_and_used_in_one_pipeline(tmp_path):
+    """A reward model of one stage is the reward of the next; a stage without a model cannot be a reward."""
     from posttrain.errors import RecipeError
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict

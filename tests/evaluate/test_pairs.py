@@ -1,4 +1,4 @@
-"""The pairs stage on what an eval and a generate leave behind."""
+"""The pairs stage on outputs of eval and generate runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_pairs_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(loaded) == 2
 
 
-def test_rounds_do_not_make_the_same_pair_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_never_repeat_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left_behind(tmp_path / "answers", {"2": True, "3": False, "4": False})
     make(tmp_path, "first", completions="answers", max_pairs=1)
     capsys.readouterr()
@@ -59,7 +59,7 @@ def test_rounds_do_not_make_the_same_pair_twice(tmp_path: Path, capsys: pytest.C
     assert "left out: pairs: repeated: 1 (row 1)" in capsys.readouterr().err
 
 
-def test_a_generation_is_graded_here(tmp_path: Path) -> None:
+def test_completions_of_a_generation_are_graded(tmp_path: Path) -> None:
     row = {"uid": "1", "prompt": "1+1", "answer": "2"}
     texts = {"<answer>2</answer>": True, "<answer>3</answer>": True}
     left_behind(tmp_path / "texts", texts, graded=False, row=row)
@@ -70,7 +70,7 @@ def test_a_generation_is_graded_here(tmp_path: Path) -> None:
         make(tmp_path, "ungraded", completions="texts")
 
 
-def test_a_style_that_tells_the_sides_apart_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sides_separable_by_style_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "answers"
     left_behind(folder, {})
     problems = [{"uid": str(n), "prompt": f"{n}?", "accuracy": 0.5} for n in range(8)]
@@ -98,12 +98,12 @@ def test_a_style_that_tells_the_sides_apart_is_a_warning(tmp_path: Path, capsys:
         ({"builder": "best_worst", "max_pairs": 3}, "max_pairs: does nothing with builder best_worst"),
     ],
 )
-def test_keys_that_do_not_fit_the_builder(tmp_path: Path, values: Any, told: str) -> None:
+def test_keys_that_the_builder_does_not_accept_are_refused(tmp_path: Path, values: Any, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         load_dict({"stage": "pairs", "completions": "x", **values}, base_dir=tmp_path, where="test")
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="not the run of a finished eval or generate"):
         make(tmp_path, completions="empty")
@@ -111,8 +111,8 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         make(tmp_path, "other", completions="nowhere")
 
 
-def test_gold_of_an_evaluation(scripted: Any, evaluate: Any, folder: Path) -> None:
-    """What an eval run leaves holds the rows of its data, and with them the `completion` that gold_vs_own prefers."""
+def test_gold_vs_own_reads_gold_from_an_evaluation(scripted: Any, evaluate: Any, folder: Path) -> None:
+    """An eval run's output holds the rows of its data, including the `completion` that gold_vs_own prefers."""
     rows = [{"prompt": "1+1", "answer": "2", "completion": "it is 2"}, {"prompt": "1+2", "answer": "3"}]
     lines(folder / "problems.jsonl", rows)
     scripted(lambda _, i: f"<answer>{i}</answer>")

@@ -1,4 +1,4 @@
-"""Counterfactual regret minimisation against games whose equilibria are known, and the games that records span."""
+"""Counterfactual regret minimization on games with known equilibria, and on game trees built from records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kuhn() -> Node:
         winner = 1 if cards[0] > cards[1] else -1
         if said in ("cc", "bb", "cbb"):  # both checked, or a bet was called
             return Ended(winner * (1 if said == "cc" else 2))
-        if said in ("bc", "cbc"):  # the one who was bet at folds
+        if said in ("bc", "cbc"):  # the player facing the bet folds
             return Ended(1 if said == "bc" else -1)
         mover = len(said) % 2
         return Decision(mover, 1 - 2 * mover, (cards[mover], said), {m: after(cards, said + m) for m in "cb"})
@@ -34,9 +34,12 @@ def kuhn() -> Node:
     return Chance(tuple((1 / 6, after(cards, "")) for cards in itertools.permutations(range(3), 2)))
 
 
-def test_kuhns_poker_is_worth_a_loss_of_an_eighteenth() -> None:
-    """Kuhn 1950: the first player loses 1/18 a hand. The second calls a bet with the middle card, and bluffs with the
-    low one, in 1 of 3; the first bets the high card three times as often as it bluffs with the low one."""
+def test_kuhn_poker_value_is_minus_one_eighteenth() -> None:
+    """Kuhn 1950: the first player loses 1/18 per hand.
+
+    The second calls a bet with the middle card, and bluffs with the low one, in 1 of 3; the first bets the high card
+    three times as often as it bluffs with the low one.
+    """
     found = minimize_regret(kuhn(), 1500)
     assert found.payoff == pytest.approx(-1 / 18, abs=2e-3)
     assert found.policy[1, "b"]["b"] == pytest.approx(1 / 3, abs=0.03)
@@ -46,9 +49,11 @@ def test_kuhns_poker_is_worth_a_loss_of_an_eighteenth() -> None:
     assert found.values[0, "b"] == {"c": -1.0, "b": -2.0}
 
 
-def test_stone_that_counts_twice() -> None:
-    """Rock beats scissors for 2, the rest for 1. With the odds (r, p, s) all moves are worth 0: 2s = p, r = s, so
-    1/4, 1/2, 1/4. Nobody sees the other's move."""
+def test_rock_paper_scissors_with_double_rock() -> None:
+    """Rock beats scissors for 2, all other wins are 1.
+
+    With the odds (r, p, s) all moves are worth 0: 2s = p, r = s, so 1/4, 1/2, 1/4. No player sees the other's move.
+    """
     pays = {("r", "s"): 2, ("p", "r"): 1, ("s", "p"): 1, ("s", "r"): -2, ("r", "p"): -1, ("p", "s"): -1}
     second = {
         first: Decision(1, -1, "second", {other: Ended(pays.get((first, other), 0)) for other in "rps"})
@@ -60,9 +65,12 @@ def test_stone_that_counts_twice() -> None:
     assert found.payoff == pytest.approx(0, abs=1e-3)
 
 
-def test_one_walk_by_hand() -> None:
-    """A fair coin that only player 0 sees, who says a or b: heads pays 1 for a, tails -1 for a, b pays 0. At first both
-    moves have 1/2: regrets are 1/2 * (1 - 1/2) = 1/4 and -1/4 for heads. Then a is all that is played after heads."""
+def test_one_iteration_by_hand() -> None:
+    """A fair coin that only player 0 sees, who says a or b: heads pays 1 for a, tails -1 for a, b pays 0.
+
+    At first both moves have 1/2: regrets are 1/2 * (1 - 1/2) = 1/4 and -1/4 for heads. Then only a is played after
+    heads.
+    """
     coin = Chance(
         tuple((0.5, Decision(0, 1, side, {"a": Ended(pay), "b": Ended(0)})) for side, pay in (("h", 1), ("t", -1)))
     )
@@ -76,10 +84,12 @@ def test_one_walk_by_hand() -> None:
         minimize_regret(Decision(0, 1, "x", {"a": Decision(0, 1, "x", {"b": Ended(0)})}), 1)
 
 
-def test_recorded_games_span_a_game() -> None:
-    """A seer (side 1) accuses or is silent; then a villager, who knows only what was said, does the same. Accusing and
-    then repeating won both times; `silent, repeat` was never seen, and stands at the mean of all games in which the
-    villager repeated after silence, which is none, so that move is not there."""
+def test_recorded_games_define_a_game() -> None:
+    """A seer (side 1) accuses or is silent; then a villager, who knows only what was said, does the same.
+
+    Accusing and then repeating won both times; `silent, repeat` was never seen: its value would be the mean over
+    games in which the villager repeated after silence, of which there are none, so that move is absent.
+    """
     games = [
         Played((Move(0, 1, "seer", "accuse"), Move(1, 1, ("villager", "accuse"), "repeat")), 1.0),
         Played((Move(0, 1, "seer", "accuse"), Move(1, 1, ("villager", "accuse"), "repeat")), 1.0),
@@ -92,9 +102,11 @@ def test_recorded_games_span_a_game() -> None:
     assert list(found.values["villager", "silent"]) == ["doubt"]
 
 
-def test_a_move_not_seen_after_these_moves_has_the_mean_of_its_state() -> None:
-    """Player 1 does not know which of two ways the game began. `y` was only seen after the second: after the first it
-    stands at that mean, 0.5."""
+def test_unseen_move_has_the_mean_of_its_state() -> None:
+    """Player 1 does not know which of two ways the game began.
+
+    `y` was only seen after the second: after the first it has that mean, 0.5.
+    """
     begun = [(("deal 1",), "x", 1.0), (("deal 2",), "y", 0.0), (("deal 2",), "y", 1.0)]
     games = [Played((Move(0, -1, deal, "go"), Move(1, 1, "blind", move)), pay) for deal, move, pay in begun]
     game = empirical_game(games)

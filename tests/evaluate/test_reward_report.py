@@ -1,4 +1,4 @@
-"""The report of a reward model on scores made by hand."""
+"""The report of a reward model on hand-made scores."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_calibration_by_hand():
     assert calibration(three)["bins"] == [{"confidence": pytest.approx(0.75), "accuracy": 0.75, "pairs": 4}]
 
 
-def test_overconfidence_is_told_and_honesty_is_not():
+def test_overconfidence_is_reported_and_calibrated_scores_are_not():
     draw = np.random.default_rng(0)
     gap = draw.normal(0, 1.5, 2000)
     honest = np.where(draw.random(2000) < 1 / (1 + np.exp(-np.abs(gap))), np.abs(gap), -np.abs(gap))
@@ -35,7 +35,7 @@ def test_overconfidence_is_told_and_honesty_is_not():
     assert any("overconfident" in line for line in pair_report(5 * honest, np.zeros(2000), even, even)["findings"])
 
 
-def test_nothing_held_out():
+def test_report_without_held_out_pairs():
     found = pair_report([], [], [], [])
     assert (
         found["pairs"] == 0
@@ -52,6 +52,6 @@ def test_labels():
     assert correlation(np.ones(3), np.arange(3.0)) is None
 
 
-def test_a_negative_seed_is_a_seed() -> None:
+def test_negative_seed_is_valid() -> None:
     gap = np.array([0.5, -0.2, 1.5, 0.1])
     assert calibration(gap, seed=-1)["ece"] == calibration(gap, seed=0)["ece"]

@@ -1,4 +1,4 @@
-"""The eval stage on scripted completions whose numbers can be done by hand, and on the tiny model for real."""
+"""The eval stage on scripted completions with hand-computed numbers, and on the tiny model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if key not in TIMES}
 
 
-def test_rows_that_the_model_was_trained_on_are_named(scripted, evaluate: Evaluate, folder: Path) -> None:
+def test_rows_that_the_model_was_trained_on_are_reported(scripted, evaluate: Evaluate, folder: Path) -> None:
     scripted(right_for(2))
     own = (folder / "problems.jsonl").read_text().splitlines()
     other = [*own[:2], *(line.replace("1+", "2+") for line in own[2:])]
@@ -56,8 +56,9 @@ def test_rows_that_the_model_was_trained_on_are_named(scripted, evaluate: Evalua
 
 @pytest.mark.parametrize("form", ["models", "slices", "base_model"])
 def test_rows_of_trainings_are_counted_by_prompt_and_through_a_merge(folder: Path, form: str) -> None:
-    """Each source of the merge was trained on other prompts, in other files and with other columns; a prompt that both
-    have counts once, and rows without a prompt are not the same."""
+    """Each source of the merge was trained on other prompts, in other files and with other columns; a prompt of both
+    counts once, and rows without a prompt are not considered equal.
+    """
     for run, prompts in (("left", ["1+1", "1+2", ""]), ("right", ["1 + 2", "1+6", "7+7"])):
         (folder / run / "final").mkdir(parents=True)
         rows = [json.dumps({"prompt": prompt, "completion": "x"}) for prompt in prompts]
@@ -117,8 +118,8 @@ def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pyt
     assert len(read_rows(folder / "run" / "samples.jsonl")) == 4
 
 
-def test_answers_that_the_verifier_calls_equal_vote_together(scripted, evaluate: Evaluate, folder: Path) -> None:
-    """1+1: three forms of 2 beside two times 3. By text 3 would lead and cons@5 be 0; of the wrong, 6/2 is 3."""
+def test_answers_equal_by_the_verifier_share_votes(scripted, evaluate: Evaluate, folder: Path) -> None:
+    """1+1: three forms of 2 and two times 3. By text 3 would lead and cons@5 be 0; of the wrong ones, 6/2 is 3."""
     said = [
         r"\boxed{3}",
         r"\boxed{2}",
@@ -137,7 +138,7 @@ def test_answers_that_the_verifier_calls_equal_vote_together(scripted, evaluate:
     assert (row["majority"], row["majority_share"], row["consensus"]) == ("2", pytest.approx(4 / 7), 1.0)
 
 
-def test_what_the_clock_ended_is_counted(scripted, evaluate: Evaluate, folder: Path) -> None:
+def test_completions_ended_by_the_time_limit_are_counted(scripted, evaluate: Evaluate, folder: Path) -> None:
     (folder / "slow.py").write_text(
         "import time\n\ndef slow(completion, answer):\n    time.sleep(30 if answer == '2' else 0)\n    return 1.0\n"
     )
@@ -149,8 +150,8 @@ def test_what_the_clock_ended_is_counted(scripted, evaluate: Evaluate, folder: P
     assert any("timed out" in line for line in remarks(summary))
 
 
-def test_truncated_is_wrong_and_told_apart(scripted, evaluate: Evaluate) -> None:
-    """Sample 0 holds the right answer and then runs into the limit of 24 tokens; the other three stop, right."""
+def test_truncated_completion_is_wrong_and_counted_separately(scripted, evaluate: Evaluate) -> None:
+    """Sample 0 has the right answer and then reaches the limit of 24 tokens; the other three stop, right."""
     right = right_for(4)
     scripted(lambda p, i: right(p, i) + (" and so on" * 9 if i == 0 else ""))
     summary = evaluate()
@@ -158,7 +159,7 @@ def test_truncated_is_wrong_and_told_apart(scripted, evaluate: Evaluate) -> None
     assert any("25.0% of the completions hit the limit" in line for line in remarks(summary))
 
 
-def test_a_truncated_right_answer_is_wrong_in_every_number(scripted, evaluate: Evaluate, folder: Path) -> None:
+def test_truncated_right_answer_is_wrong_in_every_metric(scripted, evaluate: Evaluate, folder: Path) -> None:
     right = right_for(4)
     scripted(lambda p, i: right(p, i) + " and so on" * 9)
     summary = evaluate()
@@ -170,7 +171,7 @@ def test_a_truncated_right_answer_is_wrong_in_every_number(scripted, evaluate: E
 
 
 def test_truncated_completions_do_not_outvote_the_others(scripted, evaluate: Evaluate, folder: Path) -> None:
-    """Two cut ones with a wrong answer, one finished wrong, then the right one twice; of the first two nobody votes."""
+    """Two truncated with a wrong answer, one finished wrong, then the right one twice; the first two do not vote."""
     cut, said = " and so on" * 9, ["0", "0", "9", "{}", "{}"]
     scripted(lambda p, i: f"<answer>{said[i].format(eval(p))}</answer>{cut if i < 2 else ''}")
     summary = evaluate(eval={"samples": 5, "k": [2, 4, 5], "bootstrap": 200})
@@ -179,8 +180,8 @@ def test_truncated_completions_do_not_outvote_the_others(scripted, evaluate: Eva
     assert (row["majority"], row["majority_share"]) == ("2", pytest.approx(2 / 3))
 
 
-def test_a_problem_that_was_not_judged_is_left_out_of_every_number(scripted, evaluate: Evaluate, folder: Path) -> None:
-    """1+1 and 1+2 are not judged at all, 1+3 is judged in half of its samples; the others are right."""
+def test_unjudged_problem_is_excluded_from_every_metric(scripted, evaluate: Evaluate, folder: Path) -> None:
+    """1+1 and 1+2 are not judged, 1+3 in half of its samples; the others are right."""
     right = right_for(4)
     scripted(lambda p, i: "abstain" if p in ("1+1", "1+2") or (p == "1+3" and i < 2) else right(p, i))
     summary = evaluate(eval={"samples": 4, "k": [1, 2], "bootstrap": 200})
@@ -190,8 +191,8 @@ def test_a_problem_that_was_not_judged_is_left_out_of_every_number(scripted, eva
     assert [row["consensus"] for row in rows] == [row["accuracy"] for row in rows] == [None, None, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_completions_that_end_inside_their_thought_are_told(scripted, evaluate: Evaluate) -> None:
-    """Two of four open a thought and stop, below the limit; nothing is truncated and nothing is right."""
+def test_completions_that_end_inside_their_thought_are_reported(scripted, evaluate: Evaluate) -> None:
+    """Two of four open a thought and stop below the limit; nothing is truncated and nothing is right."""
     scripted(lambda _, i: "<think>so" if i < 2 else "<think>so</think>nothing")
     summary = evaluate(sampling={"max_new_tokens": 24, "stop": ["\n"]})
     assert (summary["truncated"], summary["accuracy"], summary["ended_in_thought"]) == (0.0, 0.0, 12)
@@ -200,8 +201,8 @@ def test_completions_that_end_inside_their_thought_are_told(scripted, evaluate: 
     assert [line for line in remarks({**summary, "ended_in_thought": 0}) if "inside their thought" in line] == []
 
 
-def test_unscored_is_left_out_and_never_wrong(scripted, evaluate: Evaluate) -> None:
-    """Of each problem one sample crashes the reward, one gets None, two are right: accuracy 1, pass@4 not available."""
+def test_unscored_samples_are_excluded_and_never_wrong(scripted, evaluate: Evaluate) -> None:
+    """Per problem one sample crashes the reward, one gets None, two are right: accuracy 1, pass@4 not available."""
     right = right_for(4)
     scripted(lambda p, i: ("crash", "abstain", right(p, i), right(p, i))[i])
     summary = evaluate()
@@ -212,9 +213,11 @@ def test_unscored_is_left_out_and_never_wrong(scripted, evaluate: Evaluate) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_anywhere_and_resumed_gives_the_same(evaluate: Evaluate, folder: Path, seed: int) -> None:
-    """The real tiny model at temperature 1. A kill leaves completions.jsonl cut at any byte; after a resume every
-    record and every number is that of the unbroken run.
+def test_killed_and_resumed_evaluation_gives_the_same_results(evaluate: Evaluate, folder: Path, seed: int) -> None:
+    """The tiny model at temperature 1.
+
+    A kill truncates completions.jsonl at any byte; after a resume every record and every number equals the
+    uninterrupted run's.
     """
     whole = evaluate("whole")
     text = (folder / "whole" / "completions.jsonl").read_bytes()
@@ -228,7 +231,7 @@ def test_killed_anywhere_and_resumed_gives_the_same(evaluate: Evaluate, folder: 
         assert (folder / "run" / name).read_bytes() == (folder / "whole" / name).read_bytes()
 
 
-def test_another_seed_samples_something_else(evaluate: Evaluate, folder: Path) -> None:
+def test_different_seed_gives_different_samples(evaluate: Evaluate, folder: Path) -> None:
     evaluate("one")
     evaluate("two", run={"seed": 1})
     texts = [[r["completion"] for r in read_rows(folder / name / "completions.jsonl")] for name in ("one", "two")]
@@ -236,7 +239,7 @@ def test_another_seed_samples_something_else(evaluate: Evaluate, folder: Path) -
     assert len(set(texts[0])) > 12  # samples of one prompt differ, and so do chunks
 
 
-def test_ctrl_c_keeps_finished_chunks(
+def test_ctrl_c_preserves_finished_chunks(
     scripted, evaluate: Evaluate, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from posttrain.run.interrupt import GracefulStop
@@ -252,7 +255,7 @@ def test_ctrl_c_keeps_finished_chunks(
     assert [call["first_group"] for call in engine.calls] == [0, 2, 4]  # no chunk was sampled twice
 
 
-def test_a_finished_run_is_summed_up_again_without_the_model(
+def test_finished_run_is_summarized_again_without_the_model(
     scripted, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(right_for(1))
@@ -276,7 +279,7 @@ def test_compare_pairs_problems(scripted, evaluate: Evaluate, folder: Path) -> N
         compare(folder / "before", folder / "nowhere")
 
 
-def test_compare_leaves_out_what_only_one_run_has(scripted, evaluate: Evaluate, folder: Path) -> None:
+def test_compare_ignores_problems_of_only_one_run(scripted, evaluate: Evaluate, folder: Path) -> None:
     scripted(right_for(1))
     evaluate("before")
     evaluate("after", data={"source": "problems.jsonl", "size": 4})
@@ -293,8 +296,8 @@ def test_k_above_the_samples(evaluate: Evaluate) -> None:
         evaluate(eval={"samples": 4, "k": [8]})
 
 
-def test_a_column_that_the_reward_misses(evaluate: Evaluate, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.evaluate.sampling.load", None)  # it must be told before a model is loaded
+def test_missing_reward_column_is_reported(evaluate: Evaluate, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.evaluate.sampling.load", None)  # the error must come before a model is loaded
     (folder / "problems.jsonl").write_text(json.dumps({"prompt": "1+1", "solution": "2"}) + "\n")
     with pytest.raises(RewardError, match="no column `answer`"):
         evaluate()

@@ -1,4 +1,4 @@
-"""Chunks: how prompts are divided, and which of them count after a stop."""
+"""Chunks: how prompts are divided, and which chunks count after an interruption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_chunks_fill_the_batch() -> None:
     assert [len(c) for c in split_chunks(5000, 1, EngineSection(engine="vllm", batch_size=12))] == [4096, 904]
 
 
-def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
+def test_only_complete_chunks_before_the_first_gap_count() -> None:
     chunks = [range(0, 1), range(1, 2), range(2, 3)]
     rows = [{"step": step, "sample": sample} for step in range(3) for sample in range(2)]
     assert completed_records(rows, chunks, 2) == rows
@@ -25,9 +25,11 @@ def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
     assert completed_records([], chunks, 2) == []
 
 
-def test_the_display_counts_right_answers_as_the_table_does() -> None:
-    """Right and finished; right but cut off, which counts as wrong; wrong; not judged, which counts for nothing. Chunks
-    add up."""
+def test_progress_display_counts_right_answers_like_the_table() -> None:
+    """Right and finished; right but truncated, which is wrong; wrong; not judged, which is not counted.
+
+    Chunks are summed.
+    """
     finished = [("stop", True), ("length", True), ("stop", False), ("stop", None)]
     records = [{"tokens": 2, "finish": finish, "correct": correct} for finish, correct in finished]
     expected = {"tokens": 2.0, "truncated": 0.25, "correct": pytest.approx(1 / 3)}

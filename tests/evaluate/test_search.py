@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 
-def test_the_best_steps_go_on_and_a_finished_trace_competes():
+def test_best_steps_continue_and_finished_traces_compete():
     """Totals 1.0 + (0.1, 0.4) and a finished 1.2 at index 2: 1.4, 1.2; with a beam of 4 all three."""
     found = beam_step([1.0, 1.2], [[0.1, 0.4], [9.0, 9.0]], beam=2, finished=[False, True])
     assert found.kept == [1, 2] and found.cumulative == pytest.approx([1.4, 1.2])
@@ -84,8 +84,10 @@ def last_digit(traces: Any) -> list[float]:
     return [float(t.text.rstrip(".!")[-1]) for t in traces]
 
 
-def test_a_search_finds_the_best_trace():
-    """The judge likes the digit of each new step: 2 each time, 6 in all, after three steps of two traces at most."""
+def test_search_finds_the_best_trace():
+    """The judge prefers the digit of each new step: 2 each time, 6 in total, after three steps of two traces at
+    most.
+    """
     found, engine = searched(last_digit)
     assert (found.text, found.finish) == ("2.2.2!", "stop")
     assert found.scores == {"search/reward": 6.0, "search/steps": 3.0}
@@ -93,8 +95,8 @@ def test_a_search_finds_the_best_trace():
     assert len({call["seed"] for call in engine.calls}) == 3
 
 
-def test_a_late_reward_needs_a_beam():
-    """The first step 0 pays nothing and is the only way to a 5 in the second: one trace misses it, three do not."""
+def test_late_reward_needs_a_beam():
+    """The first step 0 has no reward and is the only way to a 5 in the second: one trace misses it, three do not."""
 
     def judge(traces):
         return [
@@ -105,15 +107,15 @@ def test_a_late_reward_needs_a_beam():
     assert searched(judge, beam=3)[0].text.startswith("0.1.")
 
 
-def test_limits():
+def test_search_limits():
     found, _ = searched(last_digit, most=3)
     assert (found.text, found.finish) == ("2.2", "length")
     found, _ = searched(last_digit, max_steps=2)
     assert (found.text, found.finish) == ("2.2.", "length")
 
 
-def test_the_mean_does_not_favour_long_traces():
-    """Sample 2 ends at once and pays 0.9; the others go on at 0.5 a step: 1.5 in all, 0.5 on average."""
+def test_mean_score_does_not_favor_long_traces():
+    """Sample 2 ends immediately and scores 0.9; the others continue at 0.5 per step: 1.5 in total, 0.5 on average."""
 
     def script(prompt: Prompt, sample: int) -> str:
         written = TOKENIZER.decode(list(prompt.ids)).count(".")
@@ -131,8 +133,8 @@ def test_the_mean_does_not_favour_long_traces():
     assert best(mean=True) == "end!" and best(mean=False).startswith("on.")
 
 
-def test_in_a_generation_on_the_tiny_model(tmp_path):
-    """The judge counts `e`: the search writes more of them than sampling does, and the record says what it found."""
+def test_search_in_a_generation_on_the_tiny_model(tmp_path):
+    """The judge counts `e`: the search writes more of them than sampling, and the record contains the search."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(3)))
     (tmp_path / "e.py").write_text("def e(completion):\n    return float(completion.count('e'))\n")
     recipe: dict[str, Any] = {
@@ -166,9 +168,10 @@ def unsure(completion):
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_the_judge_reads_evidence_for_each_step(tmp_path: Path, asks: bool) -> None:
-    """What shares words with the question and the newest step stands before the question; with `rewards`, only for
-    traces of which they say that they need it. Where nothing is found the judge reads the plain question."""
+def test_judge_reads_evidence_for_each_step(tmp_path: Path, asks: bool) -> None:
+    """Passages that share words with the question and the newest step precede the question; with `rewards`, only for
+    traces that need it by those rewards. Without a passage the judge reads the plain question.
+    """
     (tmp_path / "corpus.txt").write_text("Oslo lies in Norway.\nRome lies in Italy.\n\nLira was money of Italy.\n")
     asked: list[str] = []
 
@@ -209,7 +212,7 @@ def test_a_corpus_in_another_encoding_and_a_column_of_lists(tmp_path: Path) -> N
 
 
 def test_evidence_of_a_column_in_a_generation(tmp_path: Path) -> None:
-    """A judge that pays for evidence alone: every step earns 1 with it, and without it only what it counts."""
+    """A judge that rewards only evidence: every step gets 1 with it, and without it only its count."""
     rows = [{"prompt": f"{n}", "hint": f"hint {n}"} for n in range(2)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "e.py").write_text(EVIDENCE)
@@ -235,8 +238,8 @@ def test_evidence_of_a_column_in_a_generation(tmp_path: Path) -> None:
         run("none", {})
 
 
-def test_a_step_asks_for_what_is_left(monkeypatch):
-    """Prompt and max_new_tokens are the window that the engine was started with."""
+def test_step_requests_the_remaining_tokens(monkeypatch):
+    """Prompt and max_new_tokens are the window with which the engine was started."""
     asked = []
     generate = Steps.generate
 
@@ -251,9 +254,11 @@ def test_a_step_asks_for_what_is_left(monkeypatch):
     assert all(length + new <= start + 5 for length, new in asked)
 
 
-def test_with_a_concurrent_engine_no_prompt_waits_for_another():
-    """The second prompt's first step comes when the first one's answer is whole. What is found is what a batch finds,
-    and the judge is always given the traces of one prompt, in the caller's thread."""
+def test_prompts_do_not_wait_for_each_other_with_a_concurrent_engine():
+    """The second prompt's first step comes when the first answer is complete.
+
+    The results equal a batch's, and the judge always gets the traces of one prompt, in the caller's thread.
+    """
     judged: list[tuple[set[str], bool]] = []
     ended = threading.Event()
 

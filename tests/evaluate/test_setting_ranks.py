@@ -1,4 +1,4 @@
-"""Which setting of a sweep comes first, and by what."""
+"""Ranking of sweep settings and the metric that decides it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def _ranked(settings: Mapping[str, Sequence[Path]], criterion: Criterion) -> lis
     return rank_rows(rows, criterion)
 
 
-def test_the_end_of_a_run_counts_and_not_its_last_step(tmp_path: Path) -> None:
-    """Eight steps, whose last quarter is two: a has (0.9 + 0.1) / 2 = 0.5 with the worse last step, b 0.3. Student's
-    interval of two values has 12.706 * deviation / sqrt(2) to each side; a's deviation is 0.8 / sqrt(2)."""
+def test_ranking_uses_the_last_quarter_of_a_run(tmp_path: Path) -> None:
+    """Eight steps, the last quarter is two: a has (0.9 + 0.1) / 2 = 0.5 with the worse last step, b 0.3.
+
+    Student's interval of two values is +- 12.706 * deviation / sqrt(2); a's deviation is 0.8 / sqrt(2).
+    """
     a = _run(tmp_path / "a", [{"reward": value} for value in (0, 0, 0, 0, 0, 0, 0.9, 0.1)])
     b = _run(tmp_path / "b", [{"reward": 0.3}] * 8)
     criterion = choose_criterion([a, b], measured=False)
@@ -53,7 +55,7 @@ def test_the_end_of_a_run_counts_and_not_its_last_step(tmp_path: Path) -> None:
     ]
 
 
-def test_the_lowest_loss_comes_first_and_a_setting_without_runs_last(tmp_path: Path) -> None:
+def test_lowest_loss_ranks_first_and_setting_without_runs_last(tmp_path: Path) -> None:
     losses = {"high": (2.0, 2.01), "low": (1.0, 1.01)}
     runs = {name: [_run(tmp_path / name, [{"loss": loss} for loss in pair] * 4)] for name, pair in losses.items()}
     criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
@@ -70,7 +72,7 @@ def test_settings_of_one_value_have_no_order(tmp_path: Path) -> None:
     assert said[1:] == ["All settings have the same value, 0: they have no order."]
 
 
-def test_intervals_over_problems_say_whether_seeds_were_averaged(tmp_path: Path) -> None:
+def test_intervals_over_problems_state_whether_seeds_were_averaged(tmp_path: Path) -> None:
     criterion = choose_criterion([_run(tmp_path / "a", [])], measured=True)
     ranked = {"mean": 0.5, "low": 0.4, "high": 0.6, "over": "problems"}
     ends = {1: "over problems, of one seed.", 2: "over problems, each averaged over the seeds; they do not cover "}
@@ -79,7 +81,7 @@ def test_intervals_over_problems_say_whether_seeds_were_averaged(tmp_path: Path)
         assert f"95% intervals are {end}" in describe_ranking(rows, criterion)[0]
 
 
-def test_a_held_out_evaluation_goes_before_rewards_and_has_its_own_interval(tmp_path: Path) -> None:
+def test_held_out_evaluation_ranks_before_rewards_with_its_interval(tmp_path: Path) -> None:
     """The last evaluation counts; over seeds 0.4 and 0.6 Student's interval is 0.5 +- 12.706 * 0.1."""
     found = {"reward": 0.9, "eval/accuracy": 0.4, "eval/accuracy/low": 0.3, "eval/accuracy/high": 0.5}
     one = _run(tmp_path / "one", [{"reward": 0.1, "eval/accuracy": 0.8}, found, {"reward": 0.9}])
@@ -93,7 +95,7 @@ def test_a_held_out_evaluation_goes_before_rewards_and_has_its_own_interval(tmp_
     assert both["high"] == pytest.approx(0.5 + 12.706 * 0.1)
 
 
-def test_the_metric_that_the_recipe_judges_by_is_taken(tmp_path: Path) -> None:
+def test_ranking_uses_the_metric_of_the_recipe(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", [{"eval/accuracy": 0.5, "eval/loss": 1.0}])
     (run / "resolved.json").write_text(json.dumps({"eval": {"metric": "loss"}}), encoding="utf-8")
     criterion = choose_criterion([run], measured=False)

@@ -1,4 +1,4 @@
-"""Trees behind prompts: steps valued by completions that go on from them, records of generate, rows made of them."""
+"""Trees of completions: steps valued by continuations, records of generate, rows made of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def digits(completion, token_count):
 
 
 def asked_of(answers: Callable[[tuple[int, ...], int], tuple[int, ...]], right: Callable[[Row], bool]) -> Asked:
-    """The prompt (9,) and up to four tokens; answers: (what was asked, limit) -> tokens, where 0 ends a completion."""
+    """Search from the prompt (9,) with up to four tokens; answers: (request, limit) -> tokens, where 0 ends a
+    completion.
+    """
 
     async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
         assert not greedy
@@ -55,7 +57,7 @@ def tokens_of(row: Row) -> tuple[int, ...]:
     return tuple(i for segment in row.segments for i in segment.ids)
 
 
-def test_a_step_is_worth_the_share_of_right_completions_that_go_on_from_it() -> None:
+def test_step_value_is_the_share_of_right_continuations() -> None:
     """Steps of one token, two a node; what is asked for after a text is 1, 2, 1, 2, ... in turn, and a completion ends
     with 0 behind it. Right are texts that begin with 1, 1. Behind the prompt completions are (1,0) and (2,0): none
     of 6. Behind step (1) they are (1,1,0) and (1,2,0): 3 of 5; behind (2) none. The search goes below (1), where (1,1)
@@ -87,7 +89,7 @@ def test_a_step_is_worth_the_share_of_right_completions_that_go_on_from_it() -> 
     assert [row.scored for row in rows] == [tokens_of(row) == (1, 1, 2, 0) for row in rows]
 
 
-def test_a_wrong_end_is_tried_once_more() -> None:
+def test_wrong_leaf_gets_a_second_try() -> None:
     """Every step ends at once with 2, which is wrong. Behind 2 without its end, and the injected (8, 8), follows 1:
     right if the text is (2, 8, 8, 1). The root has two wrong ends and two second tries worth 1: (0 + 0 + 1 + 1) / 4."""
 
@@ -109,13 +111,13 @@ def test_a_wrong_end_is_tried_once_more() -> None:
     assert [tokens_of(row) for row in plain] == [(2, 0), (2, 0)]
 
 
-def test_what_every_completion_solves_is_no_tree() -> None:
+def test_prompt_solved_by_every_completion_gives_no_tree() -> None:
     rows = asyncio.run(step_values(asked_of(lambda *_: (1, 0), lambda _: True), step_tokens=1, base=6))
     assert len(rows) == 1 and rows[0].nodes == () and rows[0].scored
 
 
-def test_a_step_ends_behind_its_mark() -> None:
-    """`33` of 1 33 2 ends a step; a mark that begins it is not its end; what ends with the mark stays whole."""
+def test_step_ends_after_its_delimiter() -> None:
+    """`33` in 1 33 2 ends a step; a delimiter at its start does not; text that ends with the delimiter stays whole."""
     asked = asked_of(lambda *_: (1,), lambda _: True)
 
     def cut(*ids: int) -> tuple[tuple[int, ...], str]:
@@ -158,9 +160,10 @@ def made(recipe: Any, folder: Path) -> list[Values]:
 @pytest.mark.parametrize(
     "shape", [None, {"use": "mcts", "segment_tokens": 3, "width": 2, "max_depth": 3, "paths": 3}], ids=["steps", "mcts"]
 )
-def test_a_record_has_its_tree_and_the_best_path(tmp_path: Path, shape: Any) -> None:
-    """Each node's text begins with its parent's; the completion is the path of the highest reward; values of steps are
-    chances, and one above others lies between theirs."""
+def test_record_has_its_tree_and_the_best_path(tmp_path: Path, shape: Any) -> None:
+    """Each node's text begins with its parent's; the completion is the path of the highest reward; step values are
+    probabilities, and a node with children has a value between theirs.
+    """
     records = made(recipe_of(tmp_path, shape), tmp_path / "run")
     assert len(records) == 6 and sum(len(r["tree"]["nodes"]) > 3 for r in records) > 2
     for record in records:
@@ -180,8 +183,8 @@ def test_a_record_has_its_tree_and_the_best_path(tmp_path: Path, shape: Any) -> 
             assert record["completion"] in [nodes[path["nodes"][-1]]["text"] for path in scored]
 
 
-def test_trees_go_on_after_the_last_whole_chunk(tmp_path: Path) -> None:
-    """Three chunks of two prompts; the last one is torn, and sampled again: the same records."""
+def test_tree_generation_resumes_after_the_last_complete_chunk(tmp_path: Path) -> None:
+    """Three chunks of two prompts; the last one is truncated and sampled again: the same records."""
     recipe = recipe_of(tmp_path)
     whole = made(recipe, tmp_path / "run")
     lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines(keepends=True)
@@ -197,12 +200,12 @@ def test_trees_go_on_after_the_last_whole_chunk(tmp_path: Path) -> None:
         ({"samples": 2, "best_of": {"rewards": [{"use": "rewards.py:digits"}]}}, "a tree has its own rewards"),
     ],
 )
-def test_what_cannot_stand_beside_a_tree_is_refused(tmp_path: Path, changes: Values, message: str) -> None:
+def test_keys_incompatible_with_a_tree_are_refused(tmp_path: Path, changes: Values, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe_of(tmp_path, **changes)
 
 
-def test_a_shape_without_trees_and_unknown_keys_are_refused(tmp_path: Path) -> None:
+def test_shape_without_trees_and_unknown_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="`chunks` samples no tree"):
         recipe_of(tmp_path, {"use": "chunks"})
     with pytest.raises(RecipeError, match="withd"):
@@ -238,8 +241,8 @@ def test_rows_made_of_a_tree(tmp_path: Path) -> None:
         rows_of("values", tmp_path)
 
 
-def test_a_soft_label_is_learnt_as_a_chance() -> None:
-    """Logit 0 against 1, 0 and 1/2: log 2 each; the gradient is chance - label: -1/2, 1/2, 0."""
+def test_soft_label_is_trained_as_a_probability() -> None:
+    """Logit 0 against 1, 0 and 1/2: log 2 each; the gradient is probability - label: -1/2, 1/2, 0."""
     logits = torch.zeros(3, requires_grad=True)
     losses = soft_label(logits, torch.tensor([1.0, 0.0, 0.5]))
     losses.sum().backward()
@@ -248,8 +251,8 @@ def test_a_soft_label_is_learnt_as_a_chance() -> None:
 
 
 @pytest.mark.slow
-def test_the_shipped_pipeline_trains_a_policy_and_a_verifier(tmp_path: Path) -> None:
-    """MedS3 on the tiny model: trees, SFT on right paths, a verifier of their nodes, and best of n by it."""
+def test_shipped_pipeline_trains_a_policy_and_a_verifier(tmp_path: Path) -> None:
+    """MedS3 on the tiny model: trees, SFT on right paths, a verifier of their nodes, and best of n by that verifier."""
     found = CliRunner().invoke(app, ["run", "meds3_tiny", "--output", str(tmp_path / "run")])
     assert found.exit_code == 0, found.output
     trees = read_rows(next((tmp_path / "run").rglob("trees/completions.jsonl")))

@@ -1,4 +1,4 @@
-"""`workflow` of the generate stage, with a game of Werewolf whose players' words are written beforehand."""
+"""`workflow` of the generate stage, with a game of Werewolf whose players' texts are scripted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recipe_of(folder: Path, workflow: Any, **changes: Any) -> GenerateRecipe:
 
 
 def play(folder: Path, script: Any, seed: int, **keys: Any) -> list[Values]:
-    """The calls of one game."""
+    """Return the calls of one game."""
     recipe = recipe_of(folder, {"use": "werewolf", "max_prompt_tokens": 4000, **keys})
     assert recipe.workflow is not None
     tokenizer = load_tokenizer(recipe.model, folder)
@@ -55,7 +55,7 @@ def play(folder: Path, script: Any, seed: int, **keys: Any) -> list[Values]:
 
 
 def wise(prompt: str) -> str:
-    """A seer who says what it has seen, villagers who believe it, and a werewolf who mumbles."""
+    """Return texts of a truthful seer, villagers who believe it, and a werewolf who mumbles."""
     known = prompt.rpartition("You are player")[2]
     if "It is your turn to speak" in prompt:
         seen = re.findall(r"you saw that player (\d) is a werewolf", known)
@@ -67,9 +67,10 @@ def wise(prompt: str) -> str:
     return f"<player>{allowed[0]}</player>" if "a seer" in known or "vote out" in prompt else "<player>9</player>"
 
 
-def test_a_village_that_believes_its_seer_wins(tmp_path: Path) -> None:
-    """Over ten deals: what the seer saw is in its own prompt and in nobody's else; of the candidates of a turn one is
-    said; a claim that is true wins the game, and who won is in every note."""
+def test_village_that_believes_its_seer_wins(tmp_path: Path) -> None:
+    """Over ten deals: the seer's finding is in its prompt and in no other; one of a turn's candidates is said; a
+    true claim wins the game, and the winner is in every note.
+    """
     claims = 0
     for seed in range(10):
         calls = play(tmp_path, wise, seed, candidates=2)
@@ -87,7 +88,7 @@ def test_a_village_that_believes_its_seer_wins(tmp_path: Path) -> None:
     assert 0 < claims < 10
 
 
-def test_a_table_by_hand() -> None:
+def test_setup_of_players_by_hand() -> None:
     """Five players, one werewolf: it wins against one other; two know each other among six."""
     table = Game.deal(5, 1, RULES, SPEAK, random.Random(0))
     assert sorted(table.roles.values()) == ["seer", "villager", "villager", "villager", "werewolf"]
@@ -104,7 +105,7 @@ def test_a_table_by_hand() -> None:
         Game.deal(4, 2, RULES, SPEAK, random.Random(0))
 
 
-def test_records_have_their_calls_and_a_torn_run_goes_on(tmp_path: Path) -> None:
+def test_records_contain_their_calls_and_a_killed_run_resumes(tmp_path: Path) -> None:
     recipe = recipe_of(
         tmp_path,
         {"use": "werewolf", "players": 4, "speech_tokens": 4, "max_prompt_tokens": 1600},
@@ -126,7 +127,7 @@ def test_records_have_their_calls_and_a_torn_run_goes_on(tmp_path: Path) -> None
         assert all("won" in call["note"] for call in record["calls"])
 
 
-def test_a_game_without_room_says_so(tmp_path: Path) -> None:
+def test_game_without_room_is_reported(tmp_path: Path) -> None:
     """The rules alone have some 600 characters, which are tokens here."""
     with pytest.raises(RecipeError, match=r"workflow `werewolf`.*the prompt of the first call has \d+ tokens"):
         play(tmp_path, wise, 0, max_prompt_tokens=100)
@@ -140,7 +141,7 @@ def test_a_game_without_room_says_so(tmp_path: Path) -> None:
         ({"use": "werewolf", "train": ["seer"]}, {}, "train"),
     ],
 )
-def test_what_cannot_stand_beside_a_workflow_is_refused(
+def test_keys_incompatible_with_a_workflow_are_refused(
     tmp_path: Path, workflow: Any, changes: Values, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
