@@ -25,4 +25,4 @@ def test_count_noun_uses_singular_or_plural() -> None:
 
 def test_messages_use_the_singular_for_one() -> None:
     assert Audit(1, {}, "boxed").summary == "gold scores best on 1 of 1 row (gold written in \\boxed{})"
-    assert _check_doubles([(1, 2)])["text"] == "0 of 1 item the same as an earlier one"
+    assert _check_doubles([(1, 2)])["text"] == "0 of 1 item equal to an earlier one"

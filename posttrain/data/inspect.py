@@ -329,5 +329,5 @@ def check_dropped(
 def _check_doubles(sequences: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Check that at most 2% of the sequences equal an earlier one."""
     doubles = len(sequences) - len({tuple(s) for s in sequences})
-    text = f"{doubles} of {count_noun(len(sequences), 'item')} repeat an earlier one"
+    text = f"{doubles} of {count_noun(len(sequences), 'item')} equal to an earlier one"
     return _check("duplicates", doubles * 50 <= len(sequences), text)
