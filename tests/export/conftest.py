@@ -1,4 +1,6 @@
-"""Small models of the architectures that are written as GGUF, with a byte-level BPE tokenizer, and run directories."""
+"""Small models of the architectures that can be written as GGUF, with a byte-level BPE tokenizer, and run
+directories.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ CORPUS = [
 
 
 def byte_level(split: str = "qwen2", template: str | None = CHATML, **changes: Any) -> Any:
-    """A tokenizer of 300-odd tokens, trained on CORPUS. changes: keys of tokenizer.json's model."""
+    """Train a tokenizer of about 300 tokens on CORPUS. changes: keys of tokenizer.json's model."""
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
@@ -55,7 +57,7 @@ def byte_level(split: str = "qwen2", template: str | None = CHATML, **changes: A
 
 
 def small(kind: str, tokenizer: Any, **changes: Any) -> Any:
-    """A model of random weights. kind: llama, mistral, qwen2, qwen3; changes: of its configuration."""
+    """Build a model with random weights. kind: llama, mistral, qwen2, qwen3; changes: configuration keys."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     heads = {"head_dim": 128} if kind == "qwen3" else {"sliding_window": None} if kind == "mistral" else {}
@@ -100,7 +102,7 @@ def folder_of(tmp_path: Path) -> Callable[..., Path]:
 
 
 def a_run(path: Path, stage: str, model: str, **more: Any) -> Path:
-    """A finished run's directory without its model. more: keys of its recipe; `summary` is another file."""
+    """Write a finished run's directory without its model. more: keys of its recipe; `summary` is another file."""
     path.mkdir(parents=True)
     summary = more.pop("summary", {"steps": 8, "loss_last": 0.25, "train_seconds": 3.5})
     values = {"stage": stage, "model": {"path": model}, "data": {"source": "rows.jsonl"}, **more}

@@ -1,4 +1,4 @@
-"""The model card: what it names, where it is found, and what never goes in."""
+"""The model card: its contents, their sources, and what it must never contain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def a_model(folder: Path, text: str = "{}") -> Path:
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Path:
-    """runs/: sft on a base of the hub, rl on the result, and an evaluation of that; the rl run is returned."""
+    """runs/: sft on a base of the hub, rl on the result, and an evaluation of that; returns the rl run."""
     runs = tmp_path / "runs"
     sft = a_run(runs / "warm", "sft", "org/base", data={"source": "org/rows", "split": "train"})
     a_model(sft / "final")
@@ -53,7 +53,7 @@ def head_of(text: str) -> dict[str, object]:
     return dict(yaml.safe_load(text.split("---\n")[1]))
 
 
-def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
+def test_card_has_recipe_data_metrics_base_and_versions(chain: Path) -> None:
     facts = card.collect_facts(find_source(str(chain)), licence="apache-2.0")
     text = card.write_card(facts, "merged", "me/mine")
     assert head_of(text) == {
@@ -84,7 +84,7 @@ def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
 
 
 @pytest.mark.parametrize("other_base", [False, True])
-def test_a_merge_names_its_sources_with_their_trainings_and_weights(chain: Path, other_base: bool) -> None:
+def test_card_of_a_merge_lists_sources_with_training_and_weights(chain: Path, other_base: bool) -> None:
     runs = chain.parent
     start = "org/second" if other_base else str(runs / "warm")
     a_model(a_run(runs / "pairs", "dpo", start, algorithm="dpo", data={"source": "pairs.jsonl"}) / "final")
@@ -115,7 +115,7 @@ def test_a_merge_names_its_sources_with_their_trainings_and_weights(chain: Path,
     assert head["base_model_relation"] == ("merge" if other_base else "finetune")
 
 
-def test_a_checkpoint_is_called_one(chain: Path) -> None:
+def test_card_of_a_checkpoint_says_so(chain: Path) -> None:
     a_model(chain / "checkpoints" / "step-00000002")
     source = find_source(str(chain / "checkpoints" / "step-00000002"))
     text = card.write_card(card.collect_facts(source), "merged", "x")
@@ -126,18 +126,18 @@ def test_a_checkpoint_is_called_one(chain: Path) -> None:
     assert default_output(find_source(str(chain)), "gguf") == chain / "exports" / "gguf"
 
 
-def test_no_keys_and_no_folders_of_this_machine(chain: Path, tmp_path: Path) -> None:
+def test_card_contains_no_keys_and_no_local_paths(chain: Path, tmp_path: Path) -> None:
     text = card.write_card(card.collect_facts(find_source(str(chain))), "merged", "me/mine")
     assert "sk-123" not in text and str(tmp_path) not in text and "secret" not in text
 
 
-def test_an_unknown_licence_is_said(chain: Path) -> None:
+def test_unknown_license_is_stated(chain: Path) -> None:
     text = card.write_card(card.collect_facts(find_source(str(chain))), "gguf", "x", ["m.gguf"])
     assert head_of(text)["license"] == "unknown" and head_of(text)["base_model_relation"] == "quantized"
     assert "Unknown: `org/base` names none that could be read here" in text and "llama-cli -m m.gguf" in text
 
 
-def test_the_licence_of_the_base_is_taken_from_its_card(tmp_path: Path) -> None:
+def test_license_of_the_base_is_read_from_its_card(tmp_path: Path) -> None:
     base = a_model(tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: llama3.2\ntags: [x]\n---\n# Base\n")
     run = a_run(tmp_path / "runs" / "sft", "sft", str(base))
@@ -148,23 +148,23 @@ def test_the_licence_of_the_base_is_taken_from_its_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["no head", "---\n[broken\n---\n", "---\n- a list\n---\n", "---\nlicense: [a]\n---\n"])
-def test_cards_that_say_no_licence(tmp_path: Path, text: str) -> None:
+def test_base_cards_without_a_license(tmp_path: Path, text: str) -> None:
     base = a_model(tmp_path / "base")
     (base / "README.md").write_text(text)
     assert card.collect_facts(find_source(str(base))).licence is None
 
 
-def test_a_model_of_no_run_and_without_evaluations(tmp_path: Path) -> None:
+def test_card_of_a_model_without_run_and_evaluations(tmp_path: Path) -> None:
     a_model(tmp_path / "theirs")
     text = card.write_card(card.collect_facts(find_source(str(tmp_path / "theirs"))), "merged", "theirs")
     assert "No run directory was beside the model" in text and "No evaluation of this model was found" in text
 
 
-def test_a_licence_of_a_gguf_file(smollm2_path: str) -> None:
+def test_license_of_a_gguf_file(smollm2_path: str) -> None:
     assert card.collect_facts(find_source(smollm2_path)).licence == "apache-2.0"
 
 
-def test_an_evaluation_that_is_named(chain: Path, tmp_path: Path) -> None:
+def test_evaluation_named_on_the_command_line(chain: Path, tmp_path: Path) -> None:
     elsewhere = a_run(tmp_path / "far" / "away", "eval", "x", data={"source": "gsm8k.jsonl"}, summary=SUMMARY)
     facts = card.collect_facts(find_source(str(chain)), evaluations=[elsewhere])
     assert "| gsm8k.jsonl | accuracy | 0.500 |" in card.write_card(facts, "merged", "x")

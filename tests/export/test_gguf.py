@@ -1,4 +1,4 @@
-"""Models as GGUF: written, read back by the loader that `model.path: FILE.gguf` uses, and compared."""
+"""GGUF export: written, read back by the loader behind `model.path: FILE.gguf`, and compared."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_float32_gives_the_same_model(folder_of: FolderOf, tmp_path: Path, kind:
     assert report["weights"] == len(list(before.model.parameters()))
 
 
-def test_loading_parses_the_file_once(folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_parses_the_gguf_file_once(
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(folder_of("llama"), "float32", tmp_path / "m.gguf")
     parsed: list[Path] = []
     parse = GGUFReader.__init__
@@ -73,7 +75,7 @@ def test_other_types_round_every_matrix_once(folder_of: FolderOf, tmp_path: Path
     assert torch.equal(after.model.norm.weight, before.model.norm.weight), "vectors stay float32"
 
 
-def test_a_row_that_is_no_multiple_of_32_is_float16(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_row_length_not_a_multiple_of_32_is_stored_as_float16(folder_of: FolderOf, tmp_path: Path) -> None:
     folder, file = folder_of("llama", intermediate_size=80), tmp_path / "m.gguf"
     written(folder, "q8_0", file)
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
@@ -81,8 +83,8 @@ def test_a_row_that_is_no_multiple_of_32_is_float16(folder_of: FolderOf, tmp_pat
     assert types["output_norm.weight"] == "F32"
 
 
-def test_what_the_file_says(folder_of: FolderOf, tmp_path: Path) -> None:
-    """Keys by which llama.cpp loads it; numbers written here by hand."""
+def test_gguf_metadata(folder_of: FolderOf, tmp_path: Path) -> None:
+    """Keys by which llama.cpp loads the file; expected values are written by hand."""
     file = tmp_path / "m.gguf"
     written(folder_of("llama", dtype=torch.bfloat16), "bfloat16", file, "bfloat16")
     reader = GGUFReader(file)
@@ -115,7 +117,7 @@ def test_what_the_file_says(folder_of: FolderOf, tmp_path: Path) -> None:
     assert set(types[:300]) == {1} and len(tokens) == len(types) == 308
 
 
-def test_rotated_pairs_of_a_llama_lie_side_by_side(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_rotary_pairs_of_llama_are_interleaved(folder_of: FolderOf, tmp_path: Path) -> None:
     """Row 1 of a head of 16 in llama.cpp's order is row 8 here: the partner of row 0."""
     folder, file = folder_of("llama"), tmp_path / "m.gguf"
     written(folder, "float32", file)
@@ -139,7 +141,7 @@ def test_rotated_pairs_of_a_llama_lie_side_by_side(folder_of: FolderOf, tmp_path
         ("phi", {}, "its architecture is phi"),
     ],
 )
-def test_models_that_the_file_would_not_hold(
+def test_models_not_representable_as_gguf_are_refused(
     folder_of: FolderOf, tmp_path: Path, kind: str, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=said) as error:
@@ -147,7 +149,7 @@ def test_models_that_the_file_would_not_hold(
     assert "convert_hf_to_gguf.py" in str(error.value) and "--to merged" in str(error.value)
 
 
-def test_a_weight_that_float16_cannot_hold(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_weight_beyond_float16_is_refused(folder_of: FolderOf, tmp_path: Path) -> None:
     model = loaded(folder_of("llama"))
     with torch.no_grad():
         model.model.model.layers[0].mlp.up_proj.weight[3, 4] = 1e5
@@ -156,7 +158,7 @@ def test_a_weight_that_float16_cannot_hold(folder_of: FolderOf, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("fault", ["weight", "tokens"])
-def test_a_file_that_is_not_the_model_is_found(folder_of: FolderOf, tmp_path: Path, fault: str) -> None:
+def test_file_that_differs_from_the_model_is_detected(folder_of: FolderOf, tmp_path: Path, fault: str) -> None:
     model, file = loaded(folder_of("llama")), tmp_path / "m.gguf"
     gguf_model.write(model, file, "float32", {"name": "m"})
     if fault == "weight":
@@ -178,7 +180,7 @@ def test_a_file_that_is_not_the_model_is_found(folder_of: FolderOf, tmp_path: Pa
         ("qwen2", {"byte_fallback": True}, r"no byte-level BPE \(BPE, byte_fallback\)"),
     ],
 )
-def test_tokenizers_that_have_no_name_there(split: str, changes: dict[str, Any], said: str) -> None:
+def test_tokenizers_without_a_gguf_name_are_refused(split: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         gguf_tokenizer.build_vocabulary(byte_level(split, **changes), 400, gguf_model.unsupported_error)
 
@@ -188,7 +190,7 @@ def test_names_of_splits(split: str, name: str) -> None:
     assert gguf_tokenizer.build_vocabulary(byte_level(split), 310, gguf_model.unsupported_error).pre == name
 
 
-def test_bos_is_added_by_readers_only_where_the_tokenizer_and_the_template_write_it() -> None:
+def test_bos_flag_is_set_only_if_tokenizer_and_template_write_bos() -> None:
     from tokenizers.processors import TemplateProcessing
 
     adding = byte_level(template=None)

@@ -1,4 +1,4 @@
-"""Chat templates in Ollama's language: translated where that is exact, and refused where it is not."""
+"""Chat templates in Ollama's template language: translated if the translation is exact, refused otherwise."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _holds(word: str, messages: list[dict[str, str]], message: dict[str, str] | 
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, INST], ids=["chatml", "llama3", "inst"])
-def test_a_translation_writes_what_the_template_writes(template: str) -> None:
+def test_translation_renders_the_same_text_as_the_template(template: str) -> None:
     tokenizer = of(template)
     turns, why = ollama.translate(tokenizer, add_bos=False)
     assert turns is not None and why == ""
@@ -110,7 +110,7 @@ def test_turns_are_cut_behind_the_token_that_ends_them() -> None:
     assert turns.opening == "<|im_start|>system\nBe brief.<|im_end|>\n"
 
 
-def test_bos_is_left_to_ollama_where_the_file_says_that_it_is_added() -> None:
+def test_bos_is_left_to_ollama_if_the_file_adds_it() -> None:
     turns, _ = ollama.translate(of(LLAMA3), add_bos=True)
     assert turns is not None and turns.opening == "" and not turns.before_system.startswith("<|endoftext|>")
 
@@ -129,12 +129,12 @@ def test_bos_is_left_to_ollama_where_the_file_says_that_it_is_added() -> None:
         ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + LLAMA3, "refuses a conversation"),
     ],
 )
-def test_what_is_not_exact_is_not_translated(template: str, why: str) -> None:
+def test_inexact_translation_is_refused(template: str, why: str) -> None:
     turns, said = ollama.translate(of(template), add_bos=False)
     assert turns is None and why in said
 
 
-def test_a_modelfile() -> None:
+def test_modelfile() -> None:
     turns, _ = ollama.translate(of(CHATML), add_bos=False)
     text = ollama.build_modelfile("m.gguf", turns, "", ["<|im_end|>", 'a"b'], CHATML)
     assert text.startswith('FROM ./m.gguf\n\nTEMPLATE """{{ if .Messages }}')

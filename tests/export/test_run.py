@@ -1,4 +1,4 @@
-"""Exports as folders: merged, adapter and Ollama; what they are checked for, and what is left when they end early."""
+"""Exports as folders: merged, adapter and Ollama; their verification, and what remains after an interruption."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adapter(folder_of: FolderOf, tmp_path: Path) -> Path:
     return directory
 
 
-def test_an_adapter_becomes_a_plain_model_in_the_dtype_of_its_base(adapter: Path, tmp_path: Path) -> None:
+def test_adapter_is_merged_into_a_plain_model_in_the_dtype_of_its_base(adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run.run(plan(adapter, "merged", out))
     assert report["dtype"] == "bfloat16" and report["logit_gap"] < 0.01
@@ -63,7 +63,7 @@ def test_an_adapter_becomes_a_plain_model_in_the_dtype_of_its_base(adapter: Path
     assert (head.path, head.run) == (str(out), None)
 
 
-def test_weights_come_in_shards(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_written_in_shards(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "SHARD_SIZE", "60KB")
     report = run.run(plan(adapter, "merged", tmp_path / "out"))
     shards = [name for name in report["files"] if name.endswith(".safetensors")]
@@ -78,7 +78,7 @@ def test_dtype_can_be_chosen(adapter: Path, tmp_path: Path) -> None:
         plan(adapter, "merged", tmp_path / "x", "q8_0")
 
 
-def test_ollama_gets_a_model_and_its_template(adapter: Path, tmp_path: Path) -> None:
+def test_ollama_export_has_model_and_template(adapter: Path, tmp_path: Path) -> None:
     report = run.run(plan(adapter, "ollama", tmp_path / "out", "q8_0"))
     assert report["template"] == "translated"
     assert {"Modelfile", "mine-q8_0.gguf", "README.md"} <= set(report["files"])
@@ -86,9 +86,7 @@ def test_ollama_gets_a_model_and_its_template(adapter: Path, tmp_path: Path) -> 
     assert text.startswith("FROM ./mine-q8_0.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
 
 
-def test_a_saved_model_that_is_not_the_one_loaded_leaves_nothing(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_verification_leaves_no_export(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = saving._write_full
 
     def wrong(loaded: Any, folder: Path) -> Any:
@@ -103,7 +101,7 @@ def test_a_saved_model_that_is_not_the_one_loaded_leaves_nothing(
 
 @pytest.mark.parametrize("kind", ["merged", "gguf"])
 @pytest.mark.parametrize("fault", ["full", "stopped"])
-def test_what_ends_early_leaves_the_old_export_and_nothing_else(
+def test_interrupted_export_leaves_only_the_old_export(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str
 ) -> None:
     import errno
@@ -114,7 +112,7 @@ def test_what_ends_early_leaves_the_old_export_and_nothing_else(
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", str(out)) if fault == "full" else KeyboardInterrupt
 
-    monkeypatch.setattr(run.card, "write_card", fail)  # the last step before the name is given
+    monkeypatch.setattr(run.card, "write_card", fail)  # the last step before the final rename
     with pytest.raises(RunError if fault == "full" else KeyboardInterrupt) as error:
         run.run(plan(adapter, kind, out))
     assert [p.name for p in out.parent.iterdir()] == ["out"]
@@ -123,7 +121,7 @@ def test_what_ends_early_leaves_the_old_export_and_nothing_else(
         assert "nothing of the export is left" in str(error.value) and "--resume" not in str(error.value)
 
 
-def test_a_disk_without_room_is_told_before_loading(
+def test_missing_disk_space_is_reported_before_loading(
     folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -137,7 +135,7 @@ def test_a_disk_without_room_is_told_before_loading(
     assert "--resume" not in str(error.value) and "keep_checkpoints" not in str(error.value)
 
 
-def test_only_exports_are_replaced(tmp_path: Path) -> None:
+def test_only_exports_are_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run.check_output(out, overwrite=False)
     out.mkdir()
@@ -153,7 +151,7 @@ def test_only_exports_are_replaced(tmp_path: Path) -> None:
         run.check_output(out / "thesis.tex", overwrite=True)
 
 
-def test_what_model_may_name(adapter: Path, tmp_path: Path) -> None:
+def test_accepted_model_arguments(adapter: Path, tmp_path: Path) -> None:
     assert find_source(str(adapter)) == find_source(str(adapter / "final"))
     (adapter / "checkpoints").mkdir()
     (adapter / "final").rename(adapter / "checkpoints" / "step-00000004")
@@ -175,7 +173,7 @@ def test_what_model_may_name(adapter: Path, tmp_path: Path) -> None:
         find_source(str(whole))
 
 
-def test_a_reward_model_is_refused(tmp_path: Path) -> None:
+def test_reward_model_is_refused(tmp_path: Path) -> None:
     directory = a_run(tmp_path / "rm", "reward_model", "tiny")
     (directory / "final").mkdir()
     (directory / "final" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
@@ -183,7 +181,7 @@ def test_a_reward_model_is_refused(tmp_path: Path) -> None:
         find_source(str(directory))
 
 
-def test_a_training_that_has_saved_nothing_yet_is_called_one(tmp_path: Path) -> None:
+def test_run_without_a_saved_model_is_reported(tmp_path: Path) -> None:
     (tmp_path / "resolved.json").write_text('{"stage": "rl"}')
     with pytest.raises(ModelError, match=r"has no trained model yet: it has neither final/ nor a checkpoint"):
         find_source(str(tmp_path))

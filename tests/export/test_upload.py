@@ -1,4 +1,4 @@
-"""Uploads to a hub that answers on this machine: what is sent, and what refusals and silence become."""
+"""Uploads to a local hub server: what is sent, and how refusals and time-outs are reported."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Export = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Hub(ThreadingHTTPServer):
-    """The hub's API as far as an upload uses it. files: what was committed, by name; statuses: answers to give instead,
-    by the end of a path."""
+    """The part of the hub's API that an upload uses. files: committed files by name; statuses: status codes to
+    return instead, by the end of a path.
+    """
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), Handler)
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Held all along, so that no other process gets it; a hub may listen on it."""
+    """A reserved port that no other process gets; a hub may listen on it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -150,7 +151,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def export(python_that_forks: Any, port: int, home: Path) -> Iterator[Export]:
-    """`posttrain export MODEL --to hub:me/mine`, in a process of its own: huggingface_hub reads its variables once."""
+    """Run `posttrain export MODEL --to hub:me/mine` in a separate process: huggingface_hub reads its variables only
+    once.
+    """
     drop = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
     given = {k: v for k, v in os.environ.items() if k not in drop}
     given |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
@@ -165,7 +168,7 @@ def export(python_that_forks: Any, port: int, home: Path) -> Iterator[Export]:
         yield call
 
 
-def test_an_upload_is_private_whole_and_says_no_token(export: Export, hub: Hub, model: Path) -> None:
+def test_upload_is_private_complete_and_prints_no_token(export: Export, hub: Hub, model: Path) -> None:
     done = export(model, "--json", "--license", "mit")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -185,10 +188,8 @@ def test_an_upload_is_private_whole_and_says_no_token(export: Export, hub: Hub, 
     assert again.returncode == 0 and "private    yes" in again.stdout, "it is there, and stays private"
 
 
-def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(
-    export: Export, hub: Hub, model: Path, home: Path
-) -> None:
-    """The base is in the hub's cache of this machine, as after a training."""
+def test_adapter_on_a_hub_base_is_uploaded_unmerged(export: Export, hub: Hub, model: Path, home: Path) -> None:
+    """The base is in the local hub cache, as after a training."""
     import shutil
 
     from posttrain.models.load import load
@@ -221,10 +222,10 @@ def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(
     ("ends", "status", "said"),
     [
         ("/repos/create", 403, "the token must be allowed to write there"),
-        ("/preupload/main", 507, "upload it with: hf upload me/mine"),  # 500 is tried again for half a minute
+        ("/preupload/main", 507, "upload it with: hf upload me/mine"),  # status 500 is retried for half a minute
     ],
 )
-def test_refusals(export: Export, hub: Hub, model: Path, ends: str, status: int, said: str) -> None:
+def test_upload_refusals_are_reported(export: Export, hub: Hub, model: Path, ends: str, status: int, said: str) -> None:
     hub.statuses[ends] = status
     done = export(model)
     assert done.returncode == (2 if status == 403 else 1)
@@ -235,25 +236,25 @@ def test_refusals(export: Export, hub: Hub, model: Path, ends: str, status: int,
     )
 
 
-def test_nobody_answers(export: Export, model: Path) -> None:
+def test_unreachable_hub_is_reported(export: Export, model: Path) -> None:
     done = export(model)
     assert done.returncode == 1 and "the hub cannot be reached" in done.stderr and "hf upload" in done.stderr
 
 
 @pytest.mark.usefixtures("hub")
-def test_nobody_signed_in_is_said_before_anything_is_written(export: Export, model: Path) -> None:
+def test_missing_login_is_reported_before_anything_is_written(export: Export, model: Path) -> None:
     done = export(model, token=None)
     assert done.returncode == 2 and "not signed in to the hub" in done.stderr and "hf auth login" in done.stderr
     assert not (model.parent / "exports").exists()
 
 
-def test_offline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"HF_HUB_OFFLINE=1 is set(.|\n)*unset HF_HUB_OFFLINE"):
         upload.check_login()
 
 
 @pytest.mark.parametrize("name", ["", "mine", "me/", "me/a/b", "me/a b", "/me"])
-def test_names(name: str) -> None:
+def test_repository_names(name: str) -> None:
     with pytest.raises(UserError, match="is not a model name of the hub"):
         upload.check_name(name)

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, driven by its debugging protocol over two pipes: no package and no port is needed."""
+"""Headless Chromium for tests, driven by its debugging protocol over two pipes; needs no package and no port."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class Browser:
         return found
 
     def open(self, url: str) -> None:
-        """Load a page and wait until it is there."""
+        """Load a page and wait for it."""
         self.events.clear()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
     def js(self, expression: str) -> Any:
-        """The value of an expression in the page. Raises AssertionError for one that throws."""
+        """Evaluate an expression in the page. Raises AssertionError if it throws."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true."""
+        """Return the value of an expression as soon as it is true."""
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
             if value := self.js(expression):
@@ -96,7 +96,7 @@ class Browser:
         return found
 
     def problems(self) -> list[str]:
-        """Errors of scripts and refusals by the page's policy since it was opened."""
+        """Return script errors and policy violations since the page was opened."""
         self.js("1")  # events before the answer are read
         return [
             json.dumps(event["params"])
@@ -106,7 +106,7 @@ class Browser:
         ]
 
     def requested(self) -> list[str]:
-        """Addresses that the page has asked for."""
+        """Return the addresses that the page has requested."""
         return [
             event["params"]["request"]["url"]
             for event in self.events
@@ -116,7 +116,7 @@ class Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """A browser with a profile in `folder`, ended with the block."""
+    """Start a browser with a profile in `folder`; it ends with the block."""
     assert CHROMIUM
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()

@@ -1,4 +1,4 @@
-"""Runs in every state, made by a process of their own without torch."""
+"""Runs in every state, made by a separate process without torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MakeRun = Callable[..., tuple[Path, "subprocess.Popen[str]"]]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[MakeRun]:
-    """make_run(name, how): a run that is running, finished, stopped, failed or killed, behind its fifth step."""
+    """make_run(name, how): a run that is running, finished, stopped, failed or killed after its fifth step."""
     children: list[subprocess.Popen[str]] = []
 
     def make(name: str, how: str, lr: float = 1e-3) -> tuple[Path, subprocess.Popen[str]]:

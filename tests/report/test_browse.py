@@ -1,4 +1,4 @@
-"""The page of completions: two runs joined by problem, text that cannot become markup, and the command."""
+"""The completions page: two runs joined by problem, text that is never markup, and the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_of(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:
-    """b has the problems of a in another order, one of them twice, and one of its own."""
+    """Two runs; b has the problems of a in another order, one of them twice, and one additional problem."""
     evil = "</script><script>alert(1)</script>"
     a = [
         {"problem": 0, "uid": "x", "sample": 1, "completion": "one", "correct": True},
@@ -48,7 +48,7 @@ def island(page: Path) -> Any:
     return json.loads(found[0])
 
 
-def test_problems_are_joined_by_uid_and_its_number(two: list[Path], tmp_path: Path) -> None:
+def test_problems_are_joined_by_uid_and_occurrence(two: list[Path], tmp_path: Path) -> None:
     counts = write_page(two, tmp_path / "page.html")
     assert counts == {"problems": 3, "completions": 6, "only_one_run": 1}
     problems = island(tmp_path / "page.html")["problems"]
@@ -57,14 +57,14 @@ def test_problems_are_joined_by_uid_and_its_number(two: list[Path], tmp_path: Pa
     assert texts[1:] == [[["two"], ["three"]], [[], ["five"]]]
 
 
-def test_what_a_model_wrote_is_never_markup(two: list[Path], tmp_path: Path) -> None:
+def test_model_text_is_never_markup(two: list[Path], tmp_path: Path) -> None:
     write_page(two[:1], tmp_path / "page.html")
     assert "<script>alert" not in (tmp_path / "page.html").read_text()
     assert island(tmp_path / "page.html")["problems"][0]["sides"][0][0]["completion"].startswith("</script>")
 
 
-def test_pictures_of_a_problem_are_shown_with_it(two: list[Path], tmp_path: Path) -> None:
-    """They stand at its first sample, and count for the whole problem; with two runs those of the first are shown."""
+def test_pictures_are_shown_with_their_problem(two: list[Path], tmp_path: Path) -> None:
+    """They are at its first sample and apply to the whole problem; with two runs those of the first are shown."""
     url = png_url(Pillow.new("RGB", (8, 8), "red"))
     rows = [json.loads(line) for line in (two[0] / "completions.jsonl").read_text().splitlines()]
     rows[1]["pictures"] = [url]
@@ -73,7 +73,7 @@ def test_pictures_of_a_problem_are_shown_with_it(two: list[Path], tmp_path: Path
     assert [problem["pictures"] for problem in island(tmp_path / "page.html")["problems"]] == [[url], [], []]
 
 
-def test_the_command(two: list[Path]) -> None:
+def test_browse_command(two: list[Path]) -> None:
     result = CliRunner().invoke(app, ["browse", *map(str, two)])
     assert result.exit_code == 0
     assert result.stdout.strip() == str(two[1] / "browse.html")

@@ -1,4 +1,4 @@
-"""Pages of runs in every state as a browser shows them: drawn, with values on hover, and texts of models as texts."""
+"""Pages of runs in every state in a real browser: charts are drawn, hover shows values, model text stays text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def check_drawn(tab: Browser, charts: int) -> None:
-    """Each chart has a canvas with something on it; no script failed, nothing was refused or loaded from elsewhere."""
+    """Check that each chart's canvas is not empty, no script failed, and nothing was blocked or loaded from
+    elsewhere.
+    """
     assert tab.js("document.querySelectorAll('#charts > .charts canvas').length") == charts
     inked = """[...document.querySelectorAll('#charts > .charts canvas')].every((c) =>
         c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v))"""
@@ -39,7 +41,7 @@ def check_drawn(tab: Browser, charts: int) -> None:
 
 
 def check_shown_as_text(tab: Browser) -> None:
-    """The completion stands there letter for letter but for its control characters, and did nothing."""
+    """Check that the completion is shown literally, except for control characters, and was not executed."""
     shown = EVIL.replace("\x1b", "\\u001b").replace("\x07", "\\u0007").replace("\u202e", "\\u202e")
     texts = tab.js("[...document.querySelectorAll('article pre')].map((e) => e.textContent)")
     assert shown in texts
@@ -47,7 +49,7 @@ def check_shown_as_text(tab: Browser) -> None:
 
 
 @pytest.mark.parametrize("how", ["running", "finished", "stopped", "failed", "killed"])
-def test_the_page_of_a_run(how: str, make_run: Any, tab: Browser, tmp_path: Path) -> None:
+def test_run_page_in_a_browser(how: str, make_run: Any, tab: Browser, tmp_path: Path) -> None:
     run, _ = make_run("r", how)
     if how == "killed":
         write_report(open_runs([run]), run / "report.html")
@@ -84,7 +86,7 @@ def test_hover_smoothing_intervals_and_filter(make_run: Any, tab: Browser) -> No
     assert tab.problems() == []
 
 
-def test_markup_that_got_into_the_page_would_not_run(make_run: Any, tab: Browser) -> None:
+def test_injected_markup_does_not_run(make_run: Any, tab: Browser) -> None:
     run, _ = make_run("r", "finished")
     tab.open((run / "report.html").as_uri())
     markup = json.dumps(EVIL)
@@ -95,7 +97,7 @@ def test_markup_that_got_into_the_page_would_not_run(make_run: Any, tab: Browser
     assert sum("Content Security Policy" in problem for problem in tab.problems()) >= 2
 
 
-def test_several_runs_over_each_other(make_run: Any, tab: Browser, tmp_path: Path) -> None:
+def test_curves_of_several_runs_are_overlaid(make_run: Any, tab: Browser, tmp_path: Path) -> None:
     runs = [make_run("a", "finished")[0], make_run("b", "stopped", 1e-2)[0]]
     write_report(open_runs(runs), tmp_path / "both.html")
     tab.open((tmp_path / "both.html").as_uri())
@@ -105,7 +107,7 @@ def test_several_runs_over_each_other(make_run: Any, tab: Browser, tmp_path: Pat
     check_shown_as_text(tab)
 
 
-def test_the_live_page_renews_itself(make_run: Any, tab: Browser, tmp_path: Path) -> None:
+def test_live_page_updates_itself(make_run: Any, tab: Browser, tmp_path: Path) -> None:
     run, child = make_run("r", "running")
     with make_server([run], 0) as server:
         Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

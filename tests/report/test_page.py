@@ -1,4 +1,4 @@
-"""The page of a run: whole without anything else, and with what a reader looks for."""
+"""The page of a run: self-contained, and with the content that a reader looks for."""
 
 import json
 import re
@@ -25,7 +25,7 @@ INTERVAL = {"mean": 0.9, "low": 0.88, "high": 0.92}
 
 
 class Balance(HTMLParser):
-    """Raises where a tag closes another one than the last that is open."""
+    """Raises if a tag closes an element other than the innermost open one."""
 
     VOID = ("meta", "br", "line", "rect", "input")
 
@@ -96,7 +96,7 @@ def finished(tmp_path):
     return tmp_path
 
 
-def test_the_page_is_whole_and_needs_nothing_else(finished):
+def test_page_is_complete_and_self_contained(finished):
     page = render([RunView(finished)])
     checker = Balance()
     checker.feed(page)
@@ -106,7 +106,7 @@ def test_the_page_is_whole_and_needs_nothing_else(finished):
     assert "default-src 'none'" in unescape(page) and "connect-src" not in page
 
 
-def test_the_page_shows_curves_samples_table_and_origin(finished):
+def test_page_shows_curves_samples_table_and_origin(finished):
     page = render([RunView(finished)])
     groups = data_of(page)["groups"]
     assert [group["title"] for group in groups] == ["Curves", "Curves of sft"]
@@ -119,20 +119,20 @@ def test_the_page_shows_curves_samples_table_and_origin(finished):
     assert "<b>1:01</b>train time" in page
 
 
-def test_intervals_and_cut_completions_are_in_sight(finished):
+def test_intervals_and_truncated_completions_are_shown(finished):
     page = render([RunView(finished)])
     assert "<b>0.9</b>accuracy <i>[0.880, 0.920]</i>" in page and 'width="4' in page
     assert '<div class="warn"><b>25.0%</b>cut completions</div>' in page
     assert page.count("cut at the length limit") == 3
 
 
-def test_control_characters_are_seen_and_not_obeyed(finished):
+def test_control_characters_are_shown_escaped(finished):
     page = render([RunView(finished)])
     assert "\x1b" not in page and "\u202e" not in page
     assert "\\u001b[31m\\u202e" in page
 
 
-def test_the_newest_numbers_of_a_run_that_goes_on(tmp_path):
+def test_latest_metrics_of_a_running_run(tmp_path):
     rows = [
         {"step": 1, "reward": 0.5, "eval/accuracy": 0.5, "eval/accuracy/low": 0.4, "eval/accuracy/high": 0.6},
         {"step": 2, "reward": 0.75, "completions/clipped_ratio": 0.02},
@@ -143,18 +143,18 @@ def test_the_newest_numbers_of_a_run_that_goes_on(tmp_path):
     assert "<b>0.75</b>reward" in page and "<b>2.0%</b>cut completions" in page and 'class="warn"' not in page
 
 
-def test_a_run_that_just_started_has_a_page_too(tmp_path):
+def test_run_that_just_started_has_a_page(tmp_path):
     page = render([RunView(tmp_path)])
     assert "not finished" in page and data_of(page)["groups"] == [] and "<article" not in page
 
 
-def test_nothing_in_the_data_ends_its_element():
+def test_data_cannot_close_its_element():
     text = json_island({"a": "</script><!--<script>\u2028&"})
     assert not re.search("[<>&\u2028]", text)
     assert json.loads(text) == {"a": "</script><!--<script>\u2028&"}
 
 
-def test_a_page_is_small_and_quick_however_long_the_run_is(tmp_path):
+def test_page_size_and_time_are_bounded_for_long_runs(tmp_path):
     (tmp_path / "resolved.json").write_text('{"stage": "rl"}')
     row = {f"metric/{n}": 0.123456789 for n in range(60)}
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -175,7 +175,7 @@ def test_a_page_is_small_and_quick_however_long_the_run_is(tmp_path):
     assert {record["step"] for record in view.samples} >= {1, 5000}
 
 
-def test_a_file_that_was_cut_back_is_read_anew(tmp_path):
+def test_truncated_file_is_read_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {s}, "loss": {s}}}\n' for s in (1, 2, 3)) + '{"step": 4, "lo')
     curves = Curves(path)
@@ -187,7 +187,7 @@ def test_a_file_that_was_cut_back_is_read_anew(tmp_path):
     assert curves.read_more() and curves.points["loss"] == [(1, 9.0), (2, 7.0)]
 
 
-def test_intervals_come_with_metrics_that_have_bounds(tmp_path):
+def test_intervals_are_shown_for_metrics_with_bounds(tmp_path):
     rows = [
         {"step": 1, "eval/accuracy": 0.5, "eval/accuracy/low": 0.4, "eval/accuracy/high": 0.6, "correct": 0.5,
          "rollout/rows": 80},
@@ -213,21 +213,21 @@ def test_wilson_interval():
     assert low == 0.0 and high == pytest.approx(1.96**2 / (8 + 1.96**2), abs=1e-6)
 
 
-def test_samples_of_first_last_and_steps_between():
+def test_samples_of_first_last_and_intermediate_steps():
     records = [{"step": s, "prompt": "p", "completion": f"{s}" * 10_000} for s in range(100) for _ in range(9)]
     found = select_samples(records)
     assert {0, 99} <= {record["step"] for record in found} and len(found) == 32
     assert len(found[0]["completion"]) < MAX_CHARACTERS + 100 and "4000 characters more" in found[0]["completion"]
 
 
-def test_the_ends_of_a_long_file(tmp_path):
+def test_first_and_last_lines_of_a_long_file(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(json.dumps({"step": s, "completion": "x" * 2000}) + "\n" for s in range(2000)) + '{"torn')
     steps = [row["step"] for row in read_ends(path)]
     assert steps[0] == 0 and steps[-1] == 1999 and len(steps) < 700 and steps == sorted(set(steps))
 
 
-def test_a_page_that_cannot_be_written_stops_nothing_and_is_told_once(tmp_path, capsys):
+def test_unwritable_page_is_reported_once_and_stops_nothing(tmp_path, capsys):
     (tmp_path / "resolved.json").write_text("not json")
     page = LivePage(tmp_path)
     page.write()
@@ -235,7 +235,7 @@ def test_a_page_that_cannot_be_written_stops_nothing_and_is_told_once(tmp_path, 
     assert capsys.readouterr().err.count("report.html is not written: ") == 1
 
 
-def test_a_page_is_written_every_few_seconds_at_most(tmp_path, monkeypatch):
+def test_page_is_written_at_most_every_few_seconds(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("posttrain.report.live.time.monotonic", lambda: now[0])
     (tmp_path / "resolved.json").write_text("{}")
@@ -261,7 +261,7 @@ def test_ticks_are_round_and_cover_the_values():
     assert compute_ticks(5, 5) == [4.5, 5.0, 5.5]
 
 
-def test_long_curves_are_thinned_by_means_and_keep_their_end():
+def test_long_curves_are_downsampled_by_means_and_keep_their_end():
     points = [(i, float(i % 2)) for i in range(1000)]
     short = thin(points, 100)
     assert len(short) == 100 and short[-1] == (999, 1.0)

@@ -1,4 +1,4 @@
-"""What became of a run: its status, its page whichever way it ended, and the commands that list, compare and remove."""
+"""Run states: the status, the page after every kind of end, and the commands that list, compare and remove runs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def invoke(*words: object, stdin: str = "") -> Any:
 
 
 @pytest.mark.parametrize("how", STATES)
-def test_the_state_and_the_page_of_each_end(how: str, make_run: Any) -> None:
+def test_state_and_page_of_each_kind_of_end(how: str, make_run: Any) -> None:
     run, _ = make_run("r", how)
     found = status.read(run)
     assert found.state == how
     page = (run / "report.html").read_text()
-    written = "running" if how == "killed" else how  # who is killed writes nothing more
+    written = "running" if how == "killed" else how  # a killed process writes nothing more
     assert f'<span class="state {written}">' in page
     assert ("not finished" in page) == (how != "finished")
     if how == "failed":
@@ -48,14 +48,14 @@ def test_the_state_and_the_page_of_each_end(how: str, make_run: Any) -> None:
         assert '<span class="state killed">' in (run / "report.html").read_text()
 
 
-def test_a_run_that_hung_tells_its_phase(make_run: Any) -> None:
+def test_hung_run_reports_its_phase(make_run: Any) -> None:
     run, _ = make_run("r", "killed")
     (run / "logs" / "attempt_1" / "hang-rank0.txt").write_text("rank 0, step 3: the phase `sync` takes longer\nstack\n")
     found = status.read(run)
     assert found.state == "failed" and found.message.startswith("rank 0, step 3: the phase `sync` takes longer (stacks")
 
 
-def test_a_run_goes_from_killed_to_finished(make_run: Any) -> None:
+def test_run_changes_from_killed_to_finished(make_run: Any) -> None:
     run, _ = make_run("r", "killed")
     resolved = json.loads((run / "resolved.json").read_text())
     with RunDirectory.open(run, name="r", text="x", resolved=resolved, resume=True) as directory:
@@ -97,7 +97,7 @@ def test_runs_are_listed_filtered_and_noted(make_run: Any, tmp_path: Path) -> No
     assert not (b / "note.txt").exists()
 
 
-def test_stages_of_a_pipeline_are_listed_when_asked_for(make_run: Any, tmp_path: Path) -> None:
+def test_pipeline_stages_are_listed_on_request(make_run: Any, tmp_path: Path) -> None:
     whole, _ = make_run("p", "finished")
     make_run("p/seed-0/rl", "finished")
     assert len(json.loads(invoke("runs", tmp_path, "--json").stdout)) == 1
@@ -105,8 +105,8 @@ def test_stages_of_a_pipeline_are_listed_when_asked_for(make_run: Any, tmp_path:
     assert {row["path"] for row in found} == {str(whole), str(whole / "seed-0" / "rl")}
 
 
-def test_a_sweep_is_called_one_and_shows_its_runs(make_run: Any, tmp_path: Path) -> None:
-    """Their curves over each other and links to their pages. A training that holds an evaluation is no sweep."""
+def test_sweep_is_listed_as_a_sweep_and_shows_its_runs(make_run: Any, tmp_path: Path) -> None:
+    """Overlaid curves and links to the runs' pages. A training that contains an evaluation is not a sweep."""
     make_run("sw/optim.lr=0.1/seed-0", "finished")
     make_run("sw/optim.lr=0.2/seed-0", "failed")
     (tmp_path / "sw" / "resolved.json").write_text('{"stage": "rl"}')
@@ -124,7 +124,7 @@ def test_a_sweep_is_called_one_and_shows_its_runs(make_run: Any, tmp_path: Path)
     assert group["runs"][0]["curves"]["reward"]["x"] == [1, 2, 3, 4, 5]
 
 
-def test_the_steps_of_a_run_in_epochs_are_known_once_its_rows_are(tmp_path: Path) -> None:
+def test_total_steps_of_a_run_in_epochs_are_known_after_loading_rows(tmp_path: Path) -> None:
     resolved = {"stage": "sft", "run": {"epochs": 2}}
     with RunDirectory.open(tmp_path / "r", name="r", text="x", resolved=resolved) as directory:
         status.note_steps(directory, 7)  # without a status nothing is noted
@@ -138,7 +138,7 @@ def test_the_steps_of_a_run_in_epochs_are_known_once_its_rows_are(tmp_path: Path
     assert " 3/7 " in invoke("runs", tmp_path).stdout
 
 
-def test_a_run_is_removed_after_a_question_and_never_another_thing(
+def test_remove_asks_first_and_only_removes_runs(
     make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, _ = make_run("done", "finished")
@@ -183,7 +183,7 @@ def test_two_runs_are_compared(make_run: Any) -> None:
     assert f"did you mean `{a.parent}`?" in invoke("runs", f"{a.parent}x").stderr
 
 
-def test_two_trainings_say_which_steps_their_means_are_over(make_run: Any) -> None:
+def test_comparison_of_trainings_states_the_steps_of_its_means(make_run: Any) -> None:
     a, _ = make_run("a", "finished")
     steps = [json.loads(line)["step"] for line in (a / "metrics.jsonl").read_text().splitlines()][-10:]
     said = invoke("diff", a, a)
@@ -198,9 +198,11 @@ def test_two_trainings_say_which_steps_their_means_are_over(make_run: Any) -> No
 def test_two_evaluations_are_compared_in_pairs(
     make_run: Any, better: int, diff: float, low: float, high: float, told: str
 ) -> None:
-    """Of 40 problems of both, b is right on 2 (20) more: the resampled mean is Binomial(40, 1/20 or 1/2) / 40. Its
-    97.5% points are 5 (P(X <= 4) = 0.952, P(X <= 5) = 0.986) and 26; its 2.5% points 0 (P(X = 0) = 0.129) and 14. The
-    accuracies themselves, half right, would be known only to +-0.15."""
+    """Of 40 shared problems, b is right on 2 (20) more: the resampled mean is Binomial(40, 1/20 or 1/2) / 40.
+
+    Its 97.5% points are 5 (P(X <= 4) = 0.952, P(X <= 5) = 0.986) and 26; its 2.5% points 0 (P(X = 0) = 0.129) and
+    14. The accuracies themselves, half right, would only be known to +-0.15.
+    """
     a, _ = make_run("a", "finished")
     b, _ = make_run("b", "finished")
     for run, right, alone in ((a, 20, "x"), (b, 20 + better, "y")):
@@ -214,7 +216,7 @@ def test_two_evaluations_are_compared_in_pairs(
     assert "2 problems that only one run has are left out" in said and "Means are over" not in said
 
 
-def test_two_evaluations_are_compared_by_all_that_both_measure(make_run: Any) -> None:
+def test_two_evaluations_are_compared_by_all_shared_metrics(make_run: Any) -> None:
     """Of 4 completions c are right: pass@2 = 1 - C(4-c, 2) / C(4, 2), so 0, 1/2 and 1 for c = 0, 1, 4. cons@4 is the
     column `consensus`; votes of 2 completions are not in problems.jsonl and have no interval, nor has pass@8, which
     only one of the evaluations could say."""
@@ -242,7 +244,7 @@ def test_two_evaluations_are_compared_by_all_that_both_measure(make_run: Any) ->
     assert "pass@2: +0.3750, 95% interval [+0.0000, +0.7500] includes 0: no difference is shown" in lines
 
 
-def test_rows_of_the_training_are_named_wherever_a_measurement_is_shown(make_run: Any) -> None:
+def test_training_rows_are_reported_wherever_metrics_are_shown(make_run: Any) -> None:
     """On the page of the evaluation, in a comparison and in the closing table of a sweep."""
     a, _ = make_run("a", "finished")
     b, _ = make_run("b", "finished")
@@ -269,11 +271,11 @@ def test_evaluations_without_a_problem_in_common_have_no_interval(make_run: Any)
         (run / "problems.jsonl").write_text(json.dumps({"uid": run.name, "accuracy": 1.0}) + "\n", encoding="utf-8")
     assert "The evaluations share no problem" in invoke("diff", a, b).stdout
     assert "+0.0000, without an interval (not informative: one problem)" in invoke("diff", a, a).stdout
-    (a / "problems.jsonl").write_text('{"uid": "a", "prompt": "1 + 1?"}\n', encoding="utf-8")  # as generate leaves them
+    (a / "problems.jsonl").write_text('{"uid": "a", "prompt": "1 + 1?"}\n', encoding="utf-8")  # as generate writes them
     assert json.loads(invoke("diff", a, a, "--json").stdout)["paired"] is None
 
 
-def test_the_page_of_several_runs(make_run: Any) -> None:
+def test_page_of_several_runs(make_run: Any) -> None:
     a, _ = make_run("a", "finished")
     b, _ = make_run("b", "failed", 1e-2)
     said = invoke("report", a, b)
@@ -292,7 +294,7 @@ def ask(url: str, **headers: str) -> tuple[int, str]:
         return refused.code, refused.read().decode()
 
 
-def test_the_server_answers_this_machine_alone_and_tells_what_is_new(make_run: Any) -> None:
+def test_server_answers_only_this_machine_and_sends_updates(make_run: Any) -> None:
     run, child = make_run("r", "running")
     with make_server([run], 0) as server:
         Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -316,8 +318,8 @@ def test_the_server_answers_this_machine_alone_and_tells_what_is_new(make_run: A
         server.shutdown()
 
 
-def test_a_list_has_the_newest_number_and_a_comparison_the_last_evaluation(tmp_path: Path) -> None:
-    """A mean over evaluations, which are far apart, would lag behind."""
+def test_list_shows_the_latest_metric_and_comparison_the_last_evaluation(tmp_path: Path) -> None:
+    """A mean over widely spaced evaluations would lag behind."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "resolved.json").write_text(json.dumps({"stage": "sft", "run": {"steps": 3}}))

@@ -1,4 +1,4 @@
-"""Trackers: what their offline files hold is the run's metrics and samples, and a tracker that fails stops nothing."""
+"""Trackers: their offline files hold the run's metrics and samples, and a failing tracker stops nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXPECTED = {  # (step, name) -> value; summaries at the last step
 
 
 def send(run: Path, name: str, **environment: str) -> None:
-    """As `track: [{use: NAME, offline: true}]` does, in a process of its own."""
+    """Send a run in a separate process, as `track: [{use: NAME, offline: true}]` does."""
     code = (
         "import sys; from pathlib import Path; from posttrain.track.follow import follow\n"
         f"follow(Path({str(run)!r}), [{{'use': {name!r}, 'offline': True, 'project': 'p'}}], sys.exit)"
@@ -114,10 +114,10 @@ def test_trackio(run: Path) -> None:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: LevelDB's log format, blocks of 32 KiB, a record in one or several parts."""
+    """Return the records of a .wandb file: LevelDB's log format, blocks of 32 KiB, a record in one or several parts."""
     from wandb.proto import wandb_internal_pb2 as pb
 
-    data, at, parts = path.read_bytes(), 7, b""  # behind the file's own head
+    data, at, parts = path.read_bytes(), 7, b""  # after the file header
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:
@@ -126,7 +126,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or the last part
             record = pb.Record()
             record.ParseFromString(parts)
             parts = b""
@@ -180,7 +180,7 @@ def test_mlflow(run: Path) -> None:
 
 
 class Told:
-    """Keeps what it is told, in place of a tracker."""
+    """A tracker that records its calls."""
 
     made: list[Told] = []  # noqa: RUF012
 
@@ -212,7 +212,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
     return Told.made
 
 
-def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(run: Path, told: list[Told]) -> None:
+def test_failing_tracker_is_reported_once_and_the_others_continue(run: Path, told: list[Told]) -> None:
     notes: list[str] = []
     follow.follow(run, [{"use": "trackio"}, {"use": "wandb"}], notes.append)
     assert notes == ["tracker trackio is disabled: ConnectionError: the server is on fire"]
@@ -220,7 +220,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(run: Path, told:
     assert told[1].steps == [0, 1, 2, 3, 3] and told[1].state == "finished" and len(told[1].rows) == 2
 
 
-def test_one_that_cannot_start_is_told_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_that_cannot_start_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Any) -> Any:
         raise SystemExit("no such account")
 
@@ -230,7 +230,7 @@ def test_one_that_cannot_start_is_told_too(run: Path, monkeypatch: pytest.Monkey
     assert notes == ["tracker wandb is disabled: SystemExit: no such account"]
 
 
-def test_a_resumed_run_sends_no_step_twice(run: Path, told: list[Told]) -> None:
+def test_resumed_run_sends_no_step_twice(run: Path, told: list[Told]) -> None:
     follow.follow(run, [{"use": "wandb"}], pytest.fail)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward": 1.0}\n{"step": 4, "eval/loss": 2.0}\n')
@@ -239,8 +239,10 @@ def test_a_resumed_run_sends_no_step_twice(run: Path, told: list[Told]) -> None:
     assert told[0].target.key == told[1].target.key and told[1].target.resumed and not told[0].target.resumed
 
 
-def test_the_end_of_an_earlier_start_is_none(run: Path, told: list[Told], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run was stopped, and is resumed: its status is still that of before while a process has it open."""
+def test_status_of_an_earlier_start_does_not_end_tracking(
+    run: Path, told: list[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped run is resumed: its status is still the earlier one while a process has it open."""
     (run / "status.json").write_text('{"state": "stopped", "attempt": 1}')
     seen = []
 
@@ -254,7 +256,7 @@ def test_the_end_of_an_earlier_start_is_none(run: Path, told: list[Told], monkey
     assert seen == [""] and told[0].state == "finished"
 
 
-def test_whole_rows_only_and_from_the_start_of_a_shorter_file(tmp_path: Path) -> None:
+def test_only_complete_rows_are_read_and_a_shorter_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = Rows(path)
     assert rows.new() == []
@@ -294,7 +296,7 @@ with RunDirectory.open(Path(sys.argv[1]), name="r", text="", resolved=resolved) 
 
 @needs("tensorboard")
 @pytest.mark.parametrize("how", ["finished", "killed"])
-def test_a_run_is_followed_by_a_process_that_outlives_it(how: str, tmp_path: Path) -> None:
+def test_tracking_process_outlives_its_run(how: str, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     folder = tmp_path / "run"
@@ -326,7 +328,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_process_that_fails_or_hangs_stops_nothing(
+def test_failing_or_hanging_tracking_process_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     directory = RunDirectory.open(tmp_path / "run", name="r", text="", resolved={})
@@ -375,7 +377,7 @@ def test_recipes_name_trackers(tmp_path: Path) -> None:
         load_dict({**base, "track": ["wand"]}, base_dir=tmp_path, where="test")
 
 
-def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_track_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found("json"))
     missing = CliRunner().invoke(app, ["track", str(run), "--to", "wandb"])
@@ -399,7 +401,7 @@ def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: p
         assert refused.exit_code == 2 and message in refused.stderr
 
 
-def test_a_command_to_view_a_run_quotes_its_path() -> None:
+def test_view_command_quotes_the_run_path() -> None:
     target = backends.Target("sums", "one", "key", Path("my runs/track"), offline=True)
     found = {name: backends.VIEW_COMMANDS[name](target) for name in ("wandb", "tensorboard", "mlflow")}
     assert found == {
