@@ -1,5 +1,7 @@
-"""The benchmarks' arithmetic: ratios come from the steps in the JSON. With `make test-slow` the scripts run, on tiny
-models, and what they call equal is equal."""
+"""Benchmark arithmetic: ratios are computed from the steps in the JSON.
+
+`make test-slow` also runs the scripts on tiny models and checks the equalities that they claim.
+"""
 
 import argparse
 import importlib.util
@@ -57,8 +59,8 @@ def record(**more):
 
 
 @pytest.mark.parametrize("script", ["rl_step.py", "sft.py", "dpo.py"])
-def test_a_committed_file_gives_its_ratios(tmp_path, script):
-    """Two steps left out: 2.0 s against 4.0 s a step, 10 GiB against 20."""
+def test_ratios_of_a_committed_file(tmp_path, script):
+    """Two steps are excluded: 2.0 s against 4.0 s per step, 10 GiB against 20."""
     file = tmp_path / "x.json"
     file.write_text(json.dumps(record(trl_tries=[])))
     done = subprocess.run(
@@ -70,15 +72,15 @@ def test_a_committed_file_gives_its_ratios(tmp_path, script):
     assert rows["peak GiB"] == ["10.000", "20.000", "0.500"]
 
 
-def test_the_fastest_try_by_the_token_counts(sides):
+def test_fastest_setting_per_token_is_used(sides):
     slow, packed = side([4.0] * 5), side([8.0] * 5, tokens=4000)
     failed = {"error": "x", "settings": {}}
     assert sides.best_of([failed, slow, packed]) is packed
     assert sides.best_of([failed]) is failed
 
 
-def test_steps_that_count_are_those_of_the_work_and_at_least_the_last(sides):
-    """One step left out; and a side that was ended in its second step has one, which counts."""
+def test_warm_up_steps_are_excluded_except_the_last(sides):
+    """One step is excluded; a side stopped in its second step has one, which counts."""
     long = record(work="L", posttrain=side([9.0, 1.0, 3.0], left_out=1, cut_off="after 200 s"),
                   trl=side([8.0], left_out=1, cold_start_s=30.0, start_s=20.0))  # fmt: skip
     rows = {line[:26].strip(): line[26:].split() for line in sides.table(long).splitlines()}
@@ -87,7 +89,7 @@ def test_steps_that_count_are_those_of_the_work_and_at_least_the_last(sides):
     assert "posttrain: ended after 200 s, in step 4" in sides.table(long)
 
 
-def test_what_plan_says_stands_beside_the_peak(sides):
+def test_predicted_memory_is_shown_next_to_the_peak(sides):
     text = sides.table(record(posttrain=side([1.0] * 3, peak=10.5, idle_gib=0.5, predicted_peak_gib=9.0)))
     assert "posttrain: peak predicted by plan / measured: 9.00 / 10.00 GiB = 0.900" in text
 
@@ -112,8 +114,8 @@ with sides.reporting(spec) as result:
     [([0.1, 0.2], "", {"step_s"}, 60), ([0.1, 60], "", {"step_s", "cut_off"}, 5), ([60], "", {"cut_off", "error"}, 1),
      ([0.1], "no", {"step_s", "error", "out_of_memory"}, 60)],
 )  # fmt: skip
-def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, known, seconds):
-    """A worker that hangs is killed with what it has started, and so is what a worker leaves behind that ends."""
+def test_stopped_side_keeps_its_steps(sides, tmp_path, steps, fails, known, seconds):
+    """A hanging worker is killed with its child processes, and so are processes left by a worker that ends."""
     script = tmp_path / "worker.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{WORKER}")
     spec = {"steps": steps, "fails": fails, "later": 1000.0, "one": {"micro": 8}, "left_out": 1}
@@ -127,7 +129,7 @@ def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, kno
         time.sleep(0.05)
 
 
-def test_vllms_own_clock_is_kept(sides):
+def test_vllm_timings_are_recorded(sides):
     log = """INFO 11-29 14:41:00 [gpu_model_runner.py:1] Model loading took 2.58 GiB memory and 0.71 seconds
 INFO 11-29 14:41:01 [cuda.py:1] Using FLASH_ATTN attention backend
 step 3 took 4 s
@@ -144,19 +146,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_failed_side_is_told(sides):
+def test_failed_side_is_reported(sides):
     text = sides.table(record(trl={"error": "Traceback\nValueError: no", "settings": {}}))
     assert "trl: failed: ValueError: no" in text and "2.000" in text
 
 
-def test_the_floor_of_an_update(sides):
-    """6 FLOP a weight and token over 45% of 989 TFLOP/s; 4 with frozen weights, which have no gradient."""
+def test_minimum_time_of_an_update(sides):
+    """6 FLOP per weight and token over 45% of 989 TFLOP/s; 4 with frozen weights, which have no gradient."""
     assert sides.floor_update_s("NVIDIA H100", 10**9, 10**5, lora=False) == pytest.approx(6e14 / (0.45 * 989e12))
     assert sides.floor_update_s("NVIDIA H100", 10**9, 10**5, lora=True) == pytest.approx(4e14 / (0.45 * 989e12))
     assert sides.floor_update_s("CPU", 10**9, 10**5, lora=True) is None
 
 
-def test_running_out_of_memory_is_a_result(sides, tmp_path, capsys):
+def test_out_of_memory_is_a_result(sides, tmp_path, capsys):
     out = tmp_path / "out.json"
     with sides.reporting({"out": str(out)}):
         try:
@@ -167,7 +169,7 @@ def test_running_out_of_memory_is_a_result(sides, tmp_path, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_memory_is_that_of_the_process_tree(sides):
+def test_memory_is_summed_over_the_process_tree(sides):
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(200 << 20); print(flush=True); input()"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     with sides.Memory(None) as memory:
@@ -179,8 +181,8 @@ def test_memory_is_that_of_the_process_tree(sides):
     assert memory.peak() > 0.19
 
 
-def test_memory_is_that_of_the_first_visible_gpu(sides, monkeypatch):
-    """NVML does not know of CUDA_VISIBLE_DEVICES."""
+def test_memory_is_read_from_the_first_visible_gpu(sides, monkeypatch):
+    """NVML ignores CUDA_VISIBLE_DEVICES."""
 
     class Nvml:
         nvmlDeviceGetCount = staticmethod(lambda: 4)
@@ -197,8 +199,8 @@ def test_memory_is_that_of_the_first_visible_gpu(sides, monkeypatch):
         assert sides.Memory(Nvml).read() == gib
 
 
-def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
-    """As many requests as rollouts, each with its own number of tokens, and no more steps than there are lengths."""
+def test_generation_only_replays_the_lengths_of_the_last_step(monkeypatch):
+    """As many requests as rollouts, each with its number of tokens, and no more steps than recorded lengths."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import rl_posttrain
 
@@ -241,8 +243,8 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     ]
 
 
-def test_a_start_is_timed_in_functions_that_there_are(monkeypatch):
-    """What comes before step 1 is timed in the modules that call it, under names that they have."""
+def test_timed_startup_functions_exist(monkeypatch):
+    """The time before step 1 is measured in the modules that call each part, under existing names."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import rl_posttrain
 
@@ -256,8 +258,8 @@ def test_a_start_is_timed_in_functions_that_there_are(monkeypatch):
     assert rl.probe_max_memory is before and set(marks) == {"imports"}
 
 
-def test_a_step_enters_no_more_files_and_functions_than_it_did(monkeypatch, tmp_path):
-    """Less is better: lower the numbers with the code."""
+def test_number_of_files_and_functions_of_a_step_does_not_grow(monkeypatch, tmp_path):
+    """Fewer is better: lower the numbers with the code."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import step_calls
 
@@ -267,8 +269,8 @@ def test_a_step_enters_no_more_files_and_functions_than_it_did(monkeypatch, tmp_
     assert len(seen) <= 150
 
 
-def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
-    """All components that a step calls, all rewards but those that wait for others, and a step's bookkeeping."""
+def test_every_part_of_host_work_is_timed(monkeypatch, tmp_path):
+    """All components that a step calls, all rewards except those that wait for I/O, and a step's bookkeeping."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import host_parts
 
@@ -292,7 +294,7 @@ TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is
 
 @pytest.fixture
 def smoke(tmp_path):
-    """Runs a script from a folder of its own; its JSON and what it printed. An exit code that is not 0 is an error."""
+    """Run a script in a separate folder; return its JSON and its output. A nonzero exit code is an error."""
 
     def run(script: str, *flags: str) -> tuple[dict[str, Any], str]:
         out = tmp_path / "the results" / f"{script}.json"
@@ -306,7 +308,7 @@ def smoke(tmp_path):
 
 
 def same(one: dict[str, Any], other: dict[str, Any], *curves: str) -> None:
-    """The two sides saw the same tokens, and these figures of each step are equal but for rounding."""
+    """Check that both sides saw the same tokens and that these metrics of each step are equal up to rounding."""
     assert one["tokens"] == other["tokens"] and min(one["tokens"]) > 0
     for curve in curves:
         assert one[curve] == pytest.approx(other[curve], rel=1e-4, abs=1e-5), curve
@@ -314,9 +316,11 @@ def same(one: dict[str, Any], other: dict[str, Any], *curves: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_product_runs_between_the_clocks(tmp_path, monkeypatch, capsys):
-    """Not slow: the clocks take the place of functions of the loop, and a change there must be seen at once. The script
-    runs in this process, and starts another that measures."""
+def test_timers_wrap_the_training_loop(tmp_path, monkeypatch, capsys):
+    """Not slow: the timers replace functions of the loop, and a change there must be noticed immediately.
+
+    The script runs in this process and starts another process that measures.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import scale_ranks
 
@@ -334,8 +338,8 @@ def test_the_loop_of_the_product_runs_between_the_clocks(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 @TRL
-def test_sft_and_trl_have_the_same_losses(smoke):
-    """Padded and padding-free TRL see the rows of each step; packed, it puts them in lines of its own."""
+def test_sft_losses_equal_trl(smoke):
+    """Padded and padding-free TRL see the rows of each step; with packing, TRL packs rows its own way."""
     record, printed = smoke("sft.py", "--smoke")
     tries = {one["settings"]["way"]: one for one in record["trl_tries"]}
     for way in ("padding_free", "padded"):
@@ -349,8 +353,8 @@ def test_sft_and_trl_have_the_same_losses(smoke):
 
 @pytest.mark.slow
 @TRL
-def test_dpo_and_trl_have_the_same_losses(smoke):
-    """As it comes, TRL sees the pairs of each step; grouped by length, all of them in another order."""
+def test_dpo_losses_equal_trl(smoke):
+    """By default TRL sees the pairs of each step; grouped by length, it sees all of them in another order."""
     record, printed = smoke("dpo.py", "--smoke")
     same(record["posttrain"], record["trl_tries"][0], "loss", "grad_norm", "margins")
     ways = [one["settings"]["way"] for one in record["trl_tries"]]
@@ -361,7 +365,7 @@ def test_dpo_and_trl_have_the_same_losses(smoke):
 
 @pytest.mark.slow
 @TRL
-def test_an_rl_step_is_that_of_trl(smoke):
+def test_rl_step_equals_trl(smoke):
     """Work B: the same tokens on both sides, so the same rewards and gradients."""
     record, _ = smoke("rl_step.py", "--smoke", "--work", "B")
     assert record["work"] == "B"
@@ -379,17 +383,18 @@ def test_an_rl_step_is_that_of_trl(smoke):
 
 @pytest.mark.slow
 @TRL
-def test_an_rl_step_on_pictures_is_that_of_trl(smoke):
-    """Work V: a tiny Qwen2.5-VL, all of which is trained, on the same rows."""
+def test_rl_step_on_pictures_equals_trl(smoke):
+    """Work V: a tiny Qwen2.5-VL with all weights trained, on the same rows."""
     record, _ = smoke("rl_step.py", "--smoke", "--work", "V")
     same(record["posttrain"], record["trl"], "reward", "grad_norm")
 
 
 @pytest.mark.slow
 @TRL
-def test_all_rl_works_run_one_after_the_other(tmp_path):
-    """Work A samples, L has adapters whose first values each side draws by itself: both sides run, on the same tokens
-    in L. With --warm each side is started once before."""
+def test_all_rl_works_run_in_sequence(tmp_path):
+    """Work A samples; L has adapters whose initial values each side draws separately: both sides run, on the same
+    tokens in L. With --warm each side is started once before.
+    """
     command = [sys.executable, str(BENCHMARKS / "rl_step_all.py"), "--smoke", "--works", "A", "L", "--flags=--warm"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     records = {name: json.loads((tmp_path / f"rl_{name}.json").read_text()) for name in ("A", "L")}
@@ -403,8 +408,8 @@ def test_all_rl_works_run_one_after_the_other(tmp_path):
     assert done.returncode == 0 and "work A" in done.stdout and "work L" in done.stdout
 
 
-def test_ways_that_have_no_room_end_the_search_of_their_kind(monkeypatch):
-    """The fastest by the token of those that fit is taken, and nothing larger than one that does not is tried."""
+def test_out_of_memory_ends_the_search_over_larger_settings(monkeypatch):
+    """The fastest setting per token that fits is used, and nothing larger than a setting that does not fit is tried."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import rl_trl
 
@@ -456,7 +461,7 @@ def test_rollouts_are_exchanged_in_fewer_bytes(smoke):
 
 
 @pytest.mark.slow
-def test_a_step_is_the_same_on_all_numbers_of_ranks(smoke):
+def test_step_does_not_depend_on_the_number_of_ranks(smoke):
     record, printed = smoke("scale_ranks.py", "--smoke", "--weak")
     assert list(record["ranks"]) == ["1", "2", "2 weak"]
     one, two, weak = record["ranks"].values()
@@ -466,8 +471,8 @@ def test_a_step_is_the_same_on_all_numbers_of_ranks(smoke):
 
 
 @pytest.mark.slow
-def test_a_step_is_the_same_with_an_engine_elsewhere(smoke):
-    """`server` samples what `one` samples, and has its log-probs corrected: another gradient, the same rewards."""
+def test_step_is_the_same_with_a_remote_engine(smoke):
+    """`server` samples what `one` samples, and its log-probs are corrected: another gradient, the same rewards."""
     record, printed = smoke("server.py", "--smoke", "--runs", "one", "server")  # `both` is two of scale_ranks.py
     one, server = record["runs"]["one"], record["runs"]["server"]
     same(one, server, "reward")
@@ -513,8 +518,8 @@ def test_rl_with_tools_runs_all_its_stages(smoke):
 
 
 @pytest.mark.slow
-def test_rollouts_with_slow_tools_are_the_same_both_ways(smoke):
-    """The script compares every turn of every rollout with what was to be written."""
+def test_rollouts_with_slow_tools_are_equal_on_both_sides(smoke):
+    """The script compares every turn of every rollout with the expected text."""
     record, printed = smoke("tools_latency.py", "--smoke", "--rounds", "1")
     assert record["setting"]["calls"] == 199
     for way in ("lockstep", "independent"):
@@ -524,7 +529,7 @@ def test_rollouts_with_slow_tools_are_the_same_both_ways(smoke):
 
 @pytest.mark.slow
 @TRL
-def test_rewards_are_those_of_a_plain_loop(smoke):
+def test_rewards_equal_a_plain_loop(smoke):
     record, printed = smoke("rewards.py", "--n", "200", "--workers", "2")
     for kind, rows in (("grouped", 200), ("distinct", 40)):
         assert record[kind]["rows"] == rows and record[kind]["agreement_with_the_loop"] == 1.0
@@ -533,7 +538,7 @@ def test_rewards_are_those_of_a_plain_loop(smoke):
 
 
 @pytest.mark.slow
-def test_long_rows_are_the_same_with_every_offload(smoke):
+def test_long_rows_give_the_same_result_with_every_offload(smoke):
     record, printed = smoke("long_rows.py", "--smoke")
     runs = record["runs"]
     assert len(runs) == 9 and "wrong: none" in printed
@@ -545,7 +550,7 @@ def test_long_rows_are_the_same_with_every_offload(smoke):
 
 
 @pytest.mark.slow
-def test_a_divided_model_is_measured_against_one_gpu(smoke):
+def test_sharded_model_is_compared_with_one_gpu(smoke):
     record, printed = smoke("mesh.py", "--smoke", "--stages", "sft", "rl")
     assert len(record["equal"]) == 12 and len(record["resume"]) == 4 and len(record["context"]) == 2
     assert len(record["tensor"]) == 6 and "tensor/sft mixture float32, expert" in record["tensor"]

@@ -1,6 +1,6 @@
-"""More ways to turn a vector case into calls of the product: turns, steps and tool calls of agents.
+"""Modes that turn vector cases of agents (turns, steps, tool calls) into calls of the product.
 
-As in mechanics.py, only shapes and names: no formula lives here.
+Like mechanics.py, only shapes and names: no formula is here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""When a computed output equals an expected one: |a - b| <= 1e-8 + 1e-6 |b|, or a case's own absolute tolerance.
+"""Equality of a computed and an expected output: |a - b| <= 1e-8 + 1e-6 |b|, or a case's absolute tolerance.
 
-Expected null is None or NaN; True is 1; words equal words only; lists have equal lengths; objects have equal keys, as
-strings. Every cell counts, masked ones too (they are 0).
+Expected null is None or NaN; True is 1; text equals only the same text; lists have equal lengths; objects have equal
+keys, as strings. Every cell counts, including masked ones (they are 0).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RELATIVE = 1e-6
 
 
 def plain(value: Any) -> Any:
-    """JSON-able: tensors and arrays become lists, tuples lists, NaN None, keys strings."""
+    """Convert to JSON values: tensors and arrays become lists, tuples lists, NaN None, keys strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -28,7 +28,10 @@ def plain(value: Any) -> Any:
 
 
 def case_differences(case: Mapping[str, Any], output: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a case's outputs, [] if nothing. A missing output is wrong, one that nobody expects is not."""
+    """Return the errors in a case's outputs, [] if there are none.
+
+    A missing expected output is an error, an additional output is not.
+    """
     tolerance = case.get("tolerance", {})
     found: list[str] = []
     if not case["expected"]:
@@ -42,7 +45,7 @@ def case_differences(case: Mapping[str, Any], output: Mapping[str, Any]) -> list
 
 
 def differences(expected: Any, got: Any, path: str, tolerance: float | None = None) -> Iterator[str]:
-    """Each place where two plain values differ, as `path: expected ..., got ...`."""
+    """Return each difference between two plain values as `path: expected ..., got ...`."""
     if isinstance(expected, Mapping) and isinstance(got, Mapping):
         for key in sorted(expected.keys() ^ got.keys()):
             yield f"{path}.{key}: {'missing' if key in expected else 'not expected'}"

@@ -29,7 +29,7 @@ Verdict = Literal["passed", "failed", "unknown"]
 
 
 def load_adapters() -> dict[str, Adapter]:
-    """id -> adapter, of all tables in adapters/. An id that two tables name is an error."""
+    """Load id -> adapter from all tables in adapters/. An id in two tables is an error."""
     adapters: dict[str, Adapter] = {}
     for path in sorted((HERE / "adapters").glob("*.yaml")):
         table = read_table(path)
@@ -40,7 +40,10 @@ def load_adapters() -> dict[str, Adapter]:
 
 
 def load_vectors(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """id -> its cases, from every JSON file but interface.json. A file that is no vector file gives [] (and fails)."""
+    """Load id -> cases from every JSON file except interface.json.
+
+    A file without valid vectors gives [] (and fails).
+    """
     vectors: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         if path.name == "interface.json":
@@ -56,7 +59,7 @@ def load_vectors(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def compute(adapters: Mapping[str, Adapter], method: str, case: Mapping[str, Any]) -> dict[str, Any]:
-    """The product's outputs for one case, JSON-able. A case with an `op` is about the function `METHOD.OP`."""
+    """Compute the product's outputs for one case as JSON values. A case with an `op` tests the function `METHOD.OP`."""
     name = f"{method}.{case['op']}" if case.get("op") else method
     return plain(adapters[name](case))
 
@@ -64,7 +67,7 @@ def compute(adapters: Mapping[str, Adapter], method: str, case: Mapping[str, Any
 def check(
     adapters: Mapping[str, Adapter], method: str, cases: Sequence[Mapping[str, Any]]
 ) -> tuple[Verdict, list[dict[str, Any]]]:
-    """The verdict on an id and what was computed, [{"name", "output"}]; an exception is a failure and is told."""
+    """Return the verdict on an id and its outputs, [{"name", "output"}]; an exception is a reported failure."""
     if method not in adapters:
         return "unknown", []
     computed: list[dict[str, Any]] = []

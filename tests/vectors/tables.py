@@ -1,8 +1,9 @@
-"""Adapters as tables: adapters/*.yaml say which mode turns the cases of an id into which call of the product.
+"""Adapters as tables: adapters/*.yaml state which mode turns the cases of an id into which call of the product.
 
-A tag names a mode of the modules below and its value holds that mode's arguments, by name or in order. `!f loss.kl.k1`
-is a function or class of posttrain, `!reward length.cosine` a shipped reward script, `!here NAME` a function of one of
-the modules. A map of names in which most stay as they are may be a list: `[a, b, {c: d}]` is `{a: a, b: b, c: d}`.
+A tag names a mode of the modules below and its value holds that mode's arguments, by name or in order. `!f
+loss.kl.k1` is a function or class of posttrain, `!reward length.cosine` a shipped reward script, `!here NAME` a
+function of one of the modules. A map of names in which most are unchanged can be a list: `[a, b, {c: d}]` is `{a: a,
+b: b, c: d}`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MODES = {name: f for name, f in FUNCTIONS if inspect.signature(f).return_annotat
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader with the tags above; a key that stands twice in one mapping is an error."""
+    """SafeLoader with the tags above; a duplicate key in a mapping is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [self.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -47,7 +48,7 @@ class Loader(yaml.SafeLoader):
 
 
 def read_table(path: Path) -> dict[str, Adapter]:
-    """id -> adapter of one file. Errors: a mode, argument, function or key that is not there, or stands twice."""
+    """Read id -> adapter from one file. Raises for an unknown or duplicate mode, argument, function or key."""
     with path.open(encoding="utf-8") as stream:
         return yaml.load(stream, Loader)
 
@@ -59,7 +60,7 @@ def find_function(path: str) -> Callable[..., Any]:
 
 
 def build_adapter(loader: Loader, mode: str, node: yaml.Node) -> Any:
-    """The mode called with the arguments of the node."""
+    """Call the mode with the arguments of the node."""
     if isinstance(node, yaml.MappingNode):
         arguments, named = [], loader.construct_mapping(node, deep=True)
     else:

@@ -1,4 +1,4 @@
-"""The tables of adapters only name things. What computes is the product; the modes that call it compute nothing."""
+"""The adapter tables only contain names. The product computes; the modes that call it compute nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tables(runner: ModuleType) -> ModuleType:
 
 
 def numbers(node: yaml.Node, key: str = "") -> Iterator[str]:
-    """The numbers of a table outside of DEFAULTS and of the steps of `at_steps`, each with its line."""
+    """Return the numbers of a table outside of DEFAULTS and of the steps of `at_steps`, each with its line."""
     if isinstance(node, yaml.ScalarNode):
         if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
             yield f"{node.start_mark.line + 1}: the number {node.value}"
@@ -47,11 +47,11 @@ def tags(node: yaml.Node) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_a_table_holds_no_number(path: Path) -> None:
+def test_table_contains_no_numbers(path: Path) -> None:
     assert list(numbers(yaml.compose(path.read_text()))) == []
 
 
-def test_there_are_tables_and_nothing_else() -> None:
+def test_adapters_folder_contains_only_tables() -> None:
     assert len(TABLES) >= 4
     assert [p.name for p in (HERE / "adapters").rglob("*.*") if p.suffix != ".yaml"] == []
 
@@ -71,7 +71,7 @@ def test_every_mode_is_used(tables: ModuleType) -> None:
     ("line", "error"),
     [
         ("a: !no_such_mode [!f loss.kl.k1, x]", KeyError),
-        ("a: !tensor [1]", KeyError),  # a function of mechanics that is no mode
+        ("a: !tensor [1]", KeyError),  # a function of mechanics that is not a mode
         ("a: !call [!f loss.kl.no_such_function, x]", AttributeError),
         ("a: !call [!f os.system, x]", ModuleNotFoundError),
         ("a: !call [!reward length.no_such_reward, x]", Exception),
@@ -84,7 +84,7 @@ def test_every_mode_is_used(tables: ModuleType) -> None:
         ("a: !call {function: !f loss.kl.k1, outputs: x, outputs: y}", ValueError),
     ],
 )
-def test_a_table_with_a_mistake_is_refused(line: str, error: Any, tables: ModuleType, tmp_path: Path) -> None:
+def test_invalid_table_is_refused(line: str, error: Any, tables: ModuleType, tmp_path: Path) -> None:
     good = "good: !call [!f loss.kl.k1, x]\n"
     (tmp_path / "table.yaml").write_text(good)
     assert list(tables.read_table(tmp_path / "table.yaml")) == ["good"]
@@ -104,18 +104,20 @@ def test_a_table_with_a_mistake_is_refused(line: str, error: Any, tables: Module
         ("a: !call [!f x, {y: true, z: null}]", []),
     ],
 )
-def test_a_number_would_be_seen(line: str, found: list[str]) -> None:
+def test_number_in_a_table_is_detected(line: str, found: list[str]) -> None:
     assert list(numbers(yaml.compose(line))) == found
 
 
-def test_a_list_of_names_maps_them_to_themselves(tables: ModuleType, tmp_path: Path) -> None:
+def test_list_of_names_maps_them_to_themselves(tables: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "table.yaml").write_text("a: !call [!f evaluate.estimators.avg_at_k, [avg, {rows: per_problem}]]")
     adapter = tables.read_table(tmp_path / "table.yaml")["a"]
     assert adapter({"params": {}, "inputs": {"correct": [[1, 0]]}}).keys() == {"avg", "rows"}
 
 
-def test_the_modes_hold_no_arithmetic(tables: ModuleType) -> None:
-    """mechanics.py and its like move numbers and call the product; operators that make new numbers are not in them."""
+def test_modes_contain_no_arithmetic(tables: ModuleType) -> None:
+    """mechanics.py and similar modules move numbers and call the product; they contain no operators that compute new
+    numbers.
+    """
     for module in tables.MODULES:
         nodes = list(ast.walk(ast.parse((HERE / f"{module}.py").read_text())))
         made = [n for n in nodes if isinstance(n, (ast.BinOp, ast.AugAssign)) and not isinstance(n.op, ast.BitOr)]

@@ -1,4 +1,4 @@
-"""The runner sees what is wrong: a number off by 1%, a missing key, an unknown id, a case that raises."""
+"""The runner detects errors: a number off by 1%, a missing key, an unknown id, a case that raises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def changed(value: Any, path: tuple[Any, ...]) -> Any:
-    """A copy with the number at `path` 1% off; 0 and what is as good as 0 becomes 0.01. A text gets another end."""
+    """Return a copy with the number at `path` 1% off; 0 and values close to 0 become 0.01.
+
+    A text gets another ending.
+    """
     value = copy.deepcopy(value)
     holder = value
     for step in path[:-1]:
@@ -44,7 +47,7 @@ def changed(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_number_changed_by_one_percent_is_seen(
+def test_each_number_changed_by_one_percent_is_detected(
     method: str, runner: ModuleType, adapters: Any, vectors: Any
 ) -> None:
     seen = 0
@@ -59,7 +62,7 @@ def test_each_number_changed_by_one_percent_is_seen(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_missing_output_is_seen(method: str, runner: ModuleType, adapters: Any, vectors: Any) -> None:
+def test_each_missing_output_is_detected(method: str, runner: ModuleType, adapters: Any, vectors: Any) -> None:
     for case in vectors[method]:
         output = runner.compute(adapters, method, case)
         for key in case["expected"]:
@@ -67,14 +70,14 @@ def test_each_missing_output_is_seen(method: str, runner: ModuleType, adapters: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_missing_value_fails(method: str, runner: ModuleType, adapters: Any, vectors: Any) -> None:
+def test_missing_value_fails(method: str, runner: ModuleType, adapters: Any, vectors: Any) -> None:
     case = copy.deepcopy(vectors[method][0])
     values = case["params"] if method == "toolrl_scale" else case["inputs"]  # its one input has a default
     del values[next(iter(values))]
     assert runner.check(adapters, method, [case])[0] == "failed"
 
 
-def test_a_changed_copy_fails_through_the_command(
+def test_changed_vectors_fail_through_the_command(
     runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for method in METHODS:
@@ -87,7 +90,7 @@ def test_a_changed_copy_fails_through_the_command(
     assert lines == [*(f"{m} failed" for m in METHODS), f"0 passed, {len(METHODS)} failed, 0 unknown"]
 
 
-def test_a_removed_key_fails_through_the_command(
+def test_removed_key_fails_through_the_command(
     runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads((HERE / "pass_at_k.json").read_text())
@@ -106,8 +109,8 @@ def test_a_removed_key_fails_through_the_command(
     assert capsys.readouterr().out.splitlines()[-1] == "0 passed, 4 failed, 0 unknown"
 
 
-def test_the_command_from_another_directory(forked_python: str, tmp_path: Path) -> None:
-    """A fresh process; every line and the outputs that are asked for."""
+def test_command_from_another_directory(forked_python: str, tmp_path: Path) -> None:
+    """A separate process; every line and the requested outputs."""
     shutil.copy(HERE / "loss_aggregation.json", tmp_path)
     (tmp_path / "no_such_method.json").write_text('{"method": "no_such_method", "cases": []}')
     command = [forked_python, str(HERE / "run.py"), str(tmp_path), "--json", "out.json"]
@@ -124,7 +127,7 @@ def test_the_command_from_another_directory(forked_python: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ids", ["no_such_method", "grpo,no_such_method", "no_file"])
-def test_an_unknown_id_that_was_asked_for_is_an_error(
+def test_requested_unknown_id_is_an_error(
     ids: str, runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(HERE / "grpo.json", tmp_path)
@@ -135,7 +138,7 @@ def test_an_unknown_id_that_was_asked_for_is_an_error(
     assert lines[-1] == f"{ids.count('grpo')} passed, 0 failed, 1 unknown"
 
 
-def test_a_folder_without_vectors_is_an_error(runner: ModuleType, tmp_path: Path) -> None:
+def test_folder_without_vectors_is_an_error(runner: ModuleType, tmp_path: Path) -> None:
     assert runner.main([str(tmp_path)]) == 2
 
 
@@ -169,14 +172,14 @@ def test_comparison(expected: Any, got: Any, same: bool, runner: ModuleType) -> 
     assert (runner.case_differences({"expected": {"x": expected}}, {"x": got, "extra": 1}) == []) is same
 
 
-def test_a_tolerance_is_absolute_and_of_its_key(runner: ModuleType) -> None:
+def test_tolerance_is_absolute_and_per_key(runner: ModuleType) -> None:
     case = {"expected": {"x": 100.0, "y": 100.0}, "tolerance": {"x": 0.5}}
     assert runner.case_differences(case, {"x": 100.4, "y": 100.0}) == []
     assert runner.case_differences(case, {"x": 100.6, "y": 100.0}) != []
     assert runner.case_differences(case, {"x": 100.0, "y": 100.4}) != []
 
 
-def test_plain_turns_what_functions_return_into_json(runner: ModuleType) -> None:
+def test_plain_converts_results_to_json(runner: ModuleType) -> None:
     import torch
 
     given = {1: torch.tensor([1.0, float("nan")]), "b": (torch.tensor(True), None, [(0, 1)])}
@@ -204,16 +207,14 @@ def test_plain_turns_what_functions_return_into_json(runner: ModuleType) -> None
         ("grpo_norm", {}, {"rewards": [[3.0], [1, 1]]}, [0.0, 0.0, 0.0]),
     ],
 )
-def test_other_forms_of_a_case(
+def test_equivalent_forms_of_a_case(
     method: str, params: Any, inputs: Any, expected: Any, runner: ModuleType, adapters: Any
 ) -> None:
     case = {"name": "made", "params": params, "inputs": inputs, "expected": {"advantages": expected}}
     assert runner.case_differences(case, runner.compute(adapters, method, case)) == []
 
 
-def test_a_name_that_the_product_does_not_take_is_never_ignored(
-    runner: ModuleType, adapters: Any, vectors: Any
-) -> None:
+def test_unknown_argument_name_is_never_ignored(runner: ModuleType, adapters: Any, vectors: Any) -> None:
     for method in METHODS:
         for place in ("params", "inputs"):
             case = copy.deepcopy(vectors[method][0])
@@ -221,8 +222,6 @@ def test_a_name_that_the_product_does_not_take_is_never_ignored(
             assert runner.check(adapters, method, [case])[0] == "failed", (method, place)
 
 
-def test_a_case_about_a_companion_function_does_not_run_the_method(
-    runner: ModuleType, adapters: Any, vectors: Any
-) -> None:
+def test_case_of_a_companion_function_does_not_run_the_method(runner: ModuleType, adapters: Any, vectors: Any) -> None:
     case = {**vectors["grpo"][0], "op": "no_such_companion"}
     assert runner.check(adapters, "grpo", [case])[0] == "failed"

@@ -1,4 +1,4 @@
-"""The product's formulas give the numbers of the vector files in this folder."""
+"""The product's formulas reproduce the numbers of the vector files in this folder."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_vectors(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_defaults_are_those_of_the_interface(
+def test_defaults_match_the_interface(
     method: str, runner: ModuleType, adapters: Any, vectors: Any, interface: Any
 ) -> None:
-    """A case that leaves a parameter out and one that gives its documented default compute the same."""
+    """A case that omits a parameter and one that gives its documented default compute the same."""
     for case in vectors[method]:
         params = {**defaults(interface[method]["params"], case["params"]), **case["params"]}
         inputs = {**defaults(interface[method]["inputs"], {}), **case["inputs"]}
@@ -50,7 +50,7 @@ def test_defaults_are_those_of_the_interface(
 def test_every_output_of_the_interface_is_computed(
     method: str, runner: ModuleType, adapters: Any, vectors: Any, interface: Any
 ) -> None:
-    """But for those that only other cases expect: companions and variants have outputs of their own."""
+    """Except outputs that only cases of companions and variants expect."""
     everywhere = {name for case in vectors[method] for name in case["expected"]}
     for case in vectors[method]:
         others = everywhere - case["expected"].keys()
