@@ -13,9 +13,7 @@ THOUGHT = "We add 2 and 2.\nThat is 4.\nWait, check.\nBut no\nline. Hmm\n it is 
 
 
 def test_chunks_start_at_marker_words_and_single_lines_join_the_next() -> None:
-    r"""`Wait, check.` is one line and joins `But no\
-    line. `; `Hmm..` has two.
-    """
+    r"""`Wait, check.` is one line and joins `But no\nline. `; `Hmm..` has two."""
     assert e.chunks(THOUGHT) == [
         "We add 2 and 2.\nThat is 4.\n",
         "Wait, check.\nBut no\nline. ",
