@@ -154,7 +154,7 @@ def test_pictures_that_cannot_be_drawn_are_refused(task: str, params: dict[str, 
         rows(f"task:{task}", **params)
 
 
-def test_a_single_kind_has_no_others() -> None:
+def test_single_kind_of_shape_has_no_other_shapes() -> None:
     made = rows("task:count_shapes", count=6, colours=["red"], shapes=["circle"], levels=[3])
     assert all(row["shapes"] == int(row["answer"]) for row in made)
     assert any(a["answer"] != b["answer"] for a, b in itertools.pairwise(made))

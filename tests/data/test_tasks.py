@@ -60,7 +60,7 @@ def test_every_generator_has_examples(name: str) -> None:
     assert make.examples_of(registry.get("task", name).function)
 
 
-def test_an_example_that_is_not_made_is_an_error(tmp_path: Path) -> None:
+def test_generator_that_contradicts_its_examples_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GENERATOR + '\nEXAMPLES = [(0, {"largest": 0}, {"answer": "3"})]\n')
     with pytest.raises(DataError, match="EXAMPLES: the answer of 1 is '0', not '3'"):
         load_rows(Data(source="mine.py:sums", size=2), tmp_path)

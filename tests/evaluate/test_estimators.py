@@ -147,7 +147,7 @@ def test_bootstrap_accepts_every_recipe_seed() -> None:
         assert bootstrap_ci(data, resamples=200, seed=seed).low == bootstrap_ci(data, resamples=200, seed=seed).low
 
 
-def test_bootstrap_says_when_it_says_nothing() -> None:
+def test_bootstrap_marks_uninformative_intervals() -> None:
     one, constant, few = bootstrap_ci([0.3]), bootstrap_ci([1.0] * 30), bootstrap_ci([0.0, 1.0, 1.0])
     assert not one.informative and (one.low, one.high) == (0.3, 0.3)
     assert not constant.informative and constant.low == constant.high == 1.0

@@ -142,7 +142,7 @@ def test_missing_extra_is_reported(call: Callable[..., Any], folder: Path, monke
     assert "pip install 'posttrain[eval]'" in done.stderr and not (folder / "runs").exists()
 
 
-def test_a_recipe_is_no_model(call: Callable[..., Any]) -> None:
+def test_eval_of_a_recipe_with_harness_suggests_the_harness_command(call: Callable[..., Any]) -> None:
     done = call("eval", "mine.yaml", "--harness", "gsm8k")
     assert done.exit_code == 2 and "posttrain harness RECIPE" in done.stderr
 
@@ -285,7 +285,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(call: Callable[..., An
 
 
 @NEEDS
-def test_answers_are_cut_for_grading_behind_their_thought(tmp_path: Path) -> None:
+def test_stop_strings_apply_after_the_thought_when_grading(tmp_path: Path) -> None:
     from posttrain.evaluate.harness_model import HarnessModel
     from posttrain.models.load import load
     from posttrain.recipe.sections import Model

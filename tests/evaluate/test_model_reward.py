@@ -137,7 +137,7 @@ def wrong(completions, **_):
     return [1.0] * (len(completions) + 1)
 
 
-def test_a_broken_contract_is_told(monkeypatch, tmp_path):
+def test_invalid_reward_model_output_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr("posttrain.evaluate.model_reward.score", wrong)
     with (
         Scorer([Reward(use="reward_model", params={"path": "a"})], Scoring(), tmp_path) as scored,

@@ -64,7 +64,7 @@ def test_lowest_loss_ranks_first_and_setting_without_runs_last(tmp_path: Path) -
     assert describe_ranking(rows, criterion)[1] == "The interval of low overlaps with no other."
 
 
-def test_settings_of_one_value_have_no_order(tmp_path: Path) -> None:
+def test_settings_with_equal_values_have_no_order(tmp_path: Path) -> None:
     runs = {name: [_run(tmp_path / name, [{"reward": 0.0}] * 8)] for name in ("a", "b")}
     criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
     said = describe_ranking(_ranked(runs, criterion), criterion)

@@ -102,7 +102,7 @@ def test_translation_renders_the_same_text_as_the_template(template: str) -> Non
         assert as_go_would(turns.to_go_template(), talk) == chat.render(tokenizer, talk, generation_prompt=True)
 
 
-def test_turns_are_cut_behind_the_token_that_ends_them() -> None:
+def test_turns_are_split_after_their_end_token() -> None:
     turns, _ = ollama.translate(of(CHATML), add_bos=False)
     assert turns is not None
     assert (turns.before_user, turns.after_user) == ("<|im_start|>user\n", "<|im_end|>\n")

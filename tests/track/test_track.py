@@ -354,7 +354,7 @@ def test_failing_or_hanging_tracking_process_stops_nothing(
     assert "the run goes on without them" in capsys.readouterr().err
 
 
-def test_the_key_of_a_run_is_its_own(tmp_path: Path) -> None:
+def test_run_key_is_unique_and_survives_a_resume(tmp_path: Path) -> None:
     keys = set()
     for name in ("a", "b"):
         with RunDirectory.open(tmp_path / name, name="r", text="", resolved={}) as directory:

@@ -109,7 +109,7 @@ def test_keys_incompatible_with_windows_are_refused(home: Path, changes: Values,
         load_dict(values_of(**changes), base_dir=home, where="test")
 
 
-def test_windows_are_shown_before_a_run(cli: Any, home: Path) -> None:  # noqa: F811
+def test_windows_in_plan_methods_and_validation(cli: Any, home: Path) -> None:  # noqa: F811
     (home / "run.yaml").write_text(json.dumps(values_of()))
     assert "10" in cli.run("plan", str(home / "run.yaml"))
     assert "window" in cli.run("methods", "show", "shape/windows")

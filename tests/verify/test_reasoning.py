@@ -122,7 +122,7 @@ def test_right_verdict_beats_a_wrong_one_in_stage_2() -> None:
         critique(right, 1, stage=3)  # type: ignore[arg-type]
 
 
-def test_the_two_part_reward_is_0_1_or_2() -> None:
+def test_two_part_reward_is_0_1_or_2() -> None:
     texts = ["", "<answer>4</answer>", "<think>a</think><answer>4</answer>", "<think>a</think><answer>5</answer>"]
     assert [reasoning.format_and_accuracy(t, "4")["reward"] for t in texts] == [0.0, 1.0, 2.0, 1.0]
     assert format_and_accuracy("<think> </think><answer>4</answer>", "4")["format"] == 0.0

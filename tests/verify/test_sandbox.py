@@ -162,7 +162,7 @@ def test_files_of_the_user_cannot_be_read(tmp_path: Path) -> None:
 
 
 @namespaces
-def test_the_scratch_directory_is_bounded() -> None:
+def test_scratch_directory_is_bounded() -> None:
     done = run("for i in range(9): open(f'/tmp/{i}', 'w').write('x' * (8 << 20))")
     assert done.exit_code == 1
     assert "No space left" in done.stderr
