@@ -76,7 +76,7 @@ def alone(folder: Path, kind: str) -> list[Any]:
     loaded = shared_ranks.load(folder / "model", kind)
     engine = make_engine(shared_ranks.section_of(kind), loaded, scratch=folder / "alone", max_len=shared_ranks.WINDOW)
     try:
-        return sorted(shared_ranks.follow(engine, loaded, range(len(shared_ranks.TEXTS)))["rollouts"])
+        return sorted(shared_ranks.sample_across_syncs(engine, loaded, range(len(shared_ranks.TEXTS)))["rollouts"])
     finally:
         engine.close()
 
