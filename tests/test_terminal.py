@@ -91,6 +91,7 @@ def test_all_output_goes_through_the_terminal_module() -> None:
     """Except prints of programs that run elsewhere."""
     root, found = Path(posttrain.__file__).parent, []
     elsewhere = {"terminal.py", "registry.py", "recipe/schema.py", "verify/jail.py", "run/watchdog.py"}
+    elsewhere |= {"verify/function_calls.py"}  # runs in the sandbox, which reads its output
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -5,6 +5,7 @@ Later wins: defaults <- preset (`algorithm:`) <- extended recipes <- the file <-
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,7 +161,8 @@ def _join_split_path(first: str, others: Sequence[str]) -> str:
     """Return the path of an existing file that the shell has split at its blanks into `first` and the first of
     `others`; "" if there is none."""
     wholes = (" ".join([first, *others[: n + 1]]) for n in range(len(others)))
-    return "" if Path(first).expanduser().exists() else next((w for w in wholes if Path(w).expanduser().is_file()), "")
+    found = next((whole for whole in wholes if os.path.isfile(os.path.expanduser(whole))), "")
+    return "" if os.path.exists(os.path.expanduser(first)) else found  # False, not an error, for a name of any length
 
 
 def locate_file(path: Path) -> Path:
