@@ -160,9 +160,10 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
 def _join_split_path(first: str, others: Sequence[str]) -> str:
     """Return the path of an existing file that the shell has split at its blanks into `first` and the first of
     `others`; "" if there is none."""
+    if os.path.exists(os.path.expanduser(first)):  # os.path: False, not an error, for a name of any length
+        return ""
     wholes = (" ".join([first, *others[: n + 1]]) for n in range(len(others)))
-    found = next((whole for whole in wholes if os.path.isfile(os.path.expanduser(whole))), "")
-    return "" if os.path.exists(os.path.expanduser(first)) else found  # False, not an error, for a name of any length
+    return next((whole for whole in wholes if os.path.isfile(os.path.expanduser(whole))), "")
 
 
 def locate_file(path: Path) -> Path:

@@ -27,8 +27,8 @@ CHUNK_STEPS = 16  # steps between two outputs of a request
 class _ChunkedOutputs(scheduler.Scheduler):  # type: ignore[misc]
     """Holds back the outputs of running requests and sends them every `CHUNK_STEPS` steps, or when the request ends.
 
-    Only of requests that are marked `IN_CHUNKS`. Others need each token: the trainer's process ends them at a stop
-    string, or a sync may interrupt them.
+    This applies to requests marked `IN_CHUNKS`. Other requests need each token: the trainer's process ends them at a
+    stop string, or a sync may interrupt them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

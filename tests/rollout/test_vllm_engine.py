@@ -193,10 +193,7 @@ def test_sync_in_the_middle_of_a_call(start: Start, loaded: LoadedModel, prompts
     ("sampling", "in_chunks"),
     [
         (SAMPLED, True),
-        (
-            SAMPLED.model_copy(update={"stop": ["!"]}),
-            False,
-        ),  # the trainer ends it
+        (SAMPLED.model_copy(update={"stop": ["!"]}), False),
         (RolloutSection(max_new_tokens=12), True),
         (RolloutSection(max_new_tokens=12, engine="vllm", staleness=1, partial=True), False),
     ],
