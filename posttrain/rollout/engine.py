@@ -16,7 +16,7 @@ import numpy as np
 
 from posttrain import source_locations
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
-from posttrain.errors import DataError, count_noun
+from posttrain.errors import DataError, EngineError, count_noun
 from posttrain.recipe.sampling_sections import Sampling
 
 if TYPE_CHECKING:
@@ -217,8 +217,11 @@ def as_rollouts(
     share: Sequence[int] | None = None,
 ) -> list[Rollout]:
     """Return completions in group-major order as rollouts; texts are decoded without special tokens. share: indices of
-    the prompts that the completions belong to; None: all prompts."""
+    the prompts that the completions belong to; None: all prompts. Raises EngineError unless there are n of each."""
     numbers = range(len(prompts)) if share is None else share
+    if len(completions) != n * len(numbers):
+        whose = f"prompt {prompts[numbers[0]].uid}" if len(numbers) == 1 else count_noun(len(numbers), "prompt")
+        raise EngineError(f"the engine returned {len(completions)} of {n * len(numbers)} completions of {whose}")
     if not completions:  # batch_decode returns one text for an empty list
         return []
     texts = tokenizer.batch_decode(  # arrays: for a list it checks the type of every number

@@ -12,6 +12,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sampling_sections import Sampling
+from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.requests import Request
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -78,3 +79,21 @@ def test_sync_between_two_tokens_changes_their_version(loaded: LoadedModel, prom
     (rollout,) = engine.generate(prompts[:1], 1, Sampling(max_new_tokens=4), seed=0, logprobs=False)
     assert (rollout.versions, rollout.version, rollout.finish) == ((0, 0, 7, 7), 0, "length")
     assert rollout.segments[0].logps is None
+
+
+def test_another_number_of_completions_than_requested_raises(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """A step that got none would sample the same prompts forever."""
+
+    class Engine(ConcurrentScriptedEngine):
+        count = 0
+
+        async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+            return [*await super().complete(request, sampling)] * self.count
+
+    engine = Engine(lambda *_: "7", loaded.tokenizer)
+    for engine.count, number in ((0, 0), (2, 16)):
+        with pytest.raises(EngineError, match=rf"^the engine returned {number} of 8 completions of prompt p1$"):
+            engine.generate(prompts[:2], 8, Sampling(), seed=0, share=[1])
+    with pytest.raises(EngineError, match="returned 3 of 4 completions of 2 prompts"):
+        as_rollouts(prompts[:2], 2, [Completion((1,), None, "stop")] * 3, loaded.tokenizer, first_group=0, version=0)
+    assert engine.generate(prompts[:2], 8, Sampling(), seed=0, share=[]) == []

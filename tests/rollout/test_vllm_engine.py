@@ -263,7 +263,7 @@ def test_tokens_have_the_version_of_their_round(
 
     prompts = [Prompt("a", {}, "", (1, 2)), Prompt("b", {}, "", (3,))]
     short = Completion((10, 11), (-10.0, -11.0), "length", (0, 0))
-    rollouts = as_rollouts(prompts, 2, [found, found], Decoder(), first_group=0, version=7)
+    rollouts = as_rollouts(prompts[:1], 2, [found, found], Decoder(), first_group=0, version=7)
     rollouts += as_rollouts(prompts[1:], 1, [short], Decoder(), first_group=1, version=7)
     assert [r.version for r in rollouts] == [0, 0, 0] and rollouts[2].segments[0].versions is None
     batch = rollout_batch(rollouts)
