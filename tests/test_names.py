@@ -1,4 +1,4 @@
-"""Functions are named by verbs or nouns, not by bare participles (`told`, `dealt`, `sharing`)."""
+"""Functions and properties are named by verbs or nouns, not by bare participles (`told`, `dealt`, `sharing`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IRREGULAR = frozenset(
     """
     begun bent bitten born bought bound broken brought built caught chosen dealt done drawn driven eaten fallen
     fed felt forgotten fought found frozen given gone gotten grown heard held hidden kept known laid lain led
-    left lent lost made meant met mistaken paid ridden risen rewritten said seen sent shaken shown sold sought
+    left lent lost made meant met mistaken paid put ridden risen rewritten said seen sent shaken shown sold sought
     spent spoken stolen stood struck stuck sung sworn swept taken taught thought thrown told torn unasked
     understood undone woken won worn written
     """.split()  # noqa: SIM905
@@ -26,8 +26,14 @@ OTHER_WORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 ALLOWED = {
+    # Properties that are read like fields.
+    "posttrain/batch/rollouts.py:shown",
+    "posttrain/recipe/model_sections.py:divided",
+    "posttrain/rollout/turns.py:used",
+    "posttrain/evaluate/conversation.py:put",  # a method of transformers' `BaseStreamer`
     "posttrain/merge/lora.py:scaling",  # LoRA's own word for alpha / r
-    "posttrain/recipe/yaml.py:mapping",  # YAML's word for a node of keys and values
+    "posttrain/recipe/tree.py:mapping",  # YAML's word for a node of keys and values
+    "posttrain/recipe/yaml.py:mapping",
     "posttrain/verify/contract.py:batched",  # a decorator of reward scripts, named as itertools' and Hugging Face's
     # Rewards are named by what they measure, as their recipe keys.
     "rewards/judge.py:rating",
@@ -42,12 +48,8 @@ def is_bare_participle(name: str) -> bool:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield all functions, including nested ones, except properties, which are read like fields."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
-            if not marks & {"property", "cached_property"}:
-                yield node
+    """Yield all functions, including properties and nested functions."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_no_function_is_named_by_a_bare_participle() -> None:

@@ -190,7 +190,7 @@ class Refill:
         return len(self.kept)
 
     @property
-    def selected(self) -> list[tuple[int, int]]:
+    def selected_groups(self) -> list[tuple[int, int]]:
         """(batch, group) of the groups to train on, in order of arrival; surplus groups are dropped."""
         passed = [(b, g) for b, flags in enumerate(self.kept) for g, flag in enumerate(flags) if flag]
         return passed[: self.want]
@@ -200,7 +200,7 @@ class Refill:
         """Whether to go on: open (sample more), full (enough groups), error (max_batches were not enough), short
         (source ended).
         """
-        if len(self.selected) >= self.want:
+        if len(self.selected_groups) >= self.want:
             return "full"
         if self.max_batches and self.batches >= self.max_batches:
             return "error"

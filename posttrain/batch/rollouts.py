@@ -293,12 +293,12 @@ class Rollout:
         return sum(known) if known else None
 
     @property
-    def sampled(self) -> tuple[int, ...]:
+    def sampled_ids(self) -> tuple[int, ...]:
         """Tokens that the model sampled: `ids` without inserted tokens such as tool replies and hints."""
         return _concatenate(s.ids for s in self.segments if s.kind == "model")
 
     @property
-    def trained(self) -> tuple[bool, ...]:
+    def loss_mask(self) -> tuple[bool, ...]:
         """Per completion token: True = trained on (sampled or given), False = context only."""
         return _concatenate((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
 

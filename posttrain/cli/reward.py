@@ -203,7 +203,7 @@ def _print_examples(report: Mapping[str, Any], failures: Sequence[Outcome]) -> N
     )
     for o in failures:
         terminal.say(f"  {o.example.completion!r} {dict(o.example.columns)}")
-        terminal.say(f"    expected {o.example.expected}, got {o.got}")
+        terminal.say(f"    expected {o.example.expected}, got {o.outcome}")
 
 
 def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: bool) -> dict[str, Any]:
@@ -320,7 +320,9 @@ def _print_trial(what: str, trial: Trial) -> None:
             terminal.say(f"  {source_locations.describe_row(uid)}: {wrong}")
         for doubt in trial.doubts:
             terminal.say(f"warning: {doubt}")
-        tricks = [f"{name} on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
+        tricks = [
+            f"{name} on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.paying_tricks.items()
+        ]
         tried = ", ".join(trial.tricks)
         terminal.say(f"tricks that score as high as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
     if trial.outbid:

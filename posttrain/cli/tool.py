@@ -144,7 +144,11 @@ def _print_trial(
     properties: Mapping[str, Any] = function["parameters"]["properties"]
     for name, about in properties.items():
         kind = about.get("type") or json.dumps({k: v for k, v in about.items() if k not in ("description", "default")})
-        need = "required" if name in tool.required else f"default {json.dumps(about.get('default'), default=str)}"
+        need = (
+            "required"
+            if name in tool.required_arguments
+            else f"default {json.dumps(about.get('default'), default=str)}"
+        )
         terminal.say(f"  {name} ({kind}, {need}): {about.get('description', 'no description: write it under Args')}")
     if not properties:
         terminal.say("  no arguments")

@@ -193,7 +193,7 @@ class _RenderedTurn:
     spans: Spans | None
 
     @property
-    def lost(self) -> list[Leaf]:
+    def omitted_texts(self) -> list[Leaf]:
         """Texts of the turn that the template omits."""
         return template_spans.find_missing(self.own, self.real, self.spans, self.start)
 
@@ -210,9 +210,9 @@ def _find_answer(
     turn = messages[-1]
     view = _render_turn(uid, prompt, messages, tokenizer, tools)
     if view is not None:
-        lost = [leaf for leaf in view.lost if leaf.field in _WRITTEN_FIELDS]
+        lost = [leaf for leaf in view.omitted_texts if leaf.field in _WRITTEN_FIELDS]
         if not lost:
-            others = _unique(_omission_note(leaf, turn) for leaf in view.lost)
+            others = _unique(_omission_note(leaf, turn) for leaf in view.omitted_texts)
             return _Answer(_extract_answer(view, tokenizer), _format_frame(view, turn, tokenizer), others)
         if other := [leaf for leaf in lost if leaf.field != "content"]:
             raise _not_written_error(uid, other[0], turn)
@@ -311,7 +311,7 @@ def _fill_turn(uid: str, prompt: str, messages: Sequence[Message], tokenizer: An
             hint="give `model.chat_template` one that lets the model think, or take the thoughts out of the rows",
         )
     if view is not None:
-        if any(leaf.field in _WRITTEN_FIELDS for leaf in view.lost):
+        if any(leaf.field in _WRITTEN_FIELDS for leaf in view.omitted_texts):
             raise _not_written_error(uid, template_spans.insert_probes([turn]).leaves[0], turn)
         end = _extract_answer(view, tokenizer)
         return _Answer(

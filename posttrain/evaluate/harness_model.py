@@ -127,4 +127,4 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
 
 def _mean_tokens(rollouts: Sequence[Rollout]) -> float:
-    return sum(len(r.sampled) for r in rollouts) / max(1, len(rollouts))
+    return sum(len(r.sampled_ids) for r in rollouts) / max(1, len(rollouts))

@@ -125,9 +125,9 @@ def grade(
             row=r.prompt.row,
             prompt=r.prompt.text,
             finish=r.finish,
-            token_count=len(r.sampled),
+            token_count=len(r.sampled_ids),
             group=r.group,
-            token_ids=r.sampled,
+            token_ids=r.sampled_ids,
             **sample_fields(r),
         )
         for r in rollouts

@@ -222,7 +222,7 @@ def _make_record(rollout: Rollout, chunk: int, sample: int) -> Record:
         "sample": sample,
         "completion": rollout.text,
         "finish": rollout.finish,
-        "tokens": len(rollout.sampled),
+        "tokens": len(rollout.sampled_ids),
         **turn_records(rollout),
         **({"pictures": [thumbnail_url(image) for image in rollout.images]} if rollout.images and sample == 0 else {}),
     }

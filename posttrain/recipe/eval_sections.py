@@ -163,7 +163,7 @@ class RlEval(TrainingEval):
         bool | None,
         Idle("shaped and not rollout.shape", "without `rollout.shape`", "write `rollout.shape`, or remove it"),
         Refused(
-            "shaped and rollout.shape.described and not rollout.shape.has_one_answer",
+            "shaped and rollout.shape.index_entry and not rollout.shape.has_one_answer",
             "a rollout of `{rollout.shape.use}` has several answers",
             "remove it: held-out prompts are answered by one completion",
         ),

@@ -36,7 +36,7 @@ def check_components(recipe: RlRecipe) -> Found:
                 what = f"`{section.use}` reads {need}, and no component makes them"
                 right = f"write `advantage: {needs.MAKERS[need][0]}`"
             yield f"{key}.use", what, right
-        for action in section.described.get("exclusive", []):
+        for action in section.index_entry.get("exclusive", []):
             if (owner := owners.setdefault(action, section)) is not section:
                 yield f"{key}.use", f"`{section.use}` and `{owner.use}` both {action}", "keep one of them"
         facts |= {"kind": key.partition(".")[0], "filters": section in recipe.keeps}
@@ -134,7 +134,7 @@ def check_arguments(recipe: RlRecipe) -> Found:
     """Check that the rewards exist that components read, and that the lengths of their lists match."""
     known = [reward_name(reward) for reward in recipe.rewards]
     for key, section in recipe.every_component():
-        given = section.params if section.described else {}
+        given = section.params if section.index_entry else {}
         for place, name, others in named_rewards(section.kinds, section.use, given):
             if name.partition("/")[0] not in (*known, *others):
                 right = did_you_mean(name, [*known, *others]) or f"rewards here: {', '.join(known)}"
@@ -153,7 +153,7 @@ def check_arguments(recipe: RlRecipe) -> Found:
 def check_variants(recipe: RlRecipe) -> Found:
     """Check the arguments of `prompt_variants`: fractions of a solution, and templates around a prompt."""
     section = recipe.prompt_variants
-    given = section.params if section and section.described else {}
+    given = section.params if section and section.index_entry else {}
     for name in given.keys() & {"ratios", "fractions"}:
         shares = list(given[name])
         if not shares or not all(0 < share <= 1 for share in shares):

@@ -65,7 +65,7 @@ class Scope:
     def fill(self, text: str) -> str:
         """Return the text with the keys in braces replaced by their values, counts or paths."""
 
-        def put(match: re.Match[str]) -> str:
+        def replace_key(match: re.Match[str]) -> str:
             path, value = self.find(match[2])
             if match[1] == ".":
                 return format_path(path)
@@ -74,7 +74,7 @@ class Scope:
                 return count_noun(int(number), match[3]) if match[3] else f"{number:g}"
             return _as_text(value)
 
-        return _IN_TEXT.sub(put, text)
+        return _IN_TEXT.sub(replace_key, text)
 
     def holds(self, condition: str) -> bool:
         """Return whether a condition holds; an empty condition always holds."""
@@ -180,7 +180,7 @@ def _marks_of(section: BaseModel, above: Sequence[Idle]) -> Iterator[tuple[str, 
     for name, field in type(section).model_fields.items():
         own = (mark for mark in field.metadata if not (isinstance(mark, Idle) and mark.below))
         yield from ((field.alias or name, mark) for mark in (*own, *above))
-    if isinstance(section, ComponentSection) and section.described:
+    if isinstance(section, ComponentSection) and section.index_entry:
         kind = registry.find_kind(section.kinds, section.use)
         for name in section.params:
             yield from ((name, Refused(*row)) for row in argument_marks(kind, section.use, name))
@@ -192,7 +192,7 @@ def _is_changed(section: BaseModel, key: str) -> bool:
     """Return whether a key of a section was written, and differs from its default; for an argument of a component,
     whether it differs."""
     if isinstance(section, ComponentSection) and key in section.params:
-        value, (_, *default) = section.params[key], section.described["params"][key]
+        value, (_, *default) = section.params[key], section.index_entry["params"][key]
         return [list(value) if isinstance(value, tuple) else value] != default
     name, field = next((n, f) for n, f in type(section).model_fields.items() if key == (f.alias or n))
     return name in section.model_fields_set and bool(

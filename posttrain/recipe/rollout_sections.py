@@ -56,7 +56,7 @@ class RolloutShape(ComponentSection):
     @property
     def has_one_answer(self) -> bool:
         """Whether a rollout is known to have one answer, its only scored row; false for a user's function."""
-        return bool(self.described) and not self.needs & SEVERAL_ANSWERS
+        return bool(self.index_entry) and not self.needs & SEVERAL_ANSWERS
 
 
 class ShapedSampling(Sampling):
@@ -64,7 +64,7 @@ class ShapedSampling(Sampling):
 
     shape: Annotated[
         RolloutShape | None,
-        Refused("shape.described and not shape.has_one_answer", "a rollout of `{shape.use}` has several answers"),
+        Refused("shape.index_entry and not shape.has_one_answer", "a rollout of `{shape.use}` has several answers"),
         Refused("shape and acts", "with `tools` or an `environment` a completion continues with their replies"),
         Refused("shape and tree", "`tree` decides what is sampled for a prompt"),
         Refused("shape and workflow", "`workflow` decides what is sampled for a prompt"),
@@ -116,12 +116,12 @@ class Workflow(PlayWorkflow):
     @property
     def roles(self) -> list[str]:
         """Roles that the workflow may call; [] if unknown, as for a user's function."""
-        return list(self.described.get("roles", []))
+        return list(self.index_entry.get("roles", []))
 
     @property
     def late(self) -> list[str]:
         """Roles whose calls are trained on in later steps, with rewards that the workflow assigns."""
-        return list(self.described.get("late", []))
+        return list(self.index_entry.get("late", []))
 
 
 class Rollout(EngineSection, Sampling):

@@ -203,7 +203,7 @@ class ComponentSection(Section):
         return {name: entry for kind in cls.kinds for name, entry in registry.load_index().get(kind, {}).items()}
 
     @property
-    def described(self) -> dict[str, Any]:
+    def index_entry(self) -> dict[str, Any]:
         """Index entry of the component in use; empty for a user's function."""
         return self.registered_components().get(self.use, {})
 
@@ -215,7 +215,7 @@ class ComponentSection(Section):
     @property
     def needs(self) -> set[str]:
         """What the component in use declares that it needs."""
-        return set(self.described.get("needs", []))
+        return set(self.index_entry.get("needs", []))
 
     def load(self, base_dir: Path | None) -> registry.Component:
         """Load the component in use. Raises UserError for an unknown name, and for keys that are not arguments of a

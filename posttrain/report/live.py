@@ -46,7 +46,7 @@ class LivePage:
                 terminal.note(f"{PAGE} is not written: {(str(error).splitlines() or [type(error).__name__])[0]}")
             self._reported = True
         now = time.monotonic()
-        if self._view is not None and self._view.done:  # no delay before the page of the first step
+        if self._view is not None and self._view.last_step:  # no delay before the page of the first step
             self._next = now + max(MIN_INTERVAL_S, (now - started) / MAX_TIME_SHARE)
 
 

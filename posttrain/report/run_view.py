@@ -75,7 +75,7 @@ class RunView:
         return self.status.steps or (self.resolved.get("run") or {}).get("steps")
 
     @property
-    def done(self) -> int:
+    def last_step(self) -> int:
         """The newest step with metrics."""
         return int(self.curves.last.get("step", 0))
 

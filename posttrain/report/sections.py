@@ -58,12 +58,12 @@ def read_note(run: Path) -> str:
 
 def format_progress(view: RunView) -> str:
     """Return `step 40 of 200` and the age of that step for an unfinished run; "" for others."""
-    if view.status.state == "finished" or not view.done:
+    if view.status.state == "finished" or not view.last_step:
         return ""
     of = f" of {view.steps}" if view.steps else ""
     age = time.time() - view.curves.path.stat().st_mtime
     ago = f", {duration(age)} ago" if age > 60 else ""
-    return f"step {view.done}{of}{ago}"
+    return f"step {view.last_step}{of}{ago}"
 
 
 def build_tiles(view: RunView) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def build_tiles(view: RunView) -> list[dict[str, Any]]:
     summary, last = view.summary, view.curves.last
     if not summary:
         found = [(key, value) for key in NOW if (value := view.curves.recent(key, 1)) is not None]
-        found = [("step", view.done), *found] if view.done else found
+        found = [("step", view.last_step), *found] if view.last_step else found
     else:
         found = [(key, summary[key]) for key in TILES if isinstance(summary.get(key), (int, float))]
         cut = summary.get("truncated", last.get("completions/clipped_ratio"))

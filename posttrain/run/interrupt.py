@@ -53,7 +53,7 @@ class GracefulStop:
             GracefulStop._ignored_signal = self.number
 
     @property
-    def asked(self) -> int:
+    def requested_signal(self) -> int:
         """Number of the signal that requested the stop; 0 if none did."""
         return self.number if self.requested else 0
 

@@ -157,7 +157,7 @@ class _Process:
     reader: threading.Thread | None = None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.popen.poll() is not None
 
 
@@ -284,7 +284,7 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
         for process in processes:
             if process.popen.poll():
                 return process
-        if all(process.ended for process in processes):
+        if all(process.has_ended for process in processes):
             return None
         if time.monotonic() > deadline:
             raise Interrupted("stopped immediately; the last complete checkpoint is kept", number=received[0])
@@ -294,15 +294,17 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
 def _wait(processes: Sequence[_Process], seconds: float, writing: _WritingStatus, received: Sequence[int]) -> None:
     """Wait for all ranks to end, for `seconds` and while rank 0 writes, but not after another signal."""
     deadline, signals = time.monotonic() + seconds, len(received)
-    while time.monotonic() < deadline and len(received) == signals and not all(process.ended for process in processes):
-        if writing and not processes[0].ended:
+    while (
+        time.monotonic() < deadline and len(received) == signals and not all(process.has_ended for process in processes)
+    ):
+        if writing and not processes[0].has_ended:
             deadline = max(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)
 
 
 def _kill(process: _Process) -> None:
     """Kill a rank with its workers, which share its process group."""
-    if not process.ended:
+    if not process.has_ended:
         os.killpg(process.popen.pid, signal.SIGKILL)
         process.popen.wait()
         process.popen.returncode = 0  # killed by us, not a failure of its own

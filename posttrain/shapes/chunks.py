@@ -105,4 +105,4 @@ async def summarize_context(
         (written,) = await asked.sample([(*prompt, *work.ids, *closing)], answer_tokens)
         segments = (work.segment, Segment("injected", closing), written.segment)
         rows.append(Row(prompt, segments, "stop", scored=False))
-        summary = written.written
+        summary = written.ids_without_eos

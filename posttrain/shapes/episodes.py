@@ -164,7 +164,7 @@ async def take_turns(
         if completion.finish == "length":  # a truncated turn is not acted on
             found.append(tree.add(node, world, (completion.segment,), Turn(text), over=True))
             continue
-        observation, done, *reward = world.step(asked.decode(completion.written))
+        observation, done, *reward = world.step(asked.decode(completion.ids_without_eos))
         if not done and not isinstance(observation, str):
             raise ToolError(f"a tree is grown on texts, and a step showed {type(observation).__name__}")
         segments: tuple[Segment, ...] = (completion.segment,)

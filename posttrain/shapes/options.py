@@ -46,10 +46,10 @@ async def ask_again(
     permutation = draw_permutation(len(texts), gold, asked.random())
     shuffled = shuffle_options(asked.decode(asked.prompt), texts, permutation)
     (whole,) = await asked.sample([asked.prompt])
-    end = count_tokens_before(whole.written, close, asked.decode)
+    end = count_tokens_before(whole.ids_without_eos, close, asked.decode)
     second = ""
-    if whole.finish == "stop" and end < len(whole.written):
-        thought = asked.decode(whole.written[:end])
+    if whole.finish == "stop" and end < len(whole.ids_without_eos):
+        thought = asked.decode(whole.ids_without_eos[:end])
         thought = replace_letters(thought, texts) if rewrite_letters else thought
         prompt = asked.encode(shuffled + thought + close + "\n")
         if len(prompt) < asked.window:

@@ -43,7 +43,7 @@ class Sampled(NamedTuple):
         )
 
     @property
-    def written(self) -> tuple[int, ...]:
+    def ids_without_eos(self) -> tuple[int, ...]:
         """Sampled tokens without the EOS token."""
         return self.ids[:-1] if self.finish == "stop" and not self.by_text else self.ids
 

@@ -105,12 +105,12 @@ async def try_again(asked: Asked, tree: ValueTree, ends: Sequence[int], text: st
     for end in ends:
         first, above = tree.sampled[end], tree.parent[end]
         assert first is not None
-        prompt = (*tree.ids(above), *first.written, *words)
-        left = asked.max_new_tokens - (len(tree.ids(above)) - len(tree.prompt)) - len(first.written)
-        if first.finish != "stop" or not first.written or left < 1:
+        prompt = (*tree.ids(above), *first.ids_without_eos, *words)
+        left = asked.max_new_tokens - (len(tree.ids(above)) - len(tree.prompt)) - len(first.ids_without_eos)
+        if first.finish != "stop" or not first.ids_without_eos or left < 1:
             continue
         (again,) = await asked.sample([prompt], left)
-        begun = tree.add(above, Sampled(first.first(len(first.written)), "length"))
+        begun = tree.add(above, Sampled(first.first(len(first.ids_without_eos)), "length"))
         inserted = tree.add(begun, Sampled(Segment("injected", words), "length"))
         leaves.append(tree.add(inserted, again))
         for node in (begun, inserted, leaves[-1]):

@@ -136,7 +136,7 @@ class Caller:
         tool = self.tools.get(call.name)
         if tool is None:
             return f"error: no tool `{call.name[:50]}`; there are: {', '.join(self.tools)}", "unknown"
-        if missing := [name for name in tool.required if name not in call.arguments]:
+        if missing := [name for name in tool.required_arguments if name not in call.arguments]:
             return f"error: {tool.name} needs `{missing[0]}`", "malformed"
         if extra := [name for name in call.arguments if name not in tool.arguments]:
             return f"error: {tool.name} has no argument `{extra[0][:50]}`: {', '.join(tool.arguments)}", "malformed"

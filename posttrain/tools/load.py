@@ -38,7 +38,7 @@ class LoadedTool:
     shows: bool = True
 
     @property
-    def required(self) -> list[str]:
+    def required_arguments(self) -> list[str]:
         return list(self.schema["function"]["parameters"]["required"])
 
     @property

@@ -94,11 +94,11 @@ def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]
     arguments: those of a correct call; missing ones are generated from the schema.
     """
     properties = tool.schema["function"]["parameters"]["properties"]
-    arguments = {**{name: _example_value(properties[name]) for name in tool.required}, **arguments}
+    arguments = {**{name: _example_value(properties[name]) for name in tool.required_arguments}, **arguments}
     calls: list[tuple[str, dict[str, Any]]] = []
-    if tool.required:
-        left = {name: value for name, value in arguments.items() if name != tool.required[0]}
-        calls.append((f"without `{tool.required[0]}`", left))
+    if tool.required_arguments:
+        left = {name: value for name, value in arguments.items() if name != tool.required_arguments[0]}
+        calls.append((f"without `{tool.required_arguments[0]}`", left))
     calls.append(("with an argument that it does not have", {**arguments, "surprise": 1}))
     if other := next(
         (n for n in tool.arguments if properties[n].get("type") in ("integer", "number", "boolean")), None
@@ -116,7 +116,7 @@ def run_calls(tool: LoadedTool, calls: Sequence[tuple[str, Mapping[str, Any]]]) 
     """Run the calls one after the other in a warmed-up worker."""
     found = []
     with Caller([tool], workers=1) as caller:
-        caller.pools[0].run([Work(0, 0, "{}" if tool.required else "", {})])  # fails, but loads everything
+        caller.pools[0].run([Work(0, 0, "{}" if tool.required_arguments else "", {})])  # fails, but loads everything
         for what, arguments in calls:
             started = time.monotonic()
             (done,) = caller.run([Call(tool.name, arguments)])

@@ -70,7 +70,7 @@ class State:
     stopped_early: str = ""  # reason, if evaluations stopped the run early
 
     @property
-    def spent(self) -> float:
+    def seconds_towards_limit(self) -> float:
         """Seconds that count towards `run.max_minutes`: steps, evaluations and saves.
 
         Includes an estimate for the two final saves (checkpoint and final model): each as long as the longest save so
@@ -83,7 +83,7 @@ class State:
 
         The answer after a step is the same as when resumed from that step's checkpoint.
         """
-        return minutes is not None and self.spent >= 60 * minutes
+        return minutes is not None and self.seconds_towards_limit >= 60 * minutes
 
     def count_tokens(self, trained: float, seen: float, updates: int) -> None:
         """Count tokens passed through the loss in a step; they count as trained only if the step made an update."""

@@ -36,7 +36,7 @@ class Controls:
                     )
         known = recipe.controllable_numbers()
         controls = cls(found, {key: known[key] for key in found})
-        for step, given in enumerate(controls.foreseen(steps)):
+        for step, given in enumerate(controls.predict_values(steps)):
             check_limits(given, recipe, step)
         return controls
 
@@ -44,9 +44,9 @@ class Controls:
         """Return the states before the first step."""
         return {key: controller.start(self.initial[key]) for key, controller in self.controllers.items()}
 
-    def foreseen(self, steps: int) -> Iterator[dict[str, float]]:
+    def predict_values(self, steps: int) -> Iterator[dict[str, float]]:
         """Yield the values of the coming steps, of each controller as far as they do not depend on metrics."""
-        known = {key: _foresee(c, self.initial[key], steps) for key, c in self.controllers.items()}
+        known = {key: _predict(c, self.initial[key], steps) for key, c in self.controllers.items()}
         for _ in range(steps):
             given = {key: next(values, None) for key, values in known.items()}
             yield {key: number for key, number in given.items() if number is not None}
@@ -73,7 +73,7 @@ def check_limits(values: Mapping[str, float], recipe: RlRecipe, step: int | None
         )
 
 
-def _foresee(controller: Any, initial: float, steps: int) -> Iterator[float]:
+def _predict(controller: Any, initial: float, steps: int) -> Iterator[float]:
     state = controller.start(initial)
     for step in range(steps):
         yield controller.value(state, step)

@@ -55,12 +55,12 @@ class DynamicSamplingBuffer:
         self._dropped.update(classify_group(batch, group) for group in groups if group not in passed)
         if self._refill.status == "error":
             raise self._too_few()
-        return {groups[index] for number, index in self._refill.selected if number == self.batches - 1}
+        return {groups[index] for number, index in self._refill.selected_groups if number == self.batches - 1}
 
     def _too_few(self) -> RunError:
         batches = count_noun(self.batches, "generation batch", "generation batches")
         found = self._dropped.most_common()
-        passed = f"only {len(self._refill.selected)}" if self._refill.selected else "none"
+        passed = f"only {len(self._refill.selected_groups)}" if self._refill.selected_groups else "none"
         causes = "all passed: the sampler named too few prompts"
         if found:
             causes = "of those that did not pass, " + ", ".join(f"{n} had {what}" for what, n in found)

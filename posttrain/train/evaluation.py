@@ -200,7 +200,7 @@ def _record(rollout: Rollout, sample: int, grade: Mapping[str, Any]) -> Record:
         "prompt": rollout.prompt.text,
         "completion": rollout.text,
         "finish": rollout.finish,
-        "tokens": len(rollout.sampled),
+        "tokens": len(rollout.sampled_ids),
         "reward": grade["reward"],
         "correct": grade["correct"],
         "scores": grade["scores"],

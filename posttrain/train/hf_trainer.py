@@ -77,7 +77,7 @@ class Job:
         return cls(recipe, directory, loaded, planned, sampler, optim.build(loaded.model, recipe.optim), longest)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all steps are done, the time limit is reached, or evaluations have stopped the run."""
         done = self.state.step >= self.plan.steps or bool(self.state.stopped_early)
         return done or self.state.out_of_time(self.recipe.run.max_minutes)
@@ -124,7 +124,9 @@ class RunLoop(abc.ABC):
     def evaluate_due(self) -> dict[str, Any]:
         """Run an evaluation if one is due after the finished steps; return its metrics and write its samples."""
         job = self.job
-        if job.evaluation is None or not job.evaluation.is_due(job.state, last=bool(job.state.step) and job.finished):
+        if job.evaluation is None or not job.evaluation.is_due(
+            job.state, last=bool(job.state.step) and job.is_finished
+        ):
             return {}
         values, samples = job.evaluation.evaluate(job.state)
         self.samples.write(job.state.step, samples)
@@ -248,9 +250,9 @@ class RunLoop(abc.ABC):
         values = self._finish_step(logs["loss"], logs["grad_norm"])
         values |= self.evaluate_due()
         job.idle_error = update_check.check_patience(state, run.max_idle_steps)
-        job.stop_signal = max(distributed.gather(self.stop.asked))
-        over = bool(job.stop_signal) or job.finished or job.idle_error is not None
-        self.progress.update(state.step, values, spent=state.spent)
+        job.stop_signal = max(distributed.gather(self.stop.requested_signal))
+        over = bool(job.stop_signal) or job.is_finished or job.idle_error is not None
+        self.progress.update(state.step, values, spent=state.seconds_towards_limit)
         if warning := update_check.update_note(values, job.recipe.optim, job.loaded.model):
             self.progress.note(warning)
         try:
@@ -301,7 +303,7 @@ class RunLoop(abc.ABC):
 
 def is_logged(job: Job, values: Mapping[str, Any]) -> bool:
     """Return whether the metrics of the newest step are logged."""
-    return job.state.step % job.recipe.run.log_every == 0 or job.finished or "time/eval" in values
+    return job.state.step % job.recipe.run.log_every == 0 or job.is_finished or "time/eval" in values
 
 
 def find_bad_gradient(model: nn.Module) -> str | None:
@@ -381,7 +383,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
                 progress.note(note)
         job.state.planned = job.plan.steps
         trainer.attach(metrics, samples, progress, stop, watchdog)
-        if not job.finished:
+        if not job.is_finished:
             explained = explain_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
             with (
                 explained,
@@ -394,7 +396,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
                 trainer.train()
     if job.idle_error is not None:
         raise job.idle_error
-    if not job.finished:
+    if not job.is_finished:
         message = f"stopped after step {job.state.step} of {job.plan.steps}"
         raise Interrupted(message, where=str(directory.path), number=job.stop_signal or 2)
     update_check.check_end(job.state)

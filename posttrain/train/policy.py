@@ -206,7 +206,7 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     for row, rollout in enumerate(rollouts):
         gold, turn_ids = rollout.prompt.row.get(params["answer"]), turn_of_each(rollout)
         answer = _encode(p, gold) if isinstance(gold, str) else ()
-        counts[row] = int(turn_ids[np.array(rollout.trained, bool)].max(initial=-1)) + 1
+        counts[row] = int(turn_ids[np.array(rollout.loss_mask, bool)].max(initial=-1)) + 1
         for turn in range(counts[row] if answer else 0):
             prefix = rollout.ids[: int((turn_ids < turn).sum())]
             tokens = (*rollout.prompt.ids, *prefix, *closing, *answer)

@@ -75,7 +75,7 @@ def measure_start(ctx: TrainContext, prompts: int) -> Report:
     training = time.perf_counter() - started
     share = rollout.prompts_per_step / prompts  # ratio of a step's size to the sample's
     rounds = generation_rounds(batch, rollout.max_gen_batches) if rollout.max_gen_batches > 1 else 1.0
-    sampled = sum(len(r.sampled) for r in rollouts)
+    sampled = sum(len(r.sampled_ids) for r in rollouts)
     report: Report = {
         "prompts": prompts,
         "rollouts": len(rollouts),
@@ -185,7 +185,7 @@ def probability_mixed(right: int, of: int, size: int) -> float:
 
 def length_stats(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
     """Return the sampled tokens of a completion: mean, median, 95th percentile, maximum, and the limit."""
-    ordered = sorted(len(r.sampled) for r in rollouts)
+    ordered = sorted(len(r.sampled_ids) for r in rollouts)
 
     def percentile(share: float) -> int:
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

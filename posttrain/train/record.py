@@ -112,7 +112,7 @@ class Record:
             if (saved := saved_rollouts.gather_saved(own, result.rows_of)) is not None:
                 saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
         self.samples.write(state.step, result.samples(self.settings.samples_per_step))
-        self.progress.update(state.step, values, spent=state.spent)
+        self.progress.update(state.step, values, spent=state.seconds_towards_limit)
         signal = signal_note(values) if self.trained_rewards else None
         if warning := update_note(values, self.optim, self.model, signal) or signal:
             self.progress.note(warning)

@@ -161,7 +161,7 @@ def train(
                 check_before_first_step(ctx, stop)
         wait_for_engine(ctx, stop)
         state.planned = ctx.steps
-        if signal_number := max(ctx.ranks.gather(stop.asked)):  # nothing to save yet
+        if signal_number := max(ctx.ranks.gather(stop.requested_signal)):  # nothing to save yet
             where = str(directory.path)
             raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=signal_number)
         progress.ready(ctx.watchdog.seconds)
@@ -183,7 +183,7 @@ def train(
                 evaluated, samples = evaluate_step(evaluation, ctx, state, source, last=is_over(ctx, state))
             values |= evaluated
             record.samples.write(state.step, samples)
-            signal_number = max(ctx.ranks.gather(stop.asked))
+            signal_number = max(ctx.ranks.gather(stop.requested_signal))
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, result):
                 last = bool(signal_number or given_up) or is_over(ctx, state)
@@ -299,7 +299,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     if ctx.shape is not None:
         state.unfinished = windows.keep_unfinished(collected.rollouts)
         values |= windows.window_metrics(collected.rollouts)
-    tokens["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
+    tokens["kept"] = 0 if learned is None else sum(len(rollout.sampled_ids) for rollout in learned.late)
     tokens["replaced"] = collected.metrics.get("rollout/replaced_tokens", 0)
     own_scored, measured = (part.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for part in (own_scored, measured))
     return StepResult(rollouts, {**values, **metrics}, rows_of, own_scored, measured, logp, tokens, seen)
@@ -400,7 +400,7 @@ def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:
     engines together, and Ctrl-C reaches only one of them.
     """
     with ctx.watchdog.phase("engine start"):
-        wait_for(ctx.engine, lambda: bool(stop.asked) and ctx.ranks.count == 1)
+        wait_for(ctx.engine, lambda: bool(stop.requested_signal) and ctx.ranks.count == 1)
 
 
 def count_step(

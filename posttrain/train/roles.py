@@ -42,7 +42,7 @@ def role_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, 
     advantages = None if batch.advantages is None else batch.advantages.reshape(len(batch), -1).ne(0).any(-1).tolist()
     for role in sorted({r.call.role for r in rollouts if r.call is not None}):
         here = [n for n, r in enumerate(rollouts) if r.call is not None and r.call.role == role]
-        values[f"roles/{role}/tokens"] = sum(len(rollouts[n].sampled) for n in here) / len(here)
+        values[f"roles/{role}/tokens"] = sum(len(rollouts[n].sampled_ids) for n in here) / len(here)
         for what, numbers in (
             ("reward", [rollouts[n].reward for n in here]),
             ("correct", [rollouts[n].correct for n in here]),

@@ -186,7 +186,7 @@ class AsyncRollouts:
     def finish(self, ctx: TrainContext, state: State) -> None:
         """See `RolloutSource.finish`. With `partial`, rollouts in progress continue with the newest weights."""
         pending = [task for n, task in self._tasks.items() if n >= state.step]
-        if self._partial and any(ctx.ranks.gather(any(task.running for task in pending))):
+        if self._partial and any(ctx.ranks.gather(any(task.is_running for task in pending))):
             sync_engine(ctx, state.step)
         with ctx.watchdog.phase("rollout"):
             for task in pending:
@@ -203,12 +203,12 @@ class AsyncRollouts:
         for task in needed:
             if not any(other.error for other in needed):
                 task.wait(max(deadline - time.monotonic(), 0.0))
-        return all(task.finished for task in needed)
+        return all(task.is_complete for task in needed)
 
     def save(self, folder: Path, done: int) -> None:
         """See `RolloutSource.save`: writes up to the first step whose rollouts are not complete."""
         batches: list[StepRollouts] = []
-        while (task := self._tasks.get(done + len(batches))) is not None and task.finished:
+        while (task := self._tasks.get(done + len(batches))) is not None and task.is_complete:
             batches.append(task.result())
         if batches:
             write_queued(folder, batches)
@@ -224,7 +224,7 @@ class AsyncRollouts:
 
     def close(self) -> None:
         """Abandon the rollouts in progress: closing the engine ends its requests."""
-        running = [task for task in self._tasks.values() if task.running]
+        running = [task for task in self._tasks.values() if task.is_running]
         if running:
             self._engine.close()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
@@ -264,17 +264,17 @@ class RolloutTask:
             self._done.set()
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._started and not self._done.is_set()
 
     @property
-    def finished(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the rollouts are complete, without an error."""
         return bool(self._batch) and self.error is None
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until a running task ends, at most `seconds` (None: no limit)."""
-        if self.running:
+        if self.is_running:
             self._done.wait(seconds)
 
     def result(self) -> StepRollouts:

@@ -187,9 +187,9 @@ class Scoring:
                 row=r.prompt.row,
                 prompt=r.prompt.text,
                 finish=r.finish,
-                token_count=len(r.sampled),
+                token_count=len(r.sampled_ids),
                 group=r.group,
-                token_ids=r.sampled,
+                token_ids=r.sampled_ids,
                 token_ends=token_ends(r.ids, self._p.loaded.tokenizer)
                 if self._needs_token_ends and not r.turns
                 else (),

@@ -241,7 +241,7 @@ def sample_in_rounds(
             for n, variant in chosen.items():
                 fresh = [r for r in found if r.group == groups[n]]
                 if variant.replaces and kept[n]:
-                    replaced = sum(len(r.sampled) for r in kept[n])
+                    replaced = sum(len(r.sampled_ids) for r in kept[n])
                     counts["rollout/replaced_tokens"] = counts.get("rollout/replaced_tokens", 0) + replaced
                 kept[n] = fresh if variant.replaces else kept[n] + fresh
                 rounds[n].append(outcome_of(variants, fresh, variant))

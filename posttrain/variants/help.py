@@ -127,7 +127,7 @@ def guided_retry(
     text = str(asked.row.get(guidance) or "").strip()
     if not asked.rounds:
         return [Variant()]
-    if asked.rounds[-1].solved or len(asked.rounds) > max_retries or not text:
+    if asked.rounds[-1].is_solved or len(asked.rounds) > max_retries or not text:
         return []
     loss = "plain" if strip_guidance else "sampled"
     return [Variant("guided", user=user, fills={"hint": text}, loss_on=loss, hinted=True)]  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ class SolvedExamples:
         """See `Planner.plan`."""
         if not asked.rounds:
             return [Variant()]
-        if len(asked.rounds) > 1 or asked.rounds[0].solved:
+        if len(asked.rounds) > 1 or asked.rounds[0].is_solved:
             return []
         stored = {uid: pair for uid, pair in (asked.memory or {}).items() if uid != asked.uid}
         near = rank_similar_texts(

@@ -31,7 +31,7 @@ class Outcome:
     question: str = ""  # the prompt's own text
 
     @property
-    def solved(self) -> bool:
+    def is_solved(self) -> bool:
         """Whether any rollout was correct."""
         return any(self.correct)
 

@@ -50,7 +50,7 @@ def hint_on_failure(
     stage = len(asked.rounds)
     if stage == 0:
         return [Variant(note={"ratio": 0.0, "stage": 0})]
-    if asked.rounds[-1].solved or stage > len(ratios) or not text or asked.step < start_step:
+    if asked.rounds[-1].is_solved or stage > len(ratios) or not text or asked.step < start_step:
         return []
     ratio = ratios[stage - 1]
     hint = text[: round(ratio * len(text))]
@@ -99,7 +99,7 @@ class SolutionPrefix:
             return [] if tried else [Variant()]
         if known is not None:
             return [] if tried else [self._make_variant(asked, float(known), replaces=False)]
-        if tried > len(self.fractions) or (tried and asked.rounds[-1].solved):
+        if tried > len(self.fractions) or (tried and asked.rounds[-1].is_solved):
             return []
         fraction = (*self.fractions, self.fallback)[tried]
         if tried == len(self.fractions) and fraction == self.fractions[-1]:

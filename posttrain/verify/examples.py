@@ -50,7 +50,7 @@ class Outcome:
         return self.result.kind == "value" and matches_expected(self.result.value, self.example.expected)
 
     @property
-    def got(self) -> str:
+    def outcome(self) -> str:
         value = self.result.value
         return short_repr(value) if self.result.kind == "value" else f"{self.result.kind}: {_last_line(value)}"
 

@@ -18,15 +18,15 @@ import ast, json, re, sys
 given = json.load(sys.stdin)
 tree = ast.parse(given["program"])
 left = dict(zip(given["marks"], given["patterns"]))
-def put(body):
+def insert_marks(body):
     out = []
     for node in body:
         inner = [getattr(node, part, None) for part in ("body", "orelse", "finalbody")]
         for part, statements in zip(("body", "orelse", "finalbody"), inner):
             if isinstance(statements, list):
-                setattr(node, part, put(statements))
+                setattr(node, part, insert_marks(statements))
         for handler in getattr(node, "handlers", []):
-            handler.body = put(handler.body)
+            handler.body = insert_marks(handler.body)
         out.append(node)
         if any(isinstance(statements, list) for statements in inner):
             continue
@@ -36,7 +36,7 @@ def put(body):
                 del left[mark]
                 out += ast.parse(f"print({mark!r}, flush=True)").body
     return out
-tree.body = put(tree.body)
+tree.body = insert_marks(tree.body)
 print(ast.unparse(ast.fix_missing_locations(tree)))
 """
 

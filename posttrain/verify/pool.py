@@ -98,7 +98,7 @@ class Worker:
         return None, self.since + LOAD_SECONDS
 
     @property
-    def exited(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether the process has exited.
 
         Uses waitid with WNOWAIT where available, so the process is not reaped and its id is not reused.
@@ -116,7 +116,7 @@ class Worker:
         patience: seconds to wait for a process that is already exiting, so that the exit code is the process's own.
         """
         give_up = time.monotonic() + patience
-        while not self.exited and time.monotonic() < give_up:
+        while not self.has_exited and time.monotonic() < give_up:
             time.sleep(0.002)
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ class Pool:
 
     def start(self) -> None:
         """Start missing workers and replace idle workers that have died. Does not wait until the workers are ready."""
-        for worker in [w for w in self.workers if w.idle and w.exited]:
+        for worker in [w for w in self.workers if w.idle and w.has_exited]:
             worker.kill()
             worker.connection.close()
             self.workers.remove(worker)
@@ -199,7 +199,7 @@ class Pool:
                             self._replace(worker, work, overdue=False)
                         else:
                             self._handle_message(worker, work, *message)
-                    elif worker.exited:  # a process started by the worker holds the connection open
+                    elif worker.has_exited:  # a process started by the worker holds the connection open
                         self._replace(worker, work, overdue=False)
                 for worker in [w for w in self.workers if not w.idle]:
                     if time.monotonic() >= worker.current_call()[1]:

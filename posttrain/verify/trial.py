@@ -89,7 +89,7 @@ class Trial:
     workers: int
 
     @property
-    def paying(self) -> dict[str, tuple[int, int]]:
+    def paying_tricks(self) -> dict[str, tuple[int, int]]:
         """The tricks that pay on at least one row."""
         return {name: counts for name, counts in self.tricks.items() if counts[0]}
 

@@ -80,10 +80,10 @@ def test_refill_takes_groups_in_order_of_arrival_up_to_the_target() -> None:
     refill = Refill(want=3)
     assert refill.status == "open"
     refill = refill.add([False, True, False])
-    assert (refill.status, refill.selected) == ("open", [(0, 1)])
+    assert (refill.status, refill.selected_groups) == ("open", [(0, 1)])
     refill = refill.add([True, True, True])
     assert (refill.status, refill.batches) == ("full", 2)
-    assert refill.selected == [(0, 1), (1, 0), (1, 1)]
+    assert refill.selected_groups == [(0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(

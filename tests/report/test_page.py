@@ -170,7 +170,7 @@ def test_page_size_and_time_are_bounded_for_long_runs(tmp_path):
         file.write(json.dumps({"step": 5001, **row}) + "\n")
     started = time.process_time()
     view.refresh()
-    assert view.done == 5001 and len(view.curves.points["metric/0"]) == 5001
+    assert view.last_step == 5001 and len(view.curves.points["metric/0"]) == 5001
     assert time.process_time() - started < 0.1, "only the new row is read"
     assert {record["step"] for record in view.samples} >= {1, 5000}
 

@@ -27,7 +27,7 @@ def test_reward_scripts_are_found() -> None:
 def test_examples_give_their_expected_rewards(path: Path) -> None:
     outcomes = run_examples(path)
     assert len(outcomes) >= 4
-    assert [f"{o.function}({o.example.completion!r}) gave {o.got}" for o in outcomes if not o.ok] == []
+    assert [f"{o.function}({o.example.completion!r}) gave {o.outcome}" for o in outcomes if not o.ok] == []
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)

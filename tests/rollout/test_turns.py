@@ -142,7 +142,7 @@ def test_rollouts_contain_exactly_the_sampled_tokens(merging: Any) -> None:
         prompts, 4, Sampling(max_new_tokens=400, max_turns=9), seed=1
     )
     assert len(found) == 1000
-    assert sum(map(len, engine.given)) == sum(sum(r.trained) for r in found)
+    assert sum(map(len, engine.given)) == sum(sum(r.loss_mask) for r in found)
     odd = 0
     reply = tuple(merging(" <t>go  on<a>", add_special_tokens=False)["input_ids"])
     shown = set(engine.shown)
@@ -181,7 +181,7 @@ def test_calculator_is_called_and_its_answer_is_masked(tokenizer: Any, tmp_path:
         engine.close()
     assert r.text == f"{CALL}\n<answer>42</answer>" and r.finish == "stop" and r.ended == "answer"
     assert tokenizer.decode(list(r.segments[1].ids)) == "<|tool|>42<|assistant|>"
-    assert not any(r.trained[len(r.segments[0].ids) : len(r.segments[0].ids) + len(r.segments[1].ids)])
+    assert not any(r.loss_mask[len(r.segments[0].ids) : len(r.segments[0].ids) + len(r.segments[1].ids)])
     assert (r.turns[0].calls[0].result, r.turns[0].reply, r.turns[1].calls) == ("42", "42", ())
     assert [worker for pool in caller.pools for worker in pool.workers] == []
 

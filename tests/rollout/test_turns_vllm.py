@@ -83,7 +83,7 @@ def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> floa
             logp = (model(input_ids=ids).logits[0, :-1].float() / temperature).log_softmax(-1)
         start = len(r.prompt.ids) - 1
         expected = logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1)
-        gaps += (torch.tensor(r.logps) - expected).abs()[torch.tensor(r.trained)].tolist()
+        gaps += (torch.tensor(r.logps) - expected).abs()[torch.tensor(r.loss_mask)].tolist()
     return max(gaps)
 
 

@@ -77,9 +77,9 @@ def test_stop_request_after_the_last_step_is_passed_to_the_caller():
 )
 def test_exit_code_is_128_plus_the_signal(number, code):
     with GracefulStop() as stop:
-        assert stop.asked == 0
+        assert stop.requested_signal == 0
         os.kill(os.getpid(), number)
-        assert stop.asked == number
+        assert stop.requested_signal == number
         assert Interrupted("stopped", number=stop.number).exit_code == code
         stop._asked_at -= ECHO_S
         with pytest.raises(KeyboardInterrupt) as second:

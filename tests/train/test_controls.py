@@ -72,5 +72,5 @@ def test_controlled_tokens_beyond_the_engines_window_are_refused(
 
 def test_metric_dependent_values_are_not_checked_at_the_start(controls: Any) -> None:
     made = controls(50, use="mine.py:Growing", read=True)
-    assert list(made.foreseen(2)) == [{"rollout.max_new_tokens": LIMIT}, {}]
+    assert list(made.predict_values(2)) == [{"rollout.max_new_tokens": LIMIT}, {}]
     controls(50, key="rollout.group_size", use="mine.py:Growing")  # any number of rollouts can be sampled

@@ -127,7 +127,7 @@ def test_hints_are_added_to_failed_groups_and_not_trained_on(ran: Callable[..., 
         hint = "For reference" in rollout.prompt.text
         assert hint == rollout.variant.hinted == bool(batch.hinted)
         assert ids == [*rollout.prompt.ids, *rollout.ids]
-        assert int(batch.mask.sum()) == len(rollout.sampled) == len(rollout.ids)
+        assert int(batch.mask.sum()) == len(rollout.sampled_ids) == len(rollout.ids)
         assert rollout.prompt.row["answer"] not in rollout.prompt.text.partition("reference")[2]
         if hint:  # the earlier stage had no right rollout, otherwise this stage would not have been sampled
             ratio = rollout.variant.note["ratio"]
@@ -155,7 +155,7 @@ def test_rollouts_replaced_by_hinted_ones_are_in_the_ledger(
 
     def sample_and_count(*args: Any, **how: Any) -> list[Rollout]:
         found = sample_prompts(*args, **how)
-        sampled.append(sum(len(r.sampled) for r in found))
+        sampled.append(sum(len(r.sampled_ids) for r in found))
         return found
 
     monkeypatch.setattr(collect, "sample_prompts", sample_and_count)
@@ -196,8 +196,8 @@ def test_trace_prefix_is_masked_but_rewarded(ran: Callable[..., list[Values]], s
         cut = rollout.variant.note["cut"] if rollout.variant else 0
         assert rollout.text.startswith(solution_of(rollout)[:4])
         assert cut >= 1 and list(rollout.prompt.ids[-cut:]) == list(rollout.variant.begin)  # type: ignore[union-attr]
-        assert len(ids) == len(rollout.prompt.ids) + len(rollout.sampled) and len(rollout.sampled) <= 8
-        assert int(batch.mask.sum()) == len(rollout.sampled) and not bool(batch.hint_mask.any())  # type: ignore[union-attr]
+        assert len(ids) == len(rollout.prompt.ids) + len(rollout.sampled_ids) and len(rollout.sampled_ids) <= 8
+        assert int(batch.mask.sum()) == len(rollout.sampled_ids) and not bool(batch.hint_mask.any())  # type: ignore[union-attr]
 
 
 def test_loss_does_not_depend_on_log_probs_of_a_prefix() -> None:
@@ -313,8 +313,8 @@ def test_hint_length_follows_the_fit_and_hints_are_masked(
         assert rollout.segments[0].kind == "injected" if begin else rollout.segments[0].kind == "model"
         assert solution_of(rollout).startswith(rollout.text[: min(begin, 5)])
         assert batch.hint_mask[0].nonzero()[:, 0].tolist() == list(range(begin))
-        assert int(batch.mask.sum()) == len(rollout.sampled) and not bool((batch.mask & batch.hint_mask).any())
-        assert ids == [*rollout.prompt.ids, *rollout.variant.begin, *rollout.sampled]
+        assert int(batch.mask.sum()) == len(rollout.sampled_ids) and not bool((batch.mask & batch.hint_mask).any())
+        assert ids == [*rollout.prompt.ids, *rollout.variant.begin, *rollout.sampled_ids]
     for rollouts in seen.rollouts:
         assert all(len([r for r in rollouts if r.group == g]) == 12 for g in {r.group for r in rollouts})
         first = [r for r in rollouts if r.variant and r.variant.name == "round 1"]
@@ -334,7 +334,7 @@ def test_adhint_trains_hint_tokens_with_non_negative_weights(ran: Callable[..., 
         assert batch.advantages is not None and batch.hint_mask is not None and batch.external is not None
         begin = len(rollout.variant.begin)  # type: ignore[union-attr]
         assert rollout.segments[0].kind == "given" and torch.equal(batch.external, batch.hint_mask)
-        assert int(batch.mask.sum()) == begin + len(rollout.sampled)
+        assert int(batch.mask.sum()) == begin + len(rollout.sampled_ids)
         own = float(batch.advantages[0, begin])
         shown = batch.advantages[0, :begin]
         assert bool((shown == 0).all()) if own <= 0 else bool(((shown >= 0) & (shown <= own + 1e-6)).all())
@@ -402,7 +402,7 @@ def test_prior_prompt_uses_one_instruction_for_the_whole_run(ran: Callable[..., 
     rows = seen.rows()
     assert len(rows) > 1
     for rollout, batch, _ in rows:
-        assert "<plan>" in rollout.prompt.text and int(batch.mask.sum()) == len(rollout.sampled)
+        assert "<plan>" in rollout.prompt.text and int(batch.mask.sum()) == len(rollout.sampled_ids)
 
 
 def test_instruction_population_evolves(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:

@@ -54,7 +54,7 @@ def test_ranks_get_only_row_values_of_rollouts_they_do_not_train_on() -> None:
     (found,) = unpack(parts)
     assert one.is_local and not found.is_local and (found.length, found.sampled_length, found.text) == (4002, 4000, "")
     assert (found.reward, found.scores, found.prompt, found.finish) == (0.5, {"score": 1.0}, prompt, "stop")
-    for read in (lambda: found.ids, lambda: found.sampled, lambda: list(found.segments[0].ids)):
+    for read in (lambda: found.ids, lambda: found.sampled_ids, lambda: list(found.segments[0].ids)):
         with pytest.raises(LookupError, match="these tokens are on another rank"):
             read()
     rows, whole = row_batch([found]), rollout_batch([one])

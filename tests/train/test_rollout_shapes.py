@@ -329,7 +329,7 @@ def test_shape_reads_a_stop_string_as_text_and_no_eos_token(tmp_path: Path, stop
 
     async def read(asked: Any) -> list[Row]:
         (found,) = await asked.sample([asked.prompt])
-        seen.append(asked.decode(found.written))
+        seen.append(asked.decode(found.ids_without_eos))
         return [Row(asked.prompt, (found.segment,), found.finish)]
 
     shape = Shape("read", read, tokenizer, own_group=False, room=0)

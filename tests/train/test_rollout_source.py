@@ -595,7 +595,9 @@ def test_turns_sampled_by_different_versions(
         batch = rollout_batch(rollouts)
         assert batch.rollout_logp is not None and batch.versions is not None
         logps, versions = batch.rollout_logp[batch.mask], batch.versions[batch.mask]
-        assert torch.equal(logps, -1 - versions / 8) and int(batch.mask.sum()) == sum(len(r.sampled) for r in rollouts)
+        assert torch.equal(logps, -1 - versions / 8) and int(batch.mask.sum()) == sum(
+            len(r.sampled_ids) for r in rollouts
+        )
     assert rows[0]["rollout/mixed_versions"] == 0 and sum(row["rollout/mixed_versions"] for row in rows) > 3
 
 
@@ -696,14 +698,14 @@ def test_ctrl_c_while_waiting_for_rollouts_keeps_them_running() -> None:
         raise EngineError("the engine is closed")
 
     task = rollout_source.RolloutTask(0, work)
-    assert not task.running
+    assert not task.is_running
     task.start()
     began.wait()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         task.wait()
-    assert task.running
+    assert task.is_running
     go.set()
     with pytest.raises(EngineError, match="closed"):
         task.result()
-    assert not task.running and not task.finished
+    assert not task.is_running and not task.is_complete

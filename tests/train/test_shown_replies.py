@@ -123,7 +123,7 @@ def test_transcript_with_images_has_equal_log_probs_in_engine_and_trainer(seeing
         repainted = Sequences(rows.ids, rows.prompt_lengths, changed)
         passes.append(completion_scores(seeing.model, repainted, width, reader=seeing.images)["logp"])
     for n, r in enumerate(found):
-        trained = torch.tensor(r.trained)
+        trained = torch.tensor(r.loss_mask)
         sampled = torch.tensor(r.logps)[trained]
         for logp in passes[:2]:
             assert torch.allclose(logp[n, : len(r.ids)][trained], sampled, atol=3e-5)

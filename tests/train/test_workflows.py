@@ -185,7 +185,7 @@ def test_reply_continues_the_same_row_and_is_not_trained_on(home: Path, concurre
     assert (said.parent, said.note, said.parts, said.shown) == (0, {"round": 1}, ("abcdef", "abc"), ("What else?",))
     assert [s.kind for s in second.segments] == ["model", "tool", "model"]
     assert tokenizer.decode(second.segments[1].ids) == "<|user|>What else?<|assistant|>"
-    assert second.trained == (True,) * 7 + (False,) * len(second.segments[1].ids) + (True,) * 3
+    assert second.loss_mask == (True,) * 7 + (False,) * len(second.segments[1].ids) + (True,) * 3
 
 
 def test_gathered_calls_are_recorded_in_order(home: Path) -> None:

@@ -89,7 +89,7 @@ def cuts(cut: Callable[..., int], share: Callable[..., float]) -> Adapter:
         tokens = tuple(range(int(total or 0)))
         first = found[0][0] if found and found[0] else None
         segments = (Segment("injected", tokens[:first]), Segment("model", tokens[first:]))
-        return {**out, "mask_first": Rollout(Prompt("", {}, "", ()), 0, segments, "", "stop", 0).trained}
+        return {**out, "mask_first": Rollout(Prompt("", {}, "", ()), 0, segments, "", "stop", 0).loss_mask}
 
     return adapter
 

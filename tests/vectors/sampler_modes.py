@@ -70,7 +70,7 @@ def refilled(state: Function, differs: Function) -> Adapter:
                 break
         else:
             now = now.end()
-        return {"keep": now.kept, "selected": now.selected, "num_gen_batches": now.batches, "status": now.status}
+        return {"keep": now.kept, "selected": now.selected_groups, "num_gen_batches": now.batches, "status": now.status}
 
     return adapter
 

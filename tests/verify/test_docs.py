@@ -25,7 +25,7 @@ def test_examples_of_the_page_pass(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
     outcomes = run_examples(tmp_path / "script.py")
     assert len(outcomes) >= 2
-    assert [o.got for o in outcomes if not o.ok] == []
+    assert [o.outcome for o in outcomes if not o.ok] == []
 
 
 def test_recipe_of_the_page_is_valid() -> None:

@@ -24,7 +24,7 @@ def test_list_of_examples_applies_to_the_only_function(script: Script) -> None:
         """
     )
     outcomes = run_examples(path)
-    assert [(o.function, o.ok, o.got) for o in outcomes] == [("score", True, "1.0"), ("score", False, "0.0")]
+    assert [(o.function, o.ok, o.outcome) for o in outcomes] == [("score", True, "1.0"), ("score", False, "0.0")]
 
 
 def test_dict_of_examples_names_functions_and_passes_params(script: Script) -> None:
@@ -54,7 +54,7 @@ def test_errors_and_time_outs_are_not_scores(script: Script) -> None:
         EXAMPLES = [("raise", {}, 0.0), ("loop", {}, None), ("type", {}, 0.0)]
         """
     )
-    assert [(o.ok, o.got) for o in run_examples(path, timeout_s=1.0)] == [
+    assert [(o.ok, o.outcome) for o in run_examples(path, timeout_s=1.0)] == [
         (False, "error: ValueError: boom"),
         (False, "timeout: "),
         (False, "broken: returned 'text' (str), must return a number or None"),

@@ -41,7 +41,7 @@ def tried(use: str, **params: Any) -> Trial:
 def test_trial_names_the_exploit_of_a_reward(script: Callable[..., Path], body: str, paying: dict[str, int]) -> None:
     path = script(f"{HEAD}\ndef score(completion, answer):\n    return {body}\n")
     trial = tried(f"{path}:score")
-    found = {name: paid for name, (paid, _) in trial.paying.items()}
+    found = {name: paid for name, (paid, _) in trial.paying_tricks.items()}
     assert paying.items() <= found.items()
     if not paying:
         assert found == {}
@@ -76,7 +76,9 @@ def test_reward_that_evaluates_the_answer_is_detected(
     with partial credit.
     """
     path = script(EVALUATES.format(arguments=local, local=local, passes=passes, full=full))
-    paying = {name: found for name, found in tried(f"{path}:score").paying.items() if "name of the scorer" in name}
+    paying = {
+        name: found for name, found in tried(f"{path}:score").paying_tricks.items() if "name of the scorer" in name
+    }
     (name,) = paying
     assert paying == {name: (3, 3)} and (local in name or (not passes and "answer" in name))
 
@@ -97,7 +99,7 @@ def test_reward_that_compares_letters_is_not_flagged_as_evaluating(script: Calla
 
 def test_shipped_accuracy_pays_for_no_trick() -> None:
     trial = tried("math.accuracy")
-    assert trial.paying == {}
+    assert trial.paying_tricks == {}
     assert trial.tricks["wrong sign"] == (0, 4)
     assert trial.calls_per_second > 0 and trial.workers == 1
     assert as_json(trial)["tricks"]["repeated"] == {"pays": 0, "rows": 4}

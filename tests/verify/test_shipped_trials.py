@@ -31,7 +31,7 @@ def test_shipped_reward_passes_its_trial(script: str) -> None:
         assert trial.rows == len(own.rows)
         assert trial.failures == 0, trial.first_traceback
         assert (own.function, trial.bad_gold if trial.knows_gold else {}) == (own.function, {})
-        assert (own.function, trial.paying if trial.knows_gold else {}) == (own.function, {})
+        assert (own.function, trial.paying_tricks if trial.knows_gold else {}) == (own.function, {})
         assert (own.function, {name: n for name, n in trial.outbid.items() if n[0]}) == (own.function, {})
         assert not any(moved for by_name in trial.injected.values() for moved, _ in by_name.values())
 
@@ -48,7 +48,7 @@ def test_rows_next_to_a_reward_that_reads_correct(script: Callable[..., Path]) -
     short, wordy = own_rows(path)
     assert [r.use for r in short.rewards] == [CORRECTNESS, f"{path}:short"]
     trial = try_rewards(wordy.rewards, Scoring(workers=1), None, wordy.rows)
-    assert trial.paying == {}
+    assert trial.paying_tricks == {}
     assert trial.outbid["injection"] == (1, 1)  # more words, more reward
     assert trial.outbid["empty thought"] == (0, 1)
     assert [own.function for own in own_rows(path, "wordy")] == ["wordy"]

@@ -48,7 +48,7 @@ def convert(
             draft.note(f"{computed.key} of line {computed.line} is computed there: {consequence}")
     for note in foreign.notes:
         draft.note(note)
-    draft.put("stage", found, "")
+    draft.set_default("stage", found, "")
     if foreign.table.name == "mergekit":
         return _merge(draft)
     transforms.name_algorithm(draft)
@@ -165,10 +165,10 @@ def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
             offered = ", ".join(dict.fromkeys(_text(option) for option in entry.values.values()))
             draft.leave(given, f"`{target}` is {offered}")
             if entry.ask:
-                draft.put(target, _text(value), draft.origin(given.key))
+                draft.set_default(target, _text(value), draft.origin(given.key))
             return
         value = entry.values[_text(value)]
-    draft.put(target, value, draft.origin(given.key))
+    draft.set_default(target, value, draft.origin(given.key))
 
 
 def _reason_unavailable(stage: str, target: str) -> str:
@@ -189,7 +189,7 @@ def _finish(draft: Draft) -> None:
     objective_forms.complete_simpo(draft)
     # Otherwise the preset's value would apply.
     if draft.stage == "rl" and "minibatches" in _preset_choice(draft, "batch", {}):
-        draft.put("batch.minibatches", 1, f"one update a pass in {draft.foreign.table.tool}")
+        draft.set_default("batch.minibatches", 1, f"one update a pass in {draft.foreign.table.tool}")
     run = draft.values.get("run", {})
     if "steps" in run and "epochs" in run:
         del run["epochs"]

@@ -31,9 +31,9 @@ def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], origin: str)
             path = f"data.{key}"
             if isinstance(value, Mapping):
                 for inner, settings in value.items():
-                    draft.put(f"{path}.{inner}", settings, origin)
+                    draft.set_default(f"{path}.{inner}", settings, origin)
             else:
-                draft.put(path, value, origin)
+                draft.set_default(path, value, origin)
         return
     draft.values.setdefault("data", {})["mix"] = [
         {key: Leaf(value, origin if key == "source" else "") for key, value in source.items()} for source in sources
@@ -153,13 +153,13 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
         if not text.startswith("chat_template"):
             draft.leave(whole, f"{_PAIRS}: `data.columns` renames others")
     elif text.startswith(_CHATS):
-        draft.put("data.train_on", "assistant", origin)
+        draft.set_default("data.train_on", "assistant", origin)
     elif text == "completion":
-        draft.put("data.train_on", "all", origin)
-        draft.put("data.chat", False, origin)
+        draft.set_default("data.train_on", "all", origin)
+        draft.set_default("data.chat", False, origin)
     elif text.startswith("alpaca"):
-        draft.put("data.chat", False, origin)
-        draft.put("data.prompt_template", ALPACA, origin)
+        draft.set_default("data.chat", False, origin)
+        draft.set_default("data.prompt_template", ALPACA, origin)
         draft.note(_ALPACA_INPUT)
         if text != "alpaca":
             draft.note(f"the prompts of {text} are written as those of alpaca: change data.prompt_template")
@@ -172,11 +172,13 @@ def _axolotl_own(draft: Draft, kind: Mapping[str, Any], origin: str) -> None:
     names = {name: str(kind.get(f"field_{name}") or name) for name in ("instruction", "input", "system")}
     alone = kind.get("no_input_format") if not kind.get("field_input") else None
     form = str(alone or kind.get("format") or "{instruction}")
-    draft.put("data.chat", False, origin)
-    draft.put("data.prompt_template", re.sub(r"\{(\w+)\}", lambda m: f"{{{names.get(m[1], m[1])}}}", form), origin)
-    draft.put("data.completion_template", f"{{{kind.get('field_output') or 'output'}}}", origin)
+    draft.set_default("data.chat", False, origin)
+    draft.set_default(
+        "data.prompt_template", re.sub(r"\{(\w+)\}", lambda m: f"{{{names.get(m[1], m[1])}}}", form), origin
+    )
+    draft.set_default("data.completion_template", f"{{{kind.get('field_output') or 'output'}}}", origin)
     if kind.get("system_prompt"):
-        draft.put("data.system", str(kind["system_prompt"]), origin)
+        draft.set_default("data.system", str(kind["system_prompt"]), origin)
 
 
 # ms-swift
@@ -212,7 +214,7 @@ def _swift_columns(draft: Draft, given: Given, _: str) -> None:
         return
     for theirs, name in value.items():
         ours = words.values("columns")["ms_swift"].get(str(name), str(name))
-        draft.put(f"data.columns.{ours}", str(theirs), draft.origin(given.key))
+        draft.set_default(f"data.columns.{ours}", str(theirs), draft.origin(given.key))
 
 
 # LLaMA-Factory
@@ -307,7 +309,7 @@ def _openrlhf_input(draft: Draft, given: Given, _: str) -> None:
         else "prompt"
     )
     if column != given.value:
-        draft.put(f"data.columns.{column}", str(given.value), draft.origin(given.key))
+        draft.set_default(f"data.columns.{column}", str(given.value), draft.origin(given.key))
 
 
 def _openrlhf_template(draft: Draft, given: Given, _: str) -> None:
@@ -315,7 +317,7 @@ def _openrlhf_template(draft: Draft, given: Given, _: str) -> None:
         draft.leave(given, "the chat template writes the prompt")
         return
     text = str(given.value).removeprefix("$").replace("\\n", "\n")
-    draft.put("data.prompt_template", text.replace("{}", "{prompt}"), draft.origin(given.key))
+    draft.set_default("data.prompt_template", text.replace("{}", "{prompt}"), draft.origin(given.key))
 
 
 TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {

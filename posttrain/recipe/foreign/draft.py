@@ -66,7 +66,7 @@ class Draft:
             return _describe_origin(found[0], self.foreign.table.tool)
         return ", ".join(f"{setting.key} {setting.value}" for setting in found if setting.value is not None)
 
-    def put(self, path: str, value: Any, origin: str) -> None:
+    def set_default(self, path: str, value: Any, origin: str) -> None:
         """Set a value at a dotted key unless it is already set."""
         node = self.values
         *above, last = path.split(".")

@@ -18,8 +18,8 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
     of_dpo = draft.stage == "dpo" and "loss.use" not in known.get(names[0], {"loss.use": ""})
     if of_dpo and len(names) == 2 and names[1] == "sft":
         weights = draft.get("loss_weights", "dpo_loss_weights", default=[1.0, 1.0])
-        draft.put("loss.nll_weight", float(weights[1]) / float(weights[0]), draft.origin(given.key))
-        draft.put("loss.nll_reduction", "token", draft.origin(given.key))
+        draft.set_default("loss.nll_weight", float(weights[1]) / float(weights[0]), draft.origin(given.key))
+        draft.set_default("loss.nll_reduction", "token", draft.origin(given.key))
         names = names[:1]
     if draft.at("algorithm") == names[0]:
         return
@@ -28,7 +28,7 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
         _require_choice(draft, given, "objective.use" if draft.stage == "sft" else "loss.use", kind)
         return
     for path, value in known[names[0]].items():
-        draft.put(path, value, draft.origin(given.key))
+        draft.set_default(path, value, draft.origin(given.key))
     _put_arguments(draft, names[0])
 
 
@@ -49,8 +49,8 @@ def _require_choice(draft: Draft, given: Given, target: str, kind: str) -> None:
 
 def _rpo(draft: Draft, given: Given, target: str) -> None:
     """Convert the weight of TRL's (and derived tools') mean negative log-prob over all chosen tokens of a batch."""
-    draft.put(target, given.value, draft.origin(given.key))
-    draft.put("loss.nll_reduction", "token", draft.origin(given.key))
+    draft.set_default(target, given.value, draft.origin(given.key))
+    draft.set_default("loss.nll_reduction", "token", draft.origin(given.key))
 
 
 def _divergence(draft: Draft, given: Given, _: str) -> None:
@@ -60,15 +60,15 @@ def _divergence(draft: Draft, given: Given, _: str) -> None:
     if given.value not in divergences:
         _require_choice(draft, given, "loss.divergence", "pair_loss")
         return
-    draft.put("loss.use", "f_dpo", origin)
-    draft.put("loss.divergence", divergences[given.value], origin)
+    draft.set_default("loss.use", "f_dpo", origin)
+    draft.set_default("loss.divergence", divergences[given.value], origin)
     coef = draft.get("f_alpha_divergence_coef", default=0.5)
     if given.value == "alpha_divergence":
-        draft.put("loss.alpha", 1 - float(coef), f"1 - f_alpha_divergence_coef {coef}")
+        draft.set_default("loss.alpha", 1 - float(coef), f"1 - f_alpha_divergence_coef {coef}")
 
 
 def _label_smoothing(draft: Draft, given: Given, target: str) -> None:
-    draft.put(target, given.value, draft.origin(given.key))
+    draft.set_default(target, given.value, draft.origin(given.key))
     if draft.get("loss_type", default="sigmoid") in ("sigmoid", ["sigmoid"]):
         draft.note("TRL's `sigmoid` does not read label_smoothing; here it makes DPO conservative (cDPO)")
 
@@ -79,10 +79,12 @@ def complete_simpo(draft: Draft) -> None:
     if "simpo" not in (draft.at("loss.use"), draft.at("algorithm")):
         return
     tool = draft.foreign.table.tool
-    draft.put("loss.beta", 0.1, f"{tool}'s default")
+    draft.set_default("loss.beta", 0.1, f"{tool}'s default")
     margin, beta = float(draft.get("simpo_gamma", default=0.5)), float(draft.at("loss.beta"))
     if beta:
-        draft.put("loss.gamma_beta_ratio", margin / beta, f"{draft.origin('simpo_gamma') or 'simpo_gamma 0.5'} / beta")
+        draft.set_default(
+            "loss.gamma_beta_ratio", margin / beta, f"{draft.origin('simpo_gamma') or 'simpo_gamma 0.5'} / beta"
+        )
     likelihood = draft.get("pref_ftx" if draft.foreign.table.name == "llamafactory" else "cpo_alpha")
     if likelihood is None:
         # In TRL SimPO is a loss of CPO, whose likelihood weight is 1.
@@ -90,7 +92,7 @@ def complete_simpo(draft: Draft) -> None:
     draft.values["loss"].pop("nll_weight", None)
     if likelihood:
         origin = draft.origin("cpo_alpha", "pref_ftx") or f"cpo_alpha, {tool}'s default"
-        draft.put("loss.sft_weight", float(likelihood), origin)
+        draft.set_default("loss.sft_weight", float(likelihood), origin)
 
 
 def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
@@ -109,7 +111,7 @@ def _verl_clip(draft: Draft, given: Given, target: str) -> None:
     if (low := draft.get(f"{given.key}_low")) is not None:
         draft.leave(given, f"verl reads {given.key.rpartition('.')[2]}_low in its place, {low}")
         return
-    draft.put(target, given.value, draft.origin(given.key))
+    draft.set_default(target, given.value, draft.origin(given.key))
 
 
 def _engine_correction(draft: Draft, given: Given, _: str) -> None:
@@ -136,7 +138,7 @@ def _estimator(draft: Draft, given: Given, _: str) -> None:
         _require_choice(draft, given, "advantage.use", "advantage")
         return
     for path, value in known[str(given.value)].items():
-        draft.put(path, value, draft.origin(given.key))
+        draft.set_default(path, value, draft.origin(given.key))
     _put_arguments(draft, str(given.value))
     if given.value == "gpg":
         draft.note(
@@ -161,12 +163,12 @@ def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str
     if draft.at("kl.coef") is not None:
         draft.leave(given, f"there is one KL term, and {draft.at('kl.where')} has it")
         return
-    draft.put(
+    draft.set_default(
         "kl.coef", float(draft.get(coef, default=0.001)), draft.origin(coef) or f"{draft.foreign.table.tool}'s default"
     )
-    draft.put("kl.where", where, draft.origin(given.key))
+    draft.set_default("kl.where", where, draft.origin(given.key))
     name = str(draft.get(kind, default=plain))
-    draft.put(
+    draft.set_default(
         "kl.use",
         words.values("kl").get(name.rstrip("+"), "k3"),
         draft.origin(kind) or f"{draft.foreign.table.tool}'s default",
@@ -186,7 +188,7 @@ def _verl_kl_reward(draft: Draft, given: Given, _: str) -> None:
 
 def _kl_in_loss(draft: Draft, given: Given, _: str) -> None:
     if draft.get("algo.kl.init_coef"):
-        draft.put("kl.where", "loss" if given.value is True else "reward", draft.origin(given.key))
+        draft.set_default("kl.where", "loss" if given.value is True else "reward", draft.origin(given.key))
 
 
 def _clip_pair(draft: Draft, given: Given, _: str) -> None:
@@ -197,19 +199,19 @@ def _clip_pair(draft: Draft, given: Given, _: str) -> None:
 
 def _critic_lr(draft: Draft, given: Given, _: str) -> None:
     if draft.get("algorithm.adv_estimator") == "gae":
-        draft.put("critic.lr", given.value, draft.origin(given.key))
+        draft.set_default("critic.lr", given.value, draft.origin(given.key))
     else:
         draft.leave(given, "this advantage has no critic")
 
 
 def _dynamic_sampling(draft: Draft, given: Given, _: str) -> None:
     origin = draft.origin(given.key)
-    draft.put("keep.use", "dynamic_sampling", origin)
+    draft.set_default("keep.use", "dynamic_sampling", origin)
     metric = draft.get("algorithm.filter_groups.metric")
     if metric in ("score", "seq_reward", "seq_final_reward"):
-        draft.put("keep.metric", "reward", draft.origin("algorithm.filter_groups.metric"))
+        draft.set_default("keep.metric", "reward", draft.origin("algorithm.filter_groups.metric"))
     most = draft.get("algorithm.filter_groups.max_num_gen_batches", "max_resample_times", default=10)
-    draft.put("rollout.max_gen_batches", int(most) if int(most) > 0 else 10, origin)
+    draft.set_default("rollout.max_gen_batches", int(most) if int(most) > 0 else 10, origin)
 
 
 TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {

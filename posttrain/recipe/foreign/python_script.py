@@ -85,7 +85,7 @@ class Training:
         self.functions: dict[str, ScriptReward] = {}
         self.notes: list[str] = []
 
-    def put(self, key: str, value: ast.expr) -> None:
+    def set_literal(self, key: str, value: ast.expr) -> None:
         """Set a key to a literal value; a computed value is left out."""
         try:
             self.given.setdefault(key, (self.script.value(value), value.lineno))
@@ -96,7 +96,7 @@ class Training:
         """Record a key that is left out."""
         self.unread.append(Unread(key, self.script.text_of(value), value.lineno, why))
 
-    def put_keywords(self, call: ast.Call, renamed: Mapping[str, str] | None = None) -> None:
+    def set_keywords(self, call: ast.Call, renamed: Mapping[str, str] | None = None) -> None:
         """Set the keywords of a call as keys."""
         for keyword in call.keywords:
             if keyword.arg is None:
@@ -104,13 +104,13 @@ class Training:
             elif isinstance(keyword.value, ast.Dict) and keyword.arg == "model_init_kwargs":
                 self.put_entries(keyword.value)
             else:
-                self.put((renamed or {}).get(keyword.arg, keyword.arg), keyword.value)
+                self.set_literal((renamed or {}).get(keyword.arg, keyword.arg), keyword.value)
 
     def put_entries(self, entries: ast.Dict) -> None:
         """Set the entries of a dictionary as keys."""
         for key, value in zip(entries.keys, entries.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                self.put(key.value, value)
+                self.set_literal(key.value, value)
             else:
                 self.leave("**", value, "its keys are computed")
 
@@ -127,11 +127,11 @@ class Training:
                 self.leave("args", named, "its values come from the command line: import a .sh file with that line")
             return
         if call.args:
-            self.put("output_dir", call.args[0])
-        self.put_keywords(call)
+            self.set_literal("output_dir", call.args[0])
+        self.set_keywords(call)
         for key, value in self.script.attributes_set_on(call):
             self.given.pop(key, None)
-            self.put(key, value)
+            self.set_literal(key, value)
 
     def read_trainer(self, call: ast.Call) -> None:
         """Read the arguments of the trainer besides its configuration."""
@@ -157,7 +157,7 @@ class Training:
             elif key in ("quantization_config",):
                 self.read_quantization(value)
             elif self.table.entry(key):
-                self.put(key, value)
+                self.set_literal(key, value)
             else:
                 self.leave(key, value, "an object of the script")
 
@@ -165,7 +165,7 @@ class Training:
         """Read a model name, or the from_pretrained call that creates the model, also if get_peft_model wraps it."""
         found = self.script.resolve(value)
         if not isinstance(found, ast.Call):
-            self.put("model_name_or_path", value)
+            self.set_literal("model_name_or_path", value)
             return
         if self.script.name_of(found) == "get_peft_model":
             self.read_adapter(found.args[1] if len(found.args) > 1 else found)
@@ -176,21 +176,21 @@ class Training:
             self.leave("model", value, "the model is made by code: write `model.path`")
             return
         if found.args:
-            self.put("model_name_or_path", found.args[0])
+            self.set_literal("model_name_or_path", found.args[0])
         for keyword in found.keywords:
             if keyword.arg == "quantization_config":
                 self.read_quantization(keyword.value)
             elif keyword.arg in ("device_map", "use_cache", "low_cpu_mem_usage", "cache_dir"):
                 continue  # device placement and caching depend on the machine
             elif keyword.arg is not None:
-                self.put({"revision": "model_revision"}.get(keyword.arg, keyword.arg), keyword.value)
+                self.set_literal({"revision": "model_revision"}.get(keyword.arg, keyword.arg), keyword.value)
 
     def read_quantization(self, value: ast.expr) -> None:
         """Read the keywords of a BitsAndBytesConfig."""
         found = self.script.resolve(value)
         if isinstance(found, ast.Call) and self.script.name_of(found) == "BitsAndBytesConfig":
             shown = [keyword for keyword in found.keywords if keyword.arg != "bnb_4bit_compute_dtype"]  # model.dtype
-            self.put_keywords(ast.Call(found.func, [], shown), {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"})
+            self.set_keywords(ast.Call(found.func, [], shown), {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"})
         else:
             self.leave("quantization_config", value, "write `model.quantize: nf4` with `model.lora`")
 
@@ -208,7 +208,7 @@ class Training:
             if keyword.arg is None:
                 self.leave("**", keyword.value, "its keys are computed")
             elif keyword.arg not in noop or not self._is(keyword.value, noop[keyword.arg]):
-                self.put(words.values("lora").get(keyword.arg, keyword.arg), keyword.value)
+                self.set_literal(words.values("lora").get(keyword.arg, keyword.arg), keyword.value)
         if self.script.name_of(found) == "LoraConfig":
             for key, default in words.values("lora_defaults").items():
                 self.given.setdefault(key, (default, found.lineno))
@@ -238,16 +238,16 @@ class Training:
         if isinstance(files, ast.Dict) and len(files.values) == 1:
             files = files.values[0]
         if files is not None and isinstance(path, ast.Constant) and path.value in _FILES:
-            self.put("dataset_name", files)
+            self.set_literal("dataset_name", files)
         elif path is not None:
-            self.put("dataset_name", path)
+            self.set_literal("dataset_name", path)
             if files is not None:
                 self.leave("data_files", files, "name the file itself as `data.source`")
         if (config := load.args[1] if len(load.args) > 1 else named.get("name")) is not None:
-            self.put("dataset_config", config)
+            self.set_literal("dataset_config", config)
         split = named.get("split") or self.script.subscript_of(load)
         if split is not None:
-            self.put("dataset_train_split", split)
+            self.set_literal("dataset_train_split", split)
 
     def is_own_split(self, value: ast.expr, trained: ast.expr | None) -> bool:
         """Return whether the evaluation rows are another split of the same data set, and set `dataset_test_split` to
@@ -292,7 +292,7 @@ class Training:
             if isinstance(inside, ast.Call) and self.script.name_of(inside) == "range" and len(inside.args) == 1:
                 inside = inside.args[0]
             if inside is not None:
-                self.put("max_samples", inside)
+                self.set_literal("max_samples", inside)
         elif why := words.values("row_methods").get(name, _CHANGED):
             changed = call.args[0] if call.args else call
             self.leave(f"dataset.{name}", changed, why)
@@ -320,7 +320,7 @@ class Training:
         if names:
             self.given["reward_funcs"] = (names, value.lineno)
         for model in models:
-            self.put("reward_model_name_or_path", model)
+            self.set_literal("reward_model_name_or_path", model)
 
     def name_made_reward(self, entry: ast.expr, names: Sequence[str]) -> str:
         """Choose a name for a reward that code creates, such as an instance of a class. The name must not exist in the

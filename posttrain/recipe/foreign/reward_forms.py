@@ -36,7 +36,7 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
         return None
     if known is not None:
         if known.get("gold"):
-            draft.put("data.columns.answer", known["gold"], f"what {name} reads")
+            draft.set_default("data.columns.answer", known["gold"], f"what {name} reads")
         return {key: value for key, value in known.items() if key != "gold"}
     module, dot, function = name.rpartition(".")
     if not dot or "/" in name:
@@ -121,7 +121,7 @@ def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
     _add_reward(
         draft, {"use": "math.accuracy", "params": {"extract": ["boxed", "hash"]}}, "verl's reward of maths data"
     )
-    draft.put("data.columns.answer", "reward_model.ground_truth", "what verl's rewards read")
+    draft.set_default("data.columns.answer", "reward_model.ground_truth", "what verl's rewards read")
     draft.note(
         "verl chooses a reward by the column data_source: math.accuracy is for maths answers, write another for others"
     )

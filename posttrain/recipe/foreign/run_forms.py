@@ -55,11 +55,11 @@ def _eval_every(draft: Draft, given: Given, _: str) -> None:
     elif draft.stage not in _EVALUATES or data is None:
         draft.leave(given, "write `eval: {every: 50, data: {source: held_out.jsonl}}`: the file names no data for it")
     else:
-        draft.put("eval.every", given.value, draft.origin(given.key))
+        draft.set_default("eval.every", given.value, draft.origin(given.key))
         for key, value in data.items():
-            draft.put(f"eval.data.{key}", value, f"what {given.key} measures")
+            draft.set_default(f"eval.data.{key}", value, f"what {given.key} measures")
         if draft.stage == "rl":
-            draft.put("eval.n", 1, "one completion a prompt")
+            draft.set_default("eval.n", 1, "one completion a prompt")
 
 
 def _held_out(draft: Draft) -> dict[str, Any] | None:

@@ -35,15 +35,15 @@ def complete_adapter(draft: Draft) -> None:
         return
     shape = draft.foreign.table.lora
     origin = f"{draft.foreign.table.tool}'s default"
-    draft.put("model.lora.rank", shape["rank"], origin)
+    draft.set_default("model.lora.rank", shape["rank"], origin)
     rank, alpha = draft.at("model.lora.rank"), shape["alpha"]
     if alpha == "twice":  # twice the rank: LLaMA-Factory
         alpha = 2 * rank if isinstance(rank, int) else 16
-    draft.put("model.lora.alpha", alpha, origin)
+    draft.set_default("model.lora.alpha", alpha, origin)
     if shape["dropout"]:
-        draft.put("model.lora.dropout", shape["dropout"], origin)
+        draft.set_default("model.lora.dropout", shape["dropout"], origin)
     if "targets" in shape and draft.at("model.lora.targets") is None:
-        draft.put("model.lora.targets", shape["targets"], "PEFT's default for Llama, Mistral, Qwen and Gemma")
+        draft.set_default("model.lora.targets", shape["targets"], "PEFT's default for Llama, Mistral, Qwen and Gemma")
         draft.note("PEFT chooses modules by architecture where lora_target_modules is not set: see model.lora.targets")
 
 
@@ -53,25 +53,25 @@ def name_algorithm(draft: Draft) -> None:
     for key in ("rl", "rlhf_type", "stage"):
         value = foreign.given[key].value if key in foreign.given else None
         if name := foreign.table.algorithms.get(str(value)):
-            draft.put("algorithm", name, draft.origin(key))
+            draft.set_default("algorithm", name, draft.origin(key))
     for word in foreign.command:
         for part in re.split(r"[./]", word):
             if (name := foreign.table.algorithms.get(part)) and part not in ("grpo",):
-                draft.put("algorithm", name, f"the command {part}")
+                draft.set_default("algorithm", name, f"the command {part}")
 
 
 def _algorithm(draft: Draft, given: Given, _: str) -> None:
     if given.value == "gdpo":
-        draft.put("advantage.use", "gdpo", draft.origin(given.key))
+        draft.set_default("advantage.use", "gdpo", draft.origin(given.key))
     if given.value == "pt":
-        draft.put("data.train_on", "all", draft.origin(given.key))
+        draft.set_default("data.train_on", "all", draft.origin(given.key))
 
 
 def _boolean(draft: Draft, given: Given, target: str) -> None:
     if not target:
         draft.leave(given, f"stage {draft.stage} has no such key")
     elif given.value in (True, False):
-        draft.put(target, given.value, draft.origin(given.key))
+        draft.set_default(target, given.value, draft.origin(given.key))
     else:
         draft.leave(given, f"`{target}` is true or false")
 
@@ -80,29 +80,29 @@ def _whole_number(draft: Draft, given: Given, target: str) -> None:
     if draft.stage == "rl" and target == "run.log_every":
         draft.leave(given, "rl writes every step")
     elif isinstance(given.value, int | float) and given.value >= 1:
-        draft.put(target, int(given.value), draft.origin(given.key))
+        draft.set_default(target, int(given.value), draft.origin(given.key))
     else:
         draft.leave(given, f"`{target}` is a number of steps")
 
 
 def _positive(draft: Draft, given: Given, target: str) -> None:
     if isinstance(given.value, int) and given.value > 0:
-        draft.put(target, given.value, draft.origin(given.key))
+        draft.set_default(target, given.value, draft.origin(given.key))
 
 
 def _list(draft: Draft, given: Given, target: str) -> None:
     value = given.value if isinstance(given.value, list) else [given.value]
-    draft.put(target, [str(item) for item in value], draft.origin(given.key))
+    draft.set_default(target, [str(item) for item in value], draft.origin(given.key))
 
 
 def _count_or_all(draft: Draft, given: Given, target: str) -> None:
     if isinstance(given.value, int) and given.value > 0:
-        draft.put(target, given.value, draft.origin(given.key))
+        draft.set_default(target, given.value, draft.origin(given.key))
 
 
 def _rows_or_all(draft: Draft, given: Given, target: str) -> None:
     if isinstance(given.value, int) and given.value < 1_000_000:  # larger numbers mean all rows
-        draft.put(target, given.value, draft.origin(given.key))
+        draft.set_default(target, given.value, draft.origin(given.key))
         draft.note(f"`{target}` is an error where the data has fewer rows; {draft.foreign.table.tool} then takes all")
 
 
@@ -113,14 +113,14 @@ def _epochs(draft: Draft, given: Given, target: str) -> None:
     whole = math.ceil(given.value)
     if whole != given.value:
         draft.note(f"{given.key} {given.value} is {whole} here: epochs are whole; `run.steps` ends a run earlier")
-    draft.put(target, whole, draft.origin(given.key))
+    draft.set_default(target, whole, draft.origin(given.key))
 
 
 def _share(draft: Draft, given: Given, target: str) -> None:
     """Write a number of steps, or a fraction of them below 1; if two keys give one each, the number takes effect."""
     value = given.value
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-        write = draft.put if value < 1 else draft.replace
+        write = draft.set_default if value < 1 else draft.replace
         write(target, value if value < 1 else int(value), draft.origin(given.key))
     elif value not in (0, -1):
         draft.leave(given, "`optim.warmup_steps` is a number of steps, or below 1 their share")
@@ -133,7 +133,7 @@ def _updates(draft: Draft, given: Given, target: str) -> None:
         return
     updates = _updates_a_step(draft)
     origin = draft.origin(given.key)
-    draft.put(
+    draft.set_default(
         target, math.ceil(given.value / updates), f"{origin}; {updates} updates a step" if updates > 1 else origin
     )
 
@@ -157,9 +157,9 @@ def _targets(draft: Draft, given: Given, target: str) -> None:
     value = given.value
     names = [str(target_name) for target_name in value] if isinstance(value, list) else str(value).split(",")
     if any(name in ("all", "all-linear", "all_linear") for name in names):
-        draft.put(target, "all-linear", draft.origin(given.key))
+        draft.set_default(target, "all-linear", draft.origin(given.key))
     elif all(re.fullmatch(r"[\w.]+", name) for name in names):
-        draft.put(target, names, draft.origin(given.key))
+        draft.set_default(target, names, draft.origin(given.key))
     else:
         draft.leave(given, "`model.lora.targets` takes names of modules, not patterns")
 
@@ -184,7 +184,7 @@ def _four_bit(draft: Draft, given: Given, _: str) -> None:
     elif not trains_adapter(draft.foreign):
         draft.leave(given, "4-bit weights are trained with an adapter only")
     else:
-        draft.put("model.quantize", "nf4", draft.origin(given.key))
+        draft.set_default("model.quantize", "nf4", draft.origin(given.key))
 
 
 def _adapter_dir(draft: Draft, given: Given, _: str) -> None:
@@ -193,7 +193,7 @@ def _adapter_dir(draft: Draft, given: Given, _: str) -> None:
         draft.leave(given, "one adapter is trained on")
         return
     draft.replace("model.path", value, draft.origin(given.key))
-    draft.put("model.lora.continue", True, draft.origin(given.key))
+    draft.set_default("model.lora.continue", True, draft.origin(given.key))
     draft.note(f"the base of the adapter {value} is the one that its adapter_config.json names")
 
 
@@ -201,7 +201,7 @@ def _betas(draft: Draft, given: Given, _: str) -> None:
     if given.key == "adam_beta2" and draft.foreign.given.get("adam_beta1"):
         return
     pair = [draft.get("adam_beta1", default=0.9), draft.get("adam_beta2", default=0.999)]
-    draft.put("optim.betas", pair, draft.origin("adam_beta1", "adam_beta2"))
+    draft.set_default("optim.betas", pair, draft.origin("adam_beta1", "adam_beta2"))
 
 
 def _batch(draft: Draft, given: Given, _: str) -> None:
@@ -218,8 +218,8 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
     if draft.foreign.gpus is None and draft.gpus == 1:
         draft.note("batches count rows per GPU: the recipe's are those of 1 GPU (`--gpus N` multiplies them)")
     if draft.stage != "rl":
-        draft.put("batch.size", rows * accumulated * draft.gpus, origin)
-        draft.put("batch.micro_size", rows, draft.origin(given.key))
+        draft.set_default("batch.size", rows * accumulated * draft.gpus, origin)
+        draft.set_default("batch.micro_size", rows, draft.origin(given.key))
         _note_packed_rows(draft, rows * accumulated * draft.gpus)
         return
     generated = draft.get("steps_per_generation")
@@ -231,9 +231,9 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
     prompts = max(1, completions // group)
     if prompts * group != completions:
         draft.note(f"{completions} completions per step are not a multiple of {group}: {prompts} prompts are used")
-    draft.put("rollout.prompts_per_step", prompts, f"{origin} / {group} completions a prompt")
+    draft.set_default("rollout.prompts_per_step", prompts, f"{origin} / {group} completions a prompt")
     if (updates := generated // accumulated) > 1:
-        draft.put(
+        draft.set_default(
             "batch.minibatches", min(updates, prompts * group), f"{completions} completions, {updates} updates of them"
         )
 
@@ -256,59 +256,63 @@ def _global_batch(draft: Draft, given: Given, _: str) -> None:
     """OpenRLHF: convert rows over all GPUs; in rl completions of rollout.batch_size prompts."""
     size, micro = int(given.value), int(draft.get("train.micro_batch_size", default=1))
     if draft.stage != "rl":
-        draft.put("batch.size", size, draft.origin(given.key))
+        draft.set_default("batch.size", size, draft.origin(given.key))
         if size % micro == 0:
-            draft.put("batch.micro_size", micro, draft.origin("train.micro_batch_size"))
+            draft.set_default("batch.micro_size", micro, draft.origin("train.micro_batch_size"))
         return
     prompts = int(draft.get("rollout.batch_size", default=size))
     completions = prompts * int(draft.get("rollout.n_samples_per_prompt", default=1))
-    draft.put("rollout.prompts_per_step", prompts, draft.origin("rollout.batch_size"))
+    draft.set_default("rollout.prompts_per_step", prompts, draft.origin("rollout.batch_size"))
     if completions > size:
-        draft.put("batch.minibatches", math.ceil(completions / size), f"{completions} completions / {given.key} {size}")
+        draft.set_default(
+            "batch.minibatches", math.ceil(completions / size), f"{completions} completions / {given.key} {size}"
+        )
 
 
 def _megatron_batch(draft: Draft, given: Given, _: str) -> None:
     """Megatron-SWIFT: convert rows per update over all GPUs; in rl completions, of which a step has several updates."""
     size, micro = int(given.value), int(draft.get("micro_batch_size", default=1))
     if draft.stage != "rl":
-        draft.put("batch.size", size, draft.origin(given.key))
-        draft.put("batch.micro_size", micro, draft.origin("micro_batch_size"))
+        draft.set_default("batch.size", size, draft.origin(given.key))
+        draft.set_default("batch.micro_size", micro, draft.origin("micro_batch_size"))
         _note_packed_rows(draft, size)
         return
     whole = draft.get("generation_batch_size")
     updates = int(draft.get("steps_per_generation", default=1 if whole is None else int(whole) // size))
     group = int(draft.get("num_generations", default=8))
     origin = f"{given.key} {size} x {count_noun(updates, 'update')} / {group} completions a prompt"
-    draft.put("rollout.prompts_per_step", max(1, size * updates // group), origin)
+    draft.set_default("rollout.prompts_per_step", max(1, size * updates // group), origin)
     if updates > 1:
-        draft.put("batch.minibatches", updates, draft.origin("steps_per_generation", "generation_batch_size"))
+        draft.set_default("batch.minibatches", updates, draft.origin("steps_per_generation", "generation_batch_size"))
 
 
 def _verl_batch(draft: Draft, given: Given, _: str) -> None:
     """verl: convert prompts (rl) or rows per step, and the mini-batch size to updates per step."""
     size = int(given.value)
     if draft.stage != "rl":
-        draft.put("batch.size", size, draft.origin(given.key))
+        draft.set_default("batch.size", size, draft.origin(given.key))
         micro = draft.get("data.micro_batch_size_per_gpu")
         if micro and size % int(micro) == 0:
-            draft.put("batch.micro_size", int(micro), draft.origin("data.micro_batch_size_per_gpu"))
+            draft.set_default("batch.micro_size", int(micro), draft.origin("data.micro_batch_size_per_gpu"))
         return
     mini = int(draft.get("actor_rollout_ref.actor.ppo_mini_batch_size", default=size))
-    draft.put("rollout.prompts_per_step", size, draft.origin(given.key))
+    draft.set_default("rollout.prompts_per_step", size, draft.origin(given.key))
     if size > mini:
-        draft.put("batch.minibatches", math.ceil(size / mini), f"train_batch_size {size} / ppo_mini_batch_size {mini}")
+        draft.set_default(
+            "batch.minibatches", math.ceil(size / mini), f"train_batch_size {size} / ppo_mini_batch_size {mini}"
+        )
 
 
 def _vllm_engines(draft: Draft, given: Given, _: str) -> None:
     if isinstance(given.value, int) and given.value > 0:
-        draft.put("rollout.engine", "vllm", draft.origin(given.key))
+        draft.set_default("rollout.engine", "vllm", draft.origin(given.key))
 
 
 def _swift_lr(draft: Draft, given: Given, target: str) -> None:
     value = given.value
     if value == "by_tuner":
         value = 1e-4 if trains_adapter(draft.foreign) else 1e-5
-    draft.put(target, value, draft.origin(given.key))
+    draft.set_default(target, value, draft.origin(given.key))
 
 
 def _text_not_file(draft: Draft, given: Given, target: str) -> None:
@@ -317,9 +321,9 @@ def _text_not_file(draft: Draft, given: Given, target: str) -> None:
         if not place.is_file():
             draft.leave(given, f"`{target}` is the text itself")
             return
-        draft.put(target, place.read_text(encoding="utf-8").strip(), draft.origin(given.key))
+        draft.set_default(target, place.read_text(encoding="utf-8").strip(), draft.origin(given.key))
         return
-    draft.put(target, str(given.value), draft.origin(given.key))
+    draft.set_default(target, str(given.value), draft.origin(given.key))
 
 
 TRANSFORMS: dict[str, Transform] = {
