@@ -220,13 +220,13 @@ def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
     The tokenizer's EOS comes first, then those of the configs (generation config, model config), then the token that
     ends the chat template's turns.
     """
-    found: list[int | None] = [tokenizer.eos_token_id]
+    ids: list[int | None] = [tokenizer.eos_token_id]
     for config in configs:
         value = getattr(config, "eos_token_id", None)
-        found += value if isinstance(value, list | tuple) else [value]
+        ids += value if isinstance(value, list | tuple) else [value]
     if tokenizer.chat_template:
-        found.append(turn_end(tokenizer).id)
-    return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+        ids.append(turn_end(tokenizer).id)
+    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
 
 def has_prefilled_think(prompt_text: str, tag: str = "think") -> bool:

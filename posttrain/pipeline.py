@@ -264,17 +264,17 @@ def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
         str(seed): {name: read_json(path / f"seed-{seed}" / name / "summary.json") for name in names}
         for seed in recipe.seeds
     }
-    found: dict[str, Any] = {"seeds": seeds}
+    summary: dict[str, Any] = {"seeds": seeds}
     if by_round := rounds.progress(seeds.values()):
-        found["rounds"] = by_round
+        summary["rounds"] = by_round
     if not recipe.table:
-        return found
+        return summary
     from posttrain.evaluate.table import closing_table, describe_findings
 
     labels = _table_labels(recipe)
     rows = closing_table({labels[name]: {s: path / f"seed-{s}" / name for s in seeds} for name in recipe.table})
     rows = [{**row, "stage": name} for row, name in zip(rows, recipe.table, strict=True)]
-    return {**found, "table": rows, "findings": describe_findings(rows)}
+    return {**summary, "table": rows, "findings": describe_findings(rows)}
 
 
 def _table_labels(recipe: PipelineRecipe) -> dict[str, str]:

@@ -97,13 +97,13 @@ def decay_exits(batch: RolloutBatch, *, decay: float = 2.0) -> Tensor:
     assert batch.correct is not None and batch.trajectory_ids is not None and batch.step_ids is not None
     rewards = require_rewards(batch)
     unscored = rewards.isnan() | batch.correct.isnan()
-    known, found = torch.where(unscored, 0.0, batch.correct), torch.zeros_like(rewards)
+    known, scores = torch.where(unscored, 0.0, batch.correct), torch.zeros_like(rewards)
     for trajectory in batch.trajectory_ids.unique():
         rows = (batch.trajectory_ids == trajectory).nonzero()[:, 0]
         rows = rows[batch.step_ids[rows].argsort()]
         (earned,) = exit_decay([known[rows].tolist()], decay=decay).rewards
-        found[rows] = torch.tensor(earned, dtype=rewards.dtype, device=rewards.device)
-    return torch.where(unscored, torch.nan, found)
+        scores[rows] = torch.tensor(earned, dtype=rewards.dtype, device=rewards.device)
+    return torch.where(unscored, torch.nan, scores)
 
 
 Prior = Literal["linear", "uniform", "base"]
@@ -140,11 +140,11 @@ def advantage_at_budgets(
     known = scores.nanmean(-1, keepdim=True).nan_to_num(nan=0.0)
     scores = torch.where(scores.isnan(), known, scores).reshape(len(thoughts), budgets, -1)
     weights = _PRIORS[prior](budgets).to(rewards)
-    found = torch.zeros(batch.mask.shape, dtype=torch.float64, device=rewards.device)
+    advantages = torch.zeros(batch.mask.shape, dtype=torch.float64, device=rewards.device)
     for group in batch.group_ids[thoughts].unique():
         members = (batch.group_ids[thoughts] == group).nonzero()[:, 0]
         credit = budget_relative(scores[members], weights, discount=discount, variance_reduction=baseline)
-        found[thoughts[members]] = credit.thought.gather(1, parts[thoughts[members]])
+        advantages[thoughts[members]] = credit.thought.gather(1, parts[thoughts[members]])
         scores[members] = credit.answers
-    found[answers] = torch.where(rewards[answers].isnan(), 0.0, scores.flatten(0, 1)[cut, number])[:, None]
-    return torch.where(batch.mask, found, 0.0)
+    advantages[answers] = torch.where(rewards[answers].isnan(), 0.0, scores.flatten(0, 1)[cut, number])[:, None]
+    return torch.where(batch.mask, advantages, 0.0)

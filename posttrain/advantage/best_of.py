@@ -37,11 +37,11 @@ def best_of_group(batch: RolloutBatch, *, normalize: bool = True, eps: float = 1
     """
 
     def lead(rewards: Tensor) -> Tensor:
-        found = torch.zeros_like(rewards)
+        advantages = torch.zeros_like(rewards)
         if len(rewards) > 1:
             (best, second), rows = rewards.topk(2)
-            found[rows[0]] = (best - second) / (rewards.std() + eps if normalize else 1.0)
-        return found
+            advantages[rows[0]] = (best - second) / (rewards.std() + eps if normalize else 1.0)
+        return advantages
 
     return _by_group(batch, lead)
 
@@ -65,18 +65,18 @@ def _of_subsets(rewards: Tensor, k: int) -> Tensor:
     mean = (best * above).sum()
     deviation = (best * (above - mean).square()).sum().sqrt()
     behind = (later * above).flip(0).cumsum(0).flip(0) - later * above
-    found = torch.zeros_like(rewards)
+    advantages = torch.zeros_like(rewards)
     if deviation > 1e-6 * above.max():
-        found[order] = (own * above + behind - mean) / deviation
-    return found
+        advantages[order] = (own * above + behind - mean) / deviation
+    return advantages
 
 
 def _by_group(batch: RolloutBatch, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function of one group's scored rewards [n] -> [n] to all groups -> [N]; unscored rows get 0."""
     rewards = require_rewards(batch).detach()
-    found, key = torch.zeros_like(rewards), number_groups(batch.group_ids)
+    advantages, key = torch.zeros_like(rewards), number_groups(batch.group_ids)
     for number in range(int(key.max()) + 1 if len(key) else 0):
         rows = ((key == number) & ~rewards.isnan()).nonzero().squeeze(-1)
         if len(rows):
-            found[rows] = function(rewards[rows])
-    return found
+            advantages[rows] = function(rewards[rows])
+    return advantages

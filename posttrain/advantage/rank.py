@@ -119,14 +119,14 @@ def effective_ranks(rows: Sequence[Tensor]) -> Tensor:
     exp(-sum p ln(p + 1e-8)), p the singular values of a row's centered states [L, D] over (their sum + 1e-8). 0 if L <
     2. In float64. Rows of similar length are decomposed together, because a GPU is slow row by row.
     """
-    found = torch.zeros(len(rows), dtype=torch.float64, device=rows[0].device if rows else None)
+    ranks = torch.zeros(len(rows), dtype=torch.float64, device=rows[0].device if rows else None)
     for indices in _batch_by_length([len(row) for row in rows], rows[0].shape[-1] if rows else 1):
         padded = pad_sequence([rows[n].detach() for n in indices], batch_first=True)
         lengths = to_device([len(rows[n]) for n in indices], padded.device)
         values = singular_values(padded, lengths)
         p = values / (values.sum(-1, keepdim=True) + EPS)
-        found[to_device(indices, found.device)] = (-(p * (p + EPS).log()).sum(-1)).exp()
-    return found
+        ranks[to_device(indices, ranks.device)] = (-(p * (p + EPS).log()).sum(-1)).exp()
+    return ranks
 
 
 def _batch_by_length(lengths: Sequence[int], width: int) -> Iterator[list[int]]:

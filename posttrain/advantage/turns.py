@@ -75,15 +75,15 @@ def number_edges(trajectories: Sequence[Sequence[Sequence[str]]], history: int =
     the start of a trajectory). Runs of white space are equal. A larger history merges less.
     """
     numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
-    found: list[list[int]] = []
+    edges: list[list[int]] = []
     for steps in trajectories:
         texts = [tuple(" ".join(part.split()) for part in step) for step in steps]
         keys = [
             (tuple(state for state, _, _ in texts[max(0, i + 1 - history) : i + 1]), action, after)
             for i, (_, action, after) in enumerate(texts)
         ]
-        found.append([numbers.setdefault(key, len(numbers)) for key in keys])
-    return found
+        edges.append([numbers.setdefault(key, len(numbers)) for key in keys])
+    return edges
 
 
 @register(
@@ -360,14 +360,14 @@ def mc_actions(batch: RolloutBatch, *, gamma: float = 0.9, eps: float = 1e-5, il
     """
     del gamma  # used by the playouts, which are already done
     legal, taken = (require_field(getattr(batch, name), name) for name in ("legal_returns", "action_ids"))
-    found = legal.new_zeros(len(batch))
+    row_advantages = legal.new_zeros(len(batch))
     for group in batch.group_ids.unique():
         rows = (batch.group_ids == group).nonzero()[:, 0]
         values = {number: value for number, value in enumerate(legal[rows[0]].tolist()) if not math.isnan(value)}
         if values:
             advantages = action_advantages(values, taken[rows].tolist(), eps=eps, illegal=illegal)
-            found[rows] = torch.tensor(advantages, dtype=found.dtype, device=found.device)
-    return found
+            row_advantages[rows] = torch.tensor(advantages, dtype=row_advantages.dtype, device=row_advantages.device)
+    return row_advantages
 
 
 def action_advantages(

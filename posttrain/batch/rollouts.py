@@ -314,12 +314,12 @@ class Rollout:
 
     def images_within(self, count: int) -> tuple[Image, ...]:
         """Return the images of the prompt and of the segments that end within the first `count` completion tokens."""
-        found, end = list(self.prompt.shown), 0
+        images, end = list(self.prompt.shown), 0
         for segment in self.segments:
             end += len(segment.ids)
             if end <= count and segment.images is not None:
-                found += segment.images.shown
-        return tuple(found)
+                images += segment.images.shown
+        return tuple(images)
 
     @property
     def logps(self) -> tuple[float, ...]:

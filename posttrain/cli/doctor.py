@@ -41,22 +41,22 @@ def register(app: typer.Typer) -> None:
 
 def doctor(as_json: Json = False) -> None:
     """Show versions, GPUs, memory, disk and CPU cores, with advice; the output can be pasted into a bug report."""
-    found = examine()
-    found["advice"] = list_advice(found)
+    report = examine()
+    report["advice"] = list_advice(report)
     if as_json:
-        print_json(found)
+        print_json(report)
         return
-    for key, value in found.items():
+    for key, value in report.items():
         if key in ("packages", "advice"):
             continue
         terminal.say(
             f"{key:<10} {value if not isinstance(value, list) else ', '.join(map(_format_gpu, value)) or 'none'}"
         )
     terminal.say(
-        "packages   " + "\n           ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
+        "packages   " + "\n           ".join(f"{k} {v or 'not installed'}" for k, v in report["packages"].items())
     )
     terminal.say("")
-    terminal.say("\n".join(found["advice"]) or "nothing is missing")
+    terminal.say("\n".join(report["advice"]) or "nothing is missing")
 
 
 def examine() -> dict[str, Any]:

@@ -97,20 +97,20 @@ def plan(
         machine = memory_plan.Machine(
             size, True, f"a GPU of {size / memory_plan.GIB:g} GiB ({name.upper()})", machine.ranks
         )
-    found = planning.plan(loaded.recipe, machine, rates)
-    if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"] and rates is None:
+    report = planning.plan(loaded.recipe, machine, rates)
+    if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and report["fits"] and rates is None:
         from posttrain.train.memory_probe import calibrate
 
-        batch = found["batch"]
-        found["measured"] = calibrate(
+        batch = report["batch"]
+        report["measured"] = calibrate(
             loaded.recipe, prompt=batch["longest prompt"], tokens_a_step=batch["tokens a step at most"]
         )
     if as_json:
-        print_json({**found, **({"refused": refused} if refused else {})})
+        print_json({**report, **({"refused": refused} if refused else {})})
         return
-    _print_plan(found)
+    _print_plan(report)
     if rates is not None:
-        _print_cluster(found["cluster"])
+        _print_cluster(report["cluster"])
     elif not torch.cuda.is_available():
         engine = isinstance(loaded.recipe, RlRecipe) and loaded.recipe.rollout.engine == "vllm"
         memory = ", and the engine's memory is a share of the GPU named above" if engine else ""

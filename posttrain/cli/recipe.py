@@ -34,17 +34,17 @@ def list_recipes(as_json: Json = False) -> None:
     from posttrain.path_resolution import known_files, shipped_folder
 
     root = shipped_folder("recipes")
-    found = []
+    recipes = []
     for path in sorted(set(known_files("recipes", [".yaml"]).values())):
         text = path.read_text(encoding="utf-8")
         stage = re.search(r"^stage:\s*(\w+)", text, re.MULTILINE)
         name = path.relative_to(root).with_suffix("").as_posix()
-        found.append({"name": name, "stage": stage[1] if stage else "", "about": headline(text), "path": str(path)})
+        recipes.append({"name": name, "stage": stage[1] if stage else "", "about": headline(text), "path": str(path)})
     if as_json:
-        print_json(found)
+        print_json(recipes)
         return
-    wide = {key: max((len(item[key]) for item in found), default=0) for key in ("name", "stage")}
-    for item in found:
+    wide = {key: max((len(item[key]) for item in recipes), default=0) for key in ("name", "stage")}
+    for item in recipes:
         terminal.say(f"{item['name']:<{wide['name']}}  {item['stage']:<{wide['stage']}}  {item['about']}")
 
 

@@ -124,16 +124,16 @@ def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _parse_pairs(written: Sequence[str], what: str) -> dict[str, Any]:
     """Parse NAME=VALUE texts; a value that is valid JSON is decoded, any other is text."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in written:
         name, mark, value = text.partition("=")
         if not mark or not name:
             raise ToolError(f"{what} is `{text}`", allowed="NAME=VALUE")
         try:
-            found[name] = json.loads(value)
+            arguments[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def _print_trial(

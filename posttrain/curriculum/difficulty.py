@@ -14,12 +14,12 @@ LARGEST_MARGIN = 0.49  # upper limit of `hysteresis`
 
 def add_counts(tallies: Mapping[str, Sequence[float]], groups: Sequence[Group]) -> dict[str, list[float]]:
     """Return tallies, uid -> [judged rollouts, correct ones] over all steps, with the rollouts of `groups` added."""
-    found = {uid: list(tally) for uid, tally in tallies.items()}
+    counts = {uid: list(tally) for uid, tally in tallies.items()}
     for group in groups:
         known = [value for value in group.correct if value is not None]
-        tally = found.setdefault(group.uid, [0, 0])
-        found[group.uid] = [tally[0] + len(known), tally[1] + sum(known)]
-    return found
+        tally = counts.setdefault(group.uid, [0, 0])
+        counts[group.uid] = [tally[0] + len(known), tally[1] + sum(known)]
+    return counts
 
 
 def estimate_pass_rate(tallies: Mapping[str, Sequence[float]], uid: str, unseen: float) -> float:

@@ -179,7 +179,7 @@ class Scaler(Sampler):
 
     def _levels(self, pool: Pool) -> dict[str, dict[int, list[int]]]:
         """Return environment -> level -> prompts."""
-        found: dict[str, dict[int, list[int]]] = {}
+        levels: dict[str, dict[int, list[int]]] = {}
         for number, row in enumerate(pool.rows):
             name, level = row.get(self.environment), row.get(self.level)
             if name is None or not isinstance(level, int):
@@ -187,8 +187,8 @@ class Scaler(Sampler):
                     f"a row has no `{self.environment}` or no `{self.level}`",
                     hint="take rows of task:NAME, or of gym:TASK with params: {levels: [...]}",
                 )
-            found.setdefault(str(name), {}).setdefault(level, []).append(number)
-        return found
+            levels.setdefault(str(name), {}).setdefault(level, []).append(number)
+        return levels
 
     def _choose_environments(self, state: State, request: Request, draw: random.Random) -> list[str]:
         """Choose the environments of a step, at most one per prompt."""
@@ -256,24 +256,24 @@ class Scaler(Sampler):
 
 def group_by_level(pool: Pool, column: str) -> dict[int, list[int]]:
     """Return level -> prompts of that level. Raises UserError for a row without a level."""
-    found: dict[int, list[int]] = {}
+    rows_by_level: dict[int, list[int]] = {}
     for number, row in enumerate(pool.rows):
         if not isinstance(row.get(column), int):
             raise UserError(
                 f"a row has no level in `{column}`",
                 hint="take rows of task:NAME, or of gym:TASK with params: {levels: [...]}",
             )
-        found.setdefault(row[column], []).append(number)
-    return found
+        rows_by_level.setdefault(row[column], []).append(number)
+    return rows_by_level
 
 
 def draw_new(among: Sequence[int], count: int, taken: Sequence[int], draw: random.Random) -> list[int]:
     """Draw `count` of these prompts at random; prompts in `taken` are drawn only once all others are used up."""
-    found: list[int] = []
-    while among and len(found) < count:
-        free = [n for n in among if n not in taken and n not in found] or list(among)
-        found += draw.sample(free, min(count - len(found), len(free)))
-    return found
+    drawn: list[int] = []
+    while among and len(drawn) < count:
+        free = [n for n in among if n not in taken and n not in drawn] or list(among)
+        drawn += draw.sample(free, min(count - len(drawn), len(free)))
+    return drawn
 
 
 def estimate_pass_at_k(group: Group, k: int) -> float | None:

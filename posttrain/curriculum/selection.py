@@ -119,11 +119,11 @@ def draw_weighted(weights: Sequence[float], count: int, uniform: Callable[[], fl
     """Draw `count` indices with probability proportional to the weights, without replacement; once all are drawn, all
     can be drawn again. uniform: returns draws from [0, 1)."""
     able = [n for n, weight in enumerate(weights) if weight > 0]
-    found: list[int] = []
-    while able and len(found) < count:
+    drawn: list[int] = []
+    while able and len(drawn) < count:
         keys = {n: math.log(max(uniform(), 1e-300)) / weights[n] for n in able}
-        found += sorted(able, key=lambda n: (-keys[n], n))[: count - len(found)]
-    return found
+        drawn += sorted(able, key=lambda n: (-keys[n], n))[: count - len(drawn)]
+    return drawn
 
 
 # --- weights of rows by the loss of their bin: GDRO's prompt player (arXiv 2601.19280, kishanpb/verl-gdro) ---
@@ -191,9 +191,9 @@ def update_bin_losses(
     by_share: the mean is divided by the bin's share of the rows. Bins without rows do not change. Averaging means
     removes EXP3's bias towards frequent bins.
     """
-    found = {str(name): float(score) for name, score in scores.items()}
+    losses = {str(name): float(score) for name, score in scores.items()}
     for b in sorted(set(row_bins)):
         bin_losses = [loss for number, loss in zip(row_bins, row_losses, strict=True) if number == b]
         loss = sum(bin_losses) / len(bin_losses) / (len(bin_losses) / len(row_bins) if by_share else 1)
-        found[str(b)] = (1 - beta) * found[str(b)] + beta * loss if str(b) in found else loss
-    return found
+        losses[str(b)] = (1 - beta) * losses[str(b)] + beta * loss if str(b) in losses else loss
+    return losses

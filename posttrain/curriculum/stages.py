@@ -55,18 +55,18 @@ class CurriculumStage(Sampler):
         """Return warnings about prompts that no stage draws and stages without prompts, if `column` is set."""
         if self.column is None:
             return []
-        found, hard = [], [self._difficulty({}, n, pool) for n in range(len(pool))]
+        notes, hard = [], [self._difficulty({}, n, pool) for n in range(len(pool))]
         above = sum(value > self.boundaries[-1] for value in hard)
         if above:
             what = f"{above} of {count_noun(len(pool), 'prompt')} have a `{self.column}` above the last boundary"
-            found.append(f"{what} {self.boundaries[-1]:g}: no stage draws them")
+            notes.append(f"{what} {self.boundaries[-1]:g}: no stage draws them")
         for number in range(len(self.boundaries)):
             stage = curriculum_stage(hard, number / len(self.boundaries), self.boundaries, mode=self.mode)
             if not any(stage.allowed):
                 below = f"{self.boundaries[number - 1]:g} < " if self.mode == "exclusive" and number else ""
                 rule = f"{below}{self.column} <= {self.boundaries[number]:g}"
-                found.append(f"stage {number} has no prompt ({rule}), and draws from all")
-        return found
+                notes.append(f"stage {number} has no prompt ({rule}), and draws from all")
+        return notes
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         stage = self._stage(state, request.step, request.total_steps, pool)

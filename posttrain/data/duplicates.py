@@ -89,7 +89,7 @@ def find_near_duplicates(
     own_shingles, their_shingles = [_shingles(w) for w in own], [_shingles(w) for w in theirs]
     counts = Counter(s for shingles in (*own_shingles, *their_shingles) for s in shingles)
     index: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    found: list[Pair] = []
+    duplicates: list[Pair] = []
     if others is not None:
         for position, shingles in enumerate(their_shingles):
             _add_to_index(index, position, shingles, counts, min_similarity)
@@ -102,10 +102,10 @@ def find_near_duplicates(
             and own[position] != theirs[other]
             and _without_numbers(own[position]) != _without_numbers(theirs[other])
         ]
-        found += pairs if others is None else sorted(pairs, key=lambda pair: -pair.similarity)[:1]
+        duplicates += pairs if others is None else sorted(pairs, key=lambda pair: -pair.similarity)[:1]
         if others is None:
             _add_to_index(index, position, shingles, counts, min_similarity)
-    return found
+    return duplicates
 
 
 def find_same_except_numbers(texts: Sequence[str], others: Sequence[str]) -> list[int]:

@@ -51,15 +51,15 @@ def collect_images(row: Row, where: str, folder: Path, limits: ImageLimits) -> R
     given = row[listed[0]] if listed else []
     values = [*given] if isinstance(given, list | tuple) else [given]
     own: list[Any] = []  # values of image parts that name their image
-    found = {key: value for key, value in row.items() if key not in ("image", "images")}
+    columns = {key: value for key, value in row.items() if key not in ("image", "images")}
     for name in parted:
-        found[name] = [_replace_image_parts(message, own) for message in row[name]]
+        columns[name] = [_replace_image_parts(message, own) for message in row[name]]
     if own and values:
         raise DataError(
             f"images are given both in the messages and in `{listed[0]}`", where=where, hint="name each of them once"
         )
     sources = [_resolve_source(value, f"image {n + 1}", where, folder, limits) for n, value in enumerate(own or values)]
-    return {**found, "images": sources} if sources else found
+    return {**columns, "images": sources} if sources else columns
 
 
 def _refuse_audio_video(row: Row, where: str) -> None:
@@ -238,17 +238,17 @@ def expand_placeholders(
     if not section.chat:
         raise DataError("`data.chat: false` writes text only, and the rows have images", hint="remove `chat: false`")
     limits = section.image
-    found: list[Text] = []
+    expanded: list[Text] = []
     wrong: list[Problem] = []
     for row, text in zip(rows, texts, strict=True):
         images = [Image(source, limits.min_pixels, limits.max_pixels) for source in row.get("images") or ()]
         try:
-            found.append(_expand_text(text, images, row, reader))
+            expanded.append(_expand_text(text, images, row, reader))
         except DataError as error:
             wrong += error.at(source_locations.describe_row(row["uid"])).problems
     if wrong:
         raise DataError.of(wrong[:5])
-    return found
+    return expanded
 
 
 def _expand_text(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader: Reader) -> Text:

@@ -260,12 +260,12 @@ def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
         return []
     end = chat.turn_end(tokenizer)
     token = repr(tokenizer.decode([end.id])) if end.id is not None else "no special token; EOS is appended"
-    found = [_check("chat template", True, f"an assistant turn ends in {token}")]
+    checks = [_check("chat template", True, f"an assistant turn ends in {token}")]
     prompt = chat.render(tokenizer, [{"role": "user", "content": "x"}], generation_prompt=True)
     if chat.has_prefilled_think(prompt):
         text = "the generation prompt already opens <think>: completions begin inside it, formats must allow for that"
-        found.append(_check("thinking", True, text))
-    return found
+        checks.append(_check("thinking", True, text))
+    return checks
 
 
 def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
@@ -286,11 +286,11 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
         shown = ", ".join(f"{frame!r} ({count_noun(count, 'turn')})" for frame, count in most[:FRAMES])
         more = f" and in {count_noun(len(most) - FRAMES, 'other way')}" if len(most) > FRAMES else ""
         parts.append(f"the template renders a trained turn (… stands for its text) as {shown}{more}")
-    found = [_check("text", not any(cause.startswith("LOOK") for cause in lost), "; ".join(parts))]
+    checks = [_check("text", not any(cause.startswith("LOOK") for cause in lost), "; ".join(parts))]
     if added:
         text = f"an empty thought in {count_noun(len(added), 'row')}: the model learns to answer without thinking"
-        found.append(_check("added text", False, text))
-    return found
+        checks.append(_check("added text", False, text))
+    return checks
 
 
 def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:

@@ -56,20 +56,20 @@ def _parse_message(message: Any, name: str, where: str) -> Message:
     """Return one message as {role, content, ...} without null fields. Raises DataError for an invalid message."""
     if not isinstance(message, Mapping):
         raise DataError(f"`{name}` is {describe_value(message)}, not a message", where=where)
-    found = {k: v for k, v in message.items() if v is not None}
-    if "role" not in found and "from" in found:
-        found = _convert_sharegpt(found, name, where)
-    if not isinstance(found.get("role"), str):
-        raise DataError(f"`{name}` has no role; it has: {', '.join(found)}", where=where)
-    _check_role(found["role"], name, where)
-    if found["role"] in _NEED_CONTENT and "content" not in found:
+    parsed = {k: v for k, v in message.items() if v is not None}
+    if "role" not in parsed and "from" in parsed:
+        parsed = _convert_sharegpt(parsed, name, where)
+    if not isinstance(parsed.get("role"), str):
+        raise DataError(f"`{name}` has no role; it has: {', '.join(parsed)}", where=where)
+    _check_role(parsed["role"], name, where)
+    if parsed["role"] in _NEED_CONTENT and "content" not in parsed:
         held = ", ".join(message)
         raise DataError(f"`{name}` has no content; its keys: {held}", where=where, allowed="`content`: a text")
-    if "content" in found:
-        found["content"] = _join_content(found["content"], name, where)
-    found = _convert_function_call(found, name, where)
-    _check_calls(found, name, where)
-    return _apply_weight(found, name, where)
+    if "content" in parsed:
+        parsed["content"] = _join_content(parsed["content"], name, where)
+    parsed = _convert_function_call(parsed, name, where)
+    _check_calls(parsed, name, where)
+    return _apply_weight(parsed, name, where)
 
 
 def _check_role(role: str, name: str, where: str) -> None:

@@ -326,10 +326,10 @@ def guided_pairs(first_pass: Attempts, guided_pass: Attempts) -> list[GuidedPair
     Each attempt is used once. A task without a passed guided attempt or without a failure yields no pair; surplus
     passes are not used. The order is this project's guess: the paper does not state it.
     """
-    found = []
+    built = []
     for task, (first, guided) in enumerate(zip(first_pass, guided_pass, strict=True)):
         wins = [n for n, ok in enumerate(guided) if ok]
         failures: list[tuple[Source, int]] = [("guided", n) for n, ok in enumerate(guided) if ok is not None and not ok]
         failures += [("first", n) for n, ok in enumerate(first) if ok is not None and not ok]
-        found += [GuidedPair(task, "guided", win, *failure) for win, failure in zip(wins, failures, strict=False)]
-    return found
+        built += [GuidedPair(task, "guided", win, *failure) for win, failure in zip(wins, failures, strict=False)]
+    return built

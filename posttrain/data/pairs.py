@@ -40,13 +40,13 @@ def right_wrong(
     Pairs of similar length come first, so that length reveals little about the side, and every answer is used once
     before any is reused. A truncated answer is never chosen, and rejected only with `reject_truncated`.
     """
-    found: list[Choice] = []
+    pairs: list[Choice] = []
     for prompt, flags in enumerate(correct):
         cut = truncated[prompt] if truncated is not None else [False] * len(flags)
         right = [i for i, c in enumerate(flags) if c and not cut[i]]
         wrong = [i for i, c in enumerate(flags) if c is not None and not c and (reject_truncated or not cut[i])]
-        found += [Choice(prompt, r, w) for r, w in _closest(right, wrong, lengths[prompt])[:max_pairs]]
-    return found
+        pairs += [Choice(prompt, r, w) for r, w in _closest(right, wrong, lengths[prompt])[:max_pairs]]
+    return pairs
 
 
 def _closest(right: Sequence[int], wrong: Sequence[int], lengths: Sequence[float]) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ def _closest(right: Sequence[int], wrong: Sequence[int], lengths: Sequence[float
 
 def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *, min_gap: float = 1.0) -> list[Choice]:
     """Pair the shortest correct answer with the longest correct one, if they differ by at least `min_gap` tokens."""
-    found: list[Choice] = []
+    pairs: list[Choice] = []
     for prompt, flags in enumerate(correct):
         cut = truncated[prompt] if truncated is not None else [False] * len(flags)
         right = [i for i, c in enumerate(flags) if c and not cut[i]]
@@ -76,8 +76,8 @@ def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *
             continue
         short, long = (pick(right, key=lambda i: lengths[prompt][i]) for pick in (min, max))
         if lengths[prompt][long] - lengths[prompt][short] >= max(min_gap, 1e-9):
-            found.append(Choice(prompt, short, long))
-    return found
+            pairs.append(Choice(prompt, short, long))
+    return pairs
 
 
 class Labelled(NamedTuple):

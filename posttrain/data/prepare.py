@@ -231,12 +231,12 @@ def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
     first: dict[tuple[str, ...], str] = {}
     for uid, own in texts.items():
         first.setdefault(own, uid)
-    found: dict[str, None] = {}
+    uids: dict[str, None] = {}
     for uid, (prompt, one, other) in texts.items():
         opposite = (prompt, one, "0" if other == "1" else "1") if single else (prompt, other, one)
         if opposite in first:
-            found |= dict.fromkeys((uid, first[opposite]))
-    return list(found)
+            uids |= dict.fromkeys((uid, first[opposite]))
+    return list(uids)
 
 
 def _strip_texts(row: Row, single: bool) -> tuple[str, str, str]:

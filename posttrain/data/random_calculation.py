@@ -23,13 +23,13 @@ def rows(size: int, seed: int = 0, steps: int = 3) -> list[dict[str, Any]]:
     """Return `size` rows: prompt, answer (decimal), expression, steps. Row i depends only on seed, steps and i."""
     if not 1 <= steps <= 20:
         raise DataError(f"steps {steps}: from 1 to 20")
-    found = []
+    rows = []
     for i in range(size):
         generator = random.Random(derive(seed, "random_calculation", steps, i))
         text, value = expression(steps, generator)
         prompt = f"Calculate {text}. Give the result as a decimal number in \\boxed{{}}."
-        found.append({"prompt": prompt, "answer": decimal(value), "expression": text, "steps": steps})
-    return found
+        rows.append({"prompt": prompt, "answer": decimal(value), "expression": text, "steps": steps})
+    return rows
 
 
 def expression(steps: int, generator: random.Random) -> tuple[str, Fraction]:

@@ -162,15 +162,15 @@ def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         prompt = plain_text(row, "prompt", section)
         return [_plain_text(row, prompt, plain_text(row, side, section), tokenizer) for side in ("chosen", "rejected")]
     before = images.use_template_marks(prompt_messages(row, section), row)
-    found: dict[str, Text] = {}  # keyed by prompt: the message format may differ between the sides
+    contexts: dict[str, Text] = {}  # keyed by prompt: the message format may differ between the sides
     sides = []
     for side in ("chosen", "rejected"):
         messages = adapt_messages(tokenizer, [*before, *answer_messages(row[side])], tools(row))
         for message in messages:
             message.pop("train", None)
         key = repr(messages[:-1])
-        found[key] = found.get(key) or turns.render_context(uid, messages[:-1], tokenizer, tools(row))
-        sides.append(turns.render_last_turn(uid, messages, tokenizer, tools(row), found[key]))
+        contexts[key] = contexts.get(key) or turns.render_context(uid, messages[:-1], tokenizer, tools(row))
+        sides.append(turns.render_last_turn(uid, messages, tokenizer, tools(row), contexts[key]))
     return sides
 
 

@@ -128,7 +128,7 @@ def keep_failed(rows: Sequence[Row], rule: Failed, base_dir: Path) -> list[Row]:
     rates = pass_rates_of(rows, rule.run, base_dir)
     solved = [float(rates[row["uid"]] >= rule.solved) for row in rows]
     hard = [float(bool(row.get(rule.hard))) if rule.hard else 0.0 for row in rows]
-    found = []
+    selected = []
     for row, times in zip(rows, fold_copies(solved, hard, rule.copies), strict=True):
-        found += [{**row, "uid": row["uid"] if not n else f"{row['uid']}.{n}"} for n in range(times)]
-    return found
+        selected += [{**row, "uid": row["uid"] if not n else f"{row['uid']}.{n}"} for n in range(times)]
+    return selected

@@ -29,14 +29,14 @@ def thought_dropout(
 
     The text after the thought stays byte for byte. A response without both tags in this order is left unchanged.
     """
-    found, dropped = [], []
+    edited, dropped = [], []
     for response, draw in zip(responses, uniform, strict=True):
         opening, closing = response.find(open_tag), response.find(close_tag)
         drop = draw < drop_prob and 0 <= opening < closing
         start = opening + len(open_tag)
-        found.append(response[:start] + empty + response[closing:] if drop else response)
+        edited.append(response[:start] + empty + response[closing:] if drop else response)
         dropped.append(int(drop))
-    return Dropped(found, dropped)
+    return Dropped(edited, dropped)
 
 
 def drop_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str, Any]:
@@ -172,11 +172,11 @@ def pack(lengths: Sequence[int], *, seq_len: int, strategy: Literal["bfd", "bfd_
 
 def _split_sequences(lengths: Sequence[int], seq_len: int, *, split: bool) -> list[tuple[int, int, int]]:
     """Return segments (sequence, first token, length): each sequence truncated, or split into several with `split`."""
-    found = []
+    segments = []
     for number, length in enumerate(lengths):
         starts = range(0, length, seq_len) if split else range(min(length, 1))
-        found += [(number, start, min(seq_len, length - start)) for start in starts]
-    return found
+        segments += [(number, start, min(seq_len, length - start)) for start in starts]
+    return segments
 
 
 def _best_fit(pieces: Sequence[tuple[int, int, int]], seq_len: int) -> list[list[tuple[int, int, int]]]:

@@ -180,11 +180,11 @@ def _read_stored(section: Source, name: str, base_dir: Path, stop: int | None) -
 def _read_directory(path: Path, split: str, stop: int | None) -> list[Record]:
     """Return the records of a directory that `datasets` saved (save_to_disk), or of the split's files in it."""
     if not any((path / file).is_file() for file in _DATASETS_FILES):
-        found: list[Record] = []
+        records: list[Record] = []
         for part in _files_of_split(path, split):
-            if stop is None or len(found) < stop:
-                found += files.read(part, None if stop is None else stop - len(found))
-        return found
+            if stop is None or len(records) < stop:
+                records += files.read(part, None if stop is None else stop - len(records))
+        return records
     _require_datasets(f"data {path}")
     import datasets
 

@@ -183,7 +183,7 @@ def locate_spans(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None
     template treats the probes differently from the texts.
     """
     by_probe = {leaf.probe: leaf for leaf in leaves}
-    found: Spans = {}
+    spans: Spans = {}
     at = last = 0
     pieces: list[tuple[str, Leaf | None]] = []
     for match in _PROBE.finditer(marked):
@@ -201,9 +201,9 @@ def locate_spans(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None
         form = next(fits, None)
         if form is None:
             return None
-        found[leaf] = (at, at + len(form))
+        spans[leaf] = (at, at + len(form))
         at += len(form)
-    return found if at == len(real) else None
+    return spans if at == len(real) else None
 
 
 def find_missing(leaves: Sequence[Leaf], real: str, spans: Spans | None, start: int = 0) -> list[Leaf]:

@@ -108,9 +108,9 @@ def make_best_of_table(rows: Sequence[Mapping[str, Any]], by: str) -> dict[str, 
 
 def pick_best_records(records: Sequence[Record]) -> list[Record]:
     """Return the best-scored completion of each problem, the first of ties; a problem without scores has none."""
-    found = []
+    picked = []
     for samples in group_by_problem(records):
         scored = [r for r in samples if r["reward"] is not None]
         if scored:
-            found.append(max(scored, key=lambda r: float(r["reward"])))
-    return found
+            picked.append(max(scored, key=lambda r: float(r["reward"])))
+    return picked

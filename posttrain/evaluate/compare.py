@@ -111,11 +111,11 @@ def number_problems(uids: Sequence[str]) -> list[Problem]:
     A source that is listed twice gives each problem twice.
     """
     seen: Counter[str] = Counter()
-    found = []
+    problems = []
     for uid in uids:
-        found.append((uid, seen[uid]))
+        problems.append((uid, seen[uid]))
         seen[uid] += 1
-    return found
+    return problems
 
 
 def compute_efficiency(

@@ -108,16 +108,16 @@ def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
-    found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    tasks: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in select_tasks(recipe, manager):
         terminal.note(f"reading task {name}")
         try:
             part = manager.load([name])
         except Exception as error:
             raise _task_load_error(name, error) from error
-        for key in found:
-            found[key] |= part.get(key, {})
-    return found
+        for key in tasks:
+            tasks[key] |= part.get(key, {})
+    return tasks
 
 
 def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
@@ -203,13 +203,13 @@ def _leaf_tasks(group: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
 
 def values_by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
     """Return the value of each problem by metric and filter, for metrics with one number per problem."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    values: dict[tuple[str, str], dict[int, float]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
             value = sample.get(metric)
             if isinstance(value, bool | int | float | np.number):
-                found.setdefault((metric, sample["filter"]), {})[sample["doc_id"]] = float(value)
-    return found
+                values.setdefault((metric, sample["filter"]), {})[sample["doc_id"]] = float(value)
+    return values
 
 
 def metric_interval(values: Sequence[float], value: float, error: Any, recipe: HarnessRecipe) -> Interval:

@@ -77,18 +77,18 @@ def score(
     from posttrain.loss.offline_rl import token_credit
 
     models = [_load_model(model_path, base_dir, device, dtype) for model_path in (path, reference)]
-    found: list[Score] = []
+    scores: list[Score] = []
     for text, asked, offered in zip(completions, messages, tools or [None] * len(completions), strict=True):
         example = _render_completion(models[0], asked, text, offered)
         if example is None:
-            found.append(None)
+            scores.append(None)
             continue
         logp, ref_logp = (_trained_logps(model, example) for model in models)
         credit = token_credit(logp, ref_logp, torch.ones_like(logp, dtype=torch.bool), beta=beta)
         sums = torch.cat([torch.zeros(1), credit.prefix_rewards])
         parts = {"lowest": float(sums.min()), "lowest_at": float(sums.argmin()) / len(logp)}
-        found.append({"reward": float(credit.sequence_rewards), **parts})
-    return found
+        scores.append({"reward": float(credit.sequence_rewards), **parts})
+    return scores
 
 
 def _render_completion(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) -> Example | None:

@@ -165,22 +165,22 @@ def _ask_judge(model: LoadedJudge, questions: Sequence[tuple[str, int]], samplin
     cut at max_tokens."""
     engine, settings = model.engine, (sampling.temperature, sampling.max_new_tokens, seed)
     room = engine.window - sampling.max_new_tokens
-    found = {asked: model.replies.get((*asked, *settings)) for asked in questions}
+    replies = {asked: model.replies.get((*asked, *settings)) for asked in questions}
     new: list[tuple[tuple[str, int], Prompt]] = []
-    for number, asked in enumerate(call for call, reply in found.items() if reply is None):
+    for number, asked in enumerate(call for call, reply in replies.items() if reply is None):
         section = Data(source="asked", chat=bool(engine.tokenizer.chat_template))
         prompt = render_prompt({"uid": str(number), "prompt": asked[0]}, engine.tokenizer, section)
-        found[asked] = ""
+        replies[asked] = ""
         if len(prompt.ids) <= room:
             new.append((asked, prompt))
     if new:
         rollouts = engine.generate([prompt for _, prompt in new], 1, sampling, seed=seed, logprobs=False)
         for (asked, _), rollout in zip(new, rollouts, strict=True):
-            found[asked] = "" if rollout.finish == "length" else after_think(rollout.text)
-            model.replies[(*asked, *settings)] = found[asked] or ""
+            replies[asked] = "" if rollout.finish == "length" else after_think(rollout.text)
+            model.replies[(*asked, *settings)] = replies[asked] or ""
     while len(model.replies) > MAX_CACHED_REPLIES:
         del model.replies[next(iter(model.replies))]
-    return [found[asked] or "" for asked in questions]
+    return [replies[asked] or "" for asked in questions]
 
 
 def _read_template(path: str, base_dir: str) -> str:

@@ -113,7 +113,7 @@ class _DecisionVisit(NamedTuple):
 
 def _visit_decisions(game: Node, policy: Policy, reach: tuple[float, ...]) -> list[_DecisionVisit]:
     """Return a visit for each decision of the game, with payoffs under the policy."""
-    found: list[_DecisionVisit] = []
+    visits: list[_DecisionVisit] = []
 
     def walk(node: Node, chance: float, reach: tuple[float, ...]) -> float:
         if isinstance(node, Ended):
@@ -129,11 +129,11 @@ def _visit_decisions(game: Node, policy: Policy, reach: tuple[float, ...]) -> li
         others = chance
         for player, share in enumerate(reach):
             others *= 1.0 if player == mover else share
-        found.append(_DecisionVisit(node, reach[mover], others, payoffs, payoff))
+        visits.append(_DecisionVisit(node, reach[mover], others, payoffs, payoff))
         return payoff
 
     walk(game, 1.0, reach)
-    return found
+    return visits
 
 
 def _move_values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[Hashable, dict[Hashable, float | None]]:

@@ -125,12 +125,12 @@ def completed_records(rows: Sequence[Record], chunks: Sequence[range], n: int) -
     by_chunk: defaultdict[int, list[Record]] = defaultdict(list)
     for row in rows:
         by_chunk[row["step"]].append(row)
-    found: list[Record] = []
+    records: list[Record] = []
     for number, chunk in enumerate(chunks):
         if len(by_chunk[number]) != len(chunk) * n:
             break
-        found += by_chunk[number]
-    return found
+        records += by_chunk[number]
+    return records
 
 
 def open_print_log(directory: RunDirectory, what: str) -> OutputLog:

@@ -122,13 +122,13 @@ class TreeEngine(ShapedEngine):
     def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:
         """Return scores, reward, correctness and the tree for each rollout of the last `generate`."""
         keys = ("scores", "reward", "correct")
-        found: list[Record] = []
+        records: list[Record] = []
         for rollout in rollouts:
             assert rollout.trajectory is not None
             grade = self.graded[_rollout_key(rollout)]
             paths = self.paths[rollout.trajectory]
-            found.append({**{key: grade[key] for key in keys}, "tree": self._tree(paths)})
-        return found
+            records.append({**{key: grade[key] for key in keys}, "tree": self._tree(paths)})
+        return records
 
     def _grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
         """Grade rollouts with the rewards; every path is scored once."""

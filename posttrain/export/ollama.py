@@ -151,15 +151,15 @@ def _common_suffix(texts: Sequence[str]) -> str:
 
 def build_conversations() -> list[list[dict[str, str]]]:
     """Return conversations of one to three rounds, with and without a system message, over all of CONTENTS."""
-    found = []
+    conversations = []
     for number, content in enumerate(CONTENTS):
         other = CONTENTS[(number + 1) % len(CONTENTS)]
         for rounds in (1, 2, 3):
             talk = [{"role": "user", "content": content}]
             for _ in range(rounds - 1):
                 talk += [{"role": "assistant", "content": other}, {"role": "user", "content": content}]
-            found += [talk, [{"role": "system", "content": other}, *talk]]
-    return found
+            conversations += [talk, [{"role": "system", "content": other}, *talk]]
+    return conversations
 
 
 def build_modelfile(file: str, turns: Turns | None, why: str, stops: Sequence[str], template: str | None) -> str:

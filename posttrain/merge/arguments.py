@@ -60,14 +60,14 @@ class Arguments:
 
     def params(self, position: TensorPosition) -> dict[str, Any]:
         """Return the rule's keyword arguments for a tensor."""
-        found: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         for key, (annotation, default) in self.rule.params.items():
             if key in PER_MODEL and "list" in annotation:
                 values = self._per_model(key, position, default)
-                found[key] = values[0] if len(set(values)) == 1 else values
+                params[key] = values[0] if len(set(values)) == 1 else values
             else:
-                found[key] = self._common_value(key, position.name, position.depth, default)
-        return found
+                params[key] = self._common_value(key, position.name, position.depth, default)
+        return params
 
     def contributing_models(self, position: TensorPosition) -> list[bool]:
         """Return for each model whether it can change the result."""
@@ -89,11 +89,11 @@ class Arguments:
         return any(isinstance(value, list) for block in (*self.common, *self.own) for value in block.values())
 
     def _per_model(self, key: str, position: TensorPosition, default: Any) -> list[Any]:
-        found = []
+        values = []
         for block, name in zip(self.own, position.inputs, strict=True):
             value = value_at(block.get(key), name, position.depth)
-            found.append(self._common_value(key, name, position.depth, default) if value is None else value)
-        return found
+            values.append(self._common_value(key, name, position.depth, default) if value is None else value)
+        return values
 
     def _common_value(self, key: str, name: str, depth: float, default: Any) -> Any:
         """Return the value of a common setting for one tensor: the first block with a value wins."""

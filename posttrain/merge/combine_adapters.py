@@ -154,7 +154,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, Factors]:
     """Return the factors A and B of every module. Raises MergeError for missing, inconsistent or additional tensors."""
-    found: dict[str, Factors] = {}
+    factors: dict[str, Factors] = {}
     used: set[str] = set()
     for name in sorted(filter(_FACTOR.search, tensors)):
         factor_b = factor_b_name(name)
@@ -174,9 +174,9 @@ def _read_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], fold
             )
         alphas = config.get("alpha_pattern") or {}
         alpha = alphas.get(_find_pattern(alphas, module_name(name)), config["lora_alpha"])
-        found[name] = Factors(a, b, scaling(alpha, a.shape[0], rslora=bool(config.get("use_rslora"))))
+        factors[name] = Factors(a, b, scaling(alpha, a.shape[0], rslora=bool(config.get("use_rslora"))))
         used |= {name, factor_b}
-    if not found or used != tensors.keys():
+    if not factors or used != tensors.keys():
         unknown = sorted(tensors.keys() - used)
         raise MergeError(
             f"tensors that are neither A nor B: {', '.join(unknown[:5]) or 'nothing else'}",
@@ -185,7 +185,7 @@ def _read_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], fold
             if any("embed" in n or "head" in n for n in unknown)
             else "",
         )
-    return found
+    return factors
 
 
 def factor_b_name(name: str) -> str:
@@ -250,17 +250,17 @@ def combine_modules(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dic
     Raises MergeError that names the module.
     """
     settings = rule_arguments(recipe)
-    found = {}
+    combined = {}
     for name in inputs[0].modules:
         own = [each.modules[name] for each in inputs]
         try:
-            found[name] = settings.rule.function(
+            combined[name] = settings.rule.function(
                 own, settings.weights(_position(name, inputs)), **settings.params(_position(name, inputs))
             )
         except MergeError as cause:
             problem = cause.problems[0]
             raise MergeError(f"{module_name(name)}: {problem.what}", hint=problem.hint) from cause
-    return found, settings.weights(_position(next(iter(inputs[0].modules)), inputs))
+    return combined, settings.weights(_position(next(iter(inputs[0].modules)), inputs))
 
 
 def compute_distance_from_sum(

@@ -45,14 +45,17 @@ class Check:
 def compare(plan: Plan) -> list[Check]:
     """Run all checks and return them. The first source is the reference for the other sources."""
     sources = plan.sources
-    found = [_check_architecture(sources), _check_tied(sources)]
+    checks = [_check_architecture(sources), _check_tied(sources)]
     if plan.stacked:
-        found.append(_check_layers(plan))
+        checks.append(_check_layers(plan))
     else:
-        found += [_check_names(sources), _check_shapes(sources, plan.tokens.embeddings if plan.tokens else frozenset())]
+        checks += [
+            _check_names(sources),
+            _check_shapes(sources, plan.tokens.embeddings if plan.tokens else frozenset()),
+        ]
     if plan.tokens is None or plan.tokens.tokenizer is None:
-        found.append(_check_vocabularies(sources, plan.tokens.rows if plan.tokens else None))
-    return [*found, _check_dtypes(sources), _check_configs(sources)]
+        checks.append(_check_vocabularies(sources, plan.tokens.rows if plan.tokens else None))
+    return [*checks, _check_dtypes(sources), _check_configs(sources)]
 
 
 def _check_layers(plan: Plan) -> Check:

@@ -247,12 +247,12 @@ def _model_stock_step(start: Tensor, ratio: Tensor, *models: Tensor) -> Tensor:
 def _inner_products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], Tensor]:
     """Return the inner products of the differences, accumulated over blocks in float64."""
     pairs = list(itertools.combinations_with_replacement(range(len(models)), 2))
-    found = dict.fromkeys(pairs, 0.0)
+    products = dict.fromkeys(pairs, 0.0)
     for x, *own in iterate_blocks(start, *models):
         deltas = [to_sum_dtype(model) - x for model in own]
         for i, j in pairs:
-            found[i, j] += float(torch.dot(deltas[i], deltas[j]))
-    return {pair: torch.tensor(value, dtype=torch.float64) for pair, value in found.items()}
+            products[i, j] += float(torch.dot(deltas[i], deltas[j]))
+    return {pair: torch.tensor(value, dtype=torch.float64) for pair, value in products.items()}
 
 
 def stock_ratio(deltas: Sequence[Tensor], eps: float) -> Tensor:
@@ -418,7 +418,7 @@ def _drop_della(
     rescale: Rescale,
 ) -> list[Tensor]:
     """Return the differences after DELLA's random drop."""
-    found = []
+    dropped = []
     given = zip(
         differences(models, start),
         expand_per_model(density, models),
@@ -428,12 +428,12 @@ def _drop_della(
     )
     for delta, share, spread, draw in given:
         if share >= 1 or share <= 0:
-            found.append(delta if share >= 1 else torch.zeros_like(delta))
+            dropped.append(delta if share >= 1 else torch.zeros_like(delta))
         else:
-            found.append(
+            dropped.append(
                 _drop_randomly(delta, sparsify.compute_rank_probabilities(delta, share, spread), draw, rescale)
             )
-    return found
+    return dropped
 
 
 def _trim_differences(

@@ -23,11 +23,11 @@ def replace_layer(name: str, number: int) -> str:
 
 def count_layers(names: Iterable[str]) -> dict[str, int]:
     """Return the number of layers of each stack: prefix -> count."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for layer in map(layer_of, names):
         if layer is not None:
-            found[layer[0]] = max(found.get(layer[0], 0), layer[1] + 1)
-    return found
+            counts[layer[0]] = max(counts.get(layer[0], 0), layer[1] + 1)
+    return counts
 
 
 def precedes_layers(name: str) -> bool:

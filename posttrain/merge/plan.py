@@ -242,7 +242,7 @@ def _output_specs(plan: Plan, dtype: str | None) -> dict[str, Spec]:
 
     Floats are in `dtype`; None means the dtype of the base, or the common dtype of all models without a base.
     """
-    found: dict[str, Spec] = {}
+    specs: dict[str, Spec] = {}
     for name in _output_names(plan):
         part, position = plan.slice_of(name), plan.position(name)
         spec = part.anchor.tensors[plan.anchor_name(name)]
@@ -255,8 +255,8 @@ def _output_specs(plan: Plan, dtype: str | None) -> dict[str, Spec]:
         shape = spec.shape
         if plan.tokens is not None and name in plan.tokens.embeddings:
             shape = (plan.tokens.rows, *shape[1:])
-        found[name] = Spec(kind, shape)
-    return found
+        specs[name] = Spec(kind, shape)
+    return specs
 
 
 def _output_names(plan: Plan) -> list[str]:
@@ -276,50 +276,50 @@ def _output_names(plan: Plan) -> list[str]:
 
 def _collect_warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
     """Return warnings about settings that are allowed but probably not intended."""
-    found = []
+    warnings = []
     part = plan.slices[0]
     listed = {m.model for m in recipe.models}
     if not plan.stacked:
         folders = [s.folder for s in plan.models]
         twice = [s.name for i, s in enumerate(plan.models) if s.folder in folders[:i]]
-        found += [f"{name} is given twice" for name in twice]
+        warnings += [f"{name} is given twice" for name in twice]
         if twice:
-            found.append("each entry of a model that is given twice counts; mergekit takes the first one alone")
+            warnings.append("each entry of a model that is given twice counts; mergekit takes the first one alone")
         if plan.base is not None and plan.method != "reasoning_vector" and recipe.base_model in listed:
-            found.append(f"{plan.base.name} is the base and one of the models: it adds nothing")
+            warnings.append(f"{plan.base.name} is the base and one of the models: it adds nothing")
         if plan.method == "linear" and recipe.base_model and plan.config.name != recipe.base_model:
-            found.append(
+            warnings.append(
                 f"base_model {recipe.base_model} has no part in a linear merge; list it under models to average it"
             )
     if plan.tokens is not None and plan.tokens.tokenizer is None:
         counts = sorted({s.tensors[n].shape[0] for s in plan.sources for n in plan.tokens.embeddings if n in s.tensors})
         row_counts = ", ".join(map(str, counts))
-        found.append(
+        warnings.append(
             f"embeddings have {row_counts} rows: the first {plan.tokens.rows} are merged, the others are left out"
         )
     name = next(iter(part.anchor.tensors), "")
     if not plan.stacked and not part.arguments.names_matter:
-        found += _warn_about_weights(plan, name)
+        warnings += _warn_about_weights(plan, name)
     names = plan.anchor.tensors if part.arguments.names_matter else [name]
     if not plan.stacked and not any(any(part.arguments.contributing_models(plan.position(each))) for each in names):
-        found.append("every weight, or the factor on all of them, is 0: the merged model is the base or first model")
-    return found
+        warnings.append("every weight, or the factor on all of them, is 0: the merged model is the base or first model")
+    return warnings
 
 
 def _warn_about_weights(plan: Plan, name: str) -> list[str]:
     """Return warnings about negative weights, weights that rescale the model, and clamped probabilities."""
     part, position = plan.slices[0], plan.position(name)
     weights, params = part.arguments.weights(position), part.arguments.params(position)
-    found = [
+    warnings = [
         f"{s.name} has the negative weight {w:g}: its part is subtracted"
         for s, w in zip(part.models, weights, strict=True)
         if w < 0
     ]
     if plan.method != "passthrough" and part.arguments.rescales(position):
-        found.append(f"the weights sum to {sum(weights):g} and normalize is off: all values are scaled by that")
+        warnings.append(f"the weights sum to {sum(weights):g} and normalize is off: all values are scaled by that")
     if "epsilon" in params:
-        found += _warn_about_probabilities(params["density"], params["epsilon"])
-    return found
+        warnings += _warn_about_probabilities(params["density"], params["epsilon"])
+    return warnings
 
 
 def _warn_about_probabilities(density: Any, epsilon: Any) -> Sequence[str]:

@@ -250,7 +250,7 @@ def _describe_models(plan: Plan, stats: MergeStats) -> list[dict[str, Any]]:
             {**_describe_source(source), **settings_as_json({**weight, **settings}), "delta_norm": stats.norm(source)}
             for source, settings in zip(plan.models, own, strict=True)
         ]
-    found = []
+    models = []
     for source in plan.models:
         taken = [
             {"from": [start, start + part.layers], "to": [part.first, part.first + part.layers]}
@@ -258,8 +258,8 @@ def _describe_models(plan: Plan, stats: MergeStats) -> list[dict[str, Any]]:
             for model, start in zip(part.models, part.starts, strict=True)
             if model.folder == source.folder
         ]
-        found.append({**_describe_source(source), "layers": taken, "delta_norm": stats.norm(source)})
-    return found
+        models.append({**_describe_source(source), "layers": taken, "delta_norm": stats.norm(source)})
+    return models
 
 
 def _describe_source(source: Source) -> dict[str, str]:

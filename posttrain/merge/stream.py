@@ -90,16 +90,16 @@ def read_inputs(
     wanted = list(zip(part.models, position.inputs, strict=True))
     if part.base is not None:
         wanted.append((part.base, plan.anchor_name(name)))
-    found: dict[tuple[Path, str], Tensor] = {}
+    loaded: dict[tuple[Path, str], Tensor] = {}
     for source, stored in wanted:
-        if (source.folder, stored) not in found:
+        if (source.folder, stored) not in loaded:
             tensor = _check_finite(read[source.folder](stored), stored, source)
             shared = any(s.folder == source.folder and n != stored for s, n in wanted)
-            found[source.folder, stored] = tensor.clone() if shared else tensor  # a reader reuses its buffer
+            loaded[source.folder, stored] = tensor.clone() if shared else tensor  # a reader reuses its buffer
     if plan.tokens is not None and name in plan.tokens.embeddings:
-        ordered = reorder_embeddings(plan.tokens, {folder: tensor for (folder, _), tensor in found.items()})
-        found = {key: ordered[key[0]] for key in found}
-    tensors = [found[source.folder, stored] for source, stored in wanted]
+        ordered = reorder_embeddings(plan.tokens, {folder: tensor for (folder, _), tensor in loaded.items()})
+        loaded = {key: ordered[key[0]] for key in loaded}
+    tensors = [loaded[source.folder, stored] for source, stored in wanted]
     return (tensors, None) if part.base is None else (tensors[:-1], tensors[-1])
 
 

@@ -66,7 +66,7 @@ def reorder_embeddings(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -
         replacements[token] = 0 if place is None else tensors[place[0]][place[1]]
     forced = torch.zeros(count, dtype=torch.bool)
     forced[list(vocabulary.forced)] = True
-    found = {}
+    embeddings = {}
     for folder, tensor in tensors.items():
         ids = vocabulary.ids[folder]
         reordered = tensor.new_zeros((vocabulary.rows, *tensor.shape[1:]))
@@ -74,8 +74,8 @@ def reorder_embeddings(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -
         reordered[:count][has_token] = tensor[ids[has_token]]
         reordered[:count][~has_token] = replacements[~has_token].to(tensor.dtype)
         reordered[count:] = to_sum_dtype(reordered[:count]).mean(0).to(tensor.dtype)
-        found[folder] = reordered
-    return found
+        embeddings[folder] = reordered
+    return embeddings
 
 
 def _rows_for_missing_tokens(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor:
@@ -88,11 +88,11 @@ def _rows_for_missing_tokens(vocabulary: Vocabulary, tensors: Mapping[Path, Tens
         has = ids >= 0
         total[has] += to_sum_dtype(tensor[ids[has]])
         count += has
-    found = total / count.clamp(min=1).view(-1, *[1] * (first.dim() - 1))
+    rows = total / count.clamp(min=1).view(-1, *[1] * (first.dim() - 1))
     if vocabulary.base in tensors and vocabulary.base is not None:
         ids = vocabulary.ids[vocabulary.base]
-        found[ids >= 0] = to_sum_dtype(tensors[vocabulary.base][ids[ids >= 0]])
-    return found
+        rows[ids >= 0] = to_sum_dtype(tensors[vocabulary.base][ids[ids >= 0]])
+    return rows
 
 
 def build_vocabulary(
@@ -176,13 +176,13 @@ def _fix_tokens(
     models: Mapping[str, Source],
 ) -> tuple[dict[int, tuple[Path, int] | None], frozenset[int]]:
     """Return the source rows of the tokens named in the recipe, and the tokens forced on every model."""
-    found: dict[int, tuple[Path, int] | None] = {}
+    fixed: dict[int, tuple[Path, int] | None] = {}
     for token, entry in tokens.items():
         asked, at = entry.source, f"tokenizer.tokens.{token}.source"
         if asked is None:
             continue
         if isinstance(asked, TokenFrom) and asked.kind == "zero":
-            found[vocabulary[token]] = None
+            fixed[vocabulary[token]] = None
             continue
         source = models[asked if isinstance(asked, str) else asked.model or ""]
         if not all(source.folder in {s.folder for s in part} for part in together):
@@ -194,8 +194,8 @@ def _fix_tokens(
         rows = min(source.tensors[name].shape[0] for name in embedding_names(source))
         if row is None or row >= rows:
             raise MergeError(f"{at}: {source.name} has no embedding of {wanted!r}")
-        found[vocabulary[token]] = (source.folder, row)
-    return found, frozenset(vocabulary[token] for token, entry in tokens.items() if entry.force)
+        fixed[vocabulary[token]] = (source.folder, row)
+    return fixed, frozenset(vocabulary[token] for token, entry in tokens.items() if entry.force)
 
 
 def embedding_names(source: Source) -> list[str]:

@@ -40,10 +40,10 @@ def disable_repacking(model: Any) -> Any:
 
 def find_quant_states(model: nn.Module) -> dict[int, Any]:
     """Return the shape and scales of each 4-bit weight, by the weight's id. Sharded weights no longer hold them."""
-    found = {}
+    states = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if weight is not None and state is not None:
-            found[id(weight)] = state
-    return found
+            states[id(weight)] = state
+    return states

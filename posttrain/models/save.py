@@ -122,12 +122,12 @@ def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the state_dict with floating-point tensors in `dtype`. Tied weights stay one tensor, so they are stored
     once.
     """
-    found: dict[int, Tensor] = {}
+    cast: dict[int, Tensor] = {}
     state = {}
     for name, weight in model.state_dict(keep_vars=True).items():
-        if id(weight) not in found:
-            found[id(weight)] = weight.detach().to(dtype) if weight.is_floating_point() else weight.detach()
-        state[name] = found[id(weight)]
+        if id(weight) not in cast:
+            cast[id(weight)] = weight.detach().to(dtype) if weight.is_floating_point() else weight.detach()
+        state[name] = cast[id(weight)]
     return state
 
 
@@ -157,16 +157,16 @@ def probe_logits(
     """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    found = []
+    outputs = []
     try:
         for ids in _probe_ids(model, tokenizer, reader):
             given = {"input_ids": ids.to(device)}
             if reader is not None and reader.feature_id in ids:
                 given |= reader.plain_inputs(causal_of(model), [probe_image()], given["input_ids"])
-            found.append(torch.func.functional_call(model, state or {}, (), given, tie_weights=False).logits[0])
+            outputs.append(torch.func.functional_call(model, state or {}, (), given, tie_weights=False).logits[0])
     finally:
         model.train(was_training)
-    return torch.cat([logits.float().cpu() for logits in found])
+    return torch.cat([logits.float().cpu() for logits in outputs])
 
 
 def _probe_ids(model: Any, tokenizer: Any, reader: ImageReader | None = None) -> list[Tensor]:
@@ -177,11 +177,11 @@ def _probe_ids(model: Any, tokenizer: Any, reader: ImageReader | None = None) ->
     if tokenizer.chat_template:
         texts = [chat.render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True) for text in texts]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    found = [torch.tensor([row if limit is None else row[: limit - _new_tokens(limit)]]) for row in ids]
+    probes = [torch.tensor([row if limit is None else row[: limit - _new_tokens(limit)]]) for row in ids]
     if reader is not None:
         shown = tokenizer(reader.read(probe_image()).text + PROBES[0], add_special_tokens=False)["input_ids"]
-        found += [torch.tensor([shown])] if limit is None or len(shown) <= limit else []
-    return found
+        probes += [torch.tensor([shown])] if limit is None or len(shown) <= limit else []
+    return probes
 
 
 def _new_tokens(limit: int | None) -> int:

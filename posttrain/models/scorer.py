@@ -200,7 +200,7 @@ def score_rows(
     order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
     training = loaded.model.training
     loaded.model.eval()
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     start = 0
     while start < len(order):
         count = max(1, batch_tokens // max(len(rows[order[start]]), 1))
@@ -209,10 +209,10 @@ def score_rows(
         shown = [images[n] for n in part] if images is not None else []
         with loaded.autocast():
             seen = _image_inputs(loaded, shown, batch["input_ids"]) if any(shown) else None
-            found.append(compute_outputs(loaded.model, batch, seen).cpu())
+            outputs.append(compute_outputs(loaded.model, batch, seen).cpu())
         start += count
     loaded.model.train(training)
-    out = torch.cat(found)
+    out = torch.cat(outputs)
     return torch.empty_like(out).index_copy_(0, torch.tensor(order), out)
 
 

@@ -83,10 +83,10 @@ def find_stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
 
 def _list_parameter_names(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of each parameter; a tied parameter has several."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return {names[0]: names for names in found.values()}
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in names_by_id.values()}
 
 
 def _allocate_on_host(model: nn.Module, dtype: torch.dtype) -> None:

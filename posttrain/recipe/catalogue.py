@@ -50,10 +50,10 @@ def describe_unregistered(name: str) -> list[str]:
 
 def list_entries() -> list[Entry]:
     """Return presets, components and rewards, in the order in which a training step uses them."""
-    found = [*map(_preset_entry, map(presets.preset, presets.names())), *_reward_entries()]
-    found += [_component_entry(kind, name, about) for kind, name, about in _iterate_components() if kind in KINDS]
+    entries = [*map(_preset_entry, map(presets.preset, presets.names())), *_reward_entries()]
+    entries += [_component_entry(kind, name, about) for kind, name, about in _iterate_components() if kind in KINDS]
     order = ["preset", *KINDS]
-    return sorted(found, key=lambda entry: order.index(entry["kind"]))
+    return sorted(entries, key=lambda entry: order.index(entry["kind"]))
 
 
 def _iterate_components() -> Iterator[tuple[str, str, Entry]]:
@@ -130,15 +130,15 @@ def shared_symbols(kind: str, text: str, known: Mapping[str, Any]) -> dict[str, 
     known: the method's keys. Symbols within a meaning are explained too.
     """
     meanings = {name: what for group in SYMBOLS if kind in group["kinds"] for name, what in group["meaning"].items()}
-    found: dict[str, str] = {}
+    used: dict[str, str] = {}
     unread = [text]
     while unread:
         part = re.sub(r"`[^`]*`", "", unread.pop())
         for name, what in meanings.items():
-            if name not in found and name not in known and uses_symbol(part, name) and not defines_symbol(text, name):
-                found[name] = what
+            if name not in used and name not in known and uses_symbol(part, name) and not defines_symbol(text, name):
+                used[name] = what
                 unread.append(what)
-    return {name: what for name, what in meanings.items() if name in found}
+    return {name: what for name, what in meanings.items() if name in used}
 
 
 def uses_symbol(text: str, name: str) -> bool:

@@ -76,7 +76,7 @@ def keyword_annotations(
     Same form as `registry.keyword_parameters` returns for an imported function: `...` if there is no default. read:
     replacement for a default that is not a literal.
     """
-    found: dict[str, tuple[str, Any]] = {}
+    annotations: dict[str, tuple[str, Any]] = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         value: Any = ...
         if default is not None:
@@ -84,8 +84,8 @@ def keyword_annotations(
                 value = ast.literal_eval(default)
             except ValueError:
                 value = read(default)
-        found[argument.arg] = (ast.unparse(argument.annotation) if argument.annotation else "", value)
-    return found
+        annotations[argument.arg] = (ast.unparse(argument.annotation) if argument.annotation else "", value)
+    return annotations
 
 
 def find_argument_errors(function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, UserError]:
@@ -93,10 +93,10 @@ def find_argument_errors(function: ast.FunctionDef, given: Mapping[str, Any]) ->
     of the wrong type. The key `use` holds the error about missing required arguments."""
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
     needed = [argument.arg for argument, default in keywords if default is None]
-    found = _check_given(function, function.args.kwonlyargs, given)
+    errors = _check_given(function, function.args.kwonlyargs, given)
     if missing := [f"`{key}`" for key in needed if key not in given]:
-        found["use"] = UserError(f"{function.name} needs {', '.join(missing)}")
-    return found
+        errors["use"] = UserError(f"{function.name} needs {', '.join(missing)}")
+    return errors
 
 
 def find_data_argument_errors(
@@ -120,29 +120,29 @@ def find_data_argument_errors(
     optional |= {argument.arg for argument, default in keywords if default is not None}
     named = [*function.args.args, *function.args.kwonlyargs]
     names = [a.arg for a in named]
-    found = _check_given(function, [a for a in named if a.arg not in ("size", "seed")], given)
+    errors = _check_given(function, [a for a in named if a.arg not in ("size", "seed")], given)
     hint = "it is called with size, seed and `params`"
     if function.args.kwarg is None and (lacks := [f"`{key}`" for key in ("size", "seed") if key not in names]):
-        found["source"] = UserError(f"{function.name} takes no {' and no '.join(lacks)}", hint=hint)
+        errors["source"] = UserError(f"{function.name} takes no {' and no '.join(lacks)}", hint=hint)
     elif missing := [f"`{key}`" for key in names if key not in ("size", "seed", *given, *optional)]:
-        found["source"] = UserError(f"{function.name} needs {', '.join(missing)}", hint="write it under `params`")
+        errors["source"] = UserError(f"{function.name} needs {', '.join(missing)}", hint="write it under `params`")
     elif size is None and "size" not in optional:
-        found["source"] = UserError(f"{function.name} makes rows: give `size`, the number of rows")
-    return found
+        errors["source"] = UserError(f"{function.name} makes rows: give `size`, the number of rows")
+    return errors
 
 
 def _check_given(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping[str, Any]) -> dict[str, UserError]:
     """Return key -> error for given arguments that the function does not take, or whose value has the wrong type."""
     annotations = {argument.arg: argument.annotation for argument in takes}
-    found = {}
+    errors = {}
     for key, value in given.items():
         if key not in annotations:
             if function.args.kwarg is None:
                 allowed, hint = f"it takes: {', '.join(annotations) or 'none'}", did_you_mean(key, annotations)
-                found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
+                errors[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
         elif why := explain_type_mismatch(_parse_annotation(annotations[key]), value):
-            found[key] = UserError(f"{function.name}: argument {key}: {why}, got {format_value(value, 60)}")
-    return found
+            errors[key] = UserError(f"{function.name}: argument {key}: {why}, got {format_value(value, 60)}")
+    return errors
 
 
 _TYPES: dict[str, Any] = {

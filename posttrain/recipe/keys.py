@@ -146,10 +146,12 @@ def plain_path(key: str) -> str:
 @functools.cache
 def keys_by_last_part(stage: type[Stage]) -> dict[str, list[str]]:
     """Map the last part of each key to the dotted keys that end in it; keys of `eval` only if there are no others."""
-    found: dict[str, list[str]] = {}
+    paths_by_key: dict[str, list[str]] = {}
     for path in all_paths(stage):
-        found.setdefault(path.rpartition(".")[2], []).append(path)
-    return {key: [path for path in paths if not path.startswith("eval.")] or paths for key, paths in found.items()}
+        paths_by_key.setdefault(path.rpartition(".")[2], []).append(path)
+    return {
+        key: [path for path in paths if not path.startswith("eval.")] or paths for key, paths in paths_by_key.items()
+    }
 
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

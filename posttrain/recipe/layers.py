@@ -41,7 +41,7 @@ def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
 
     An old key next to its new name is kept, so that it is refused as unknown.
     """
-    found: dict[str, Node] = {}
+    entries: dict[str, Node] = {}
     for key, below in node.mapping.items():
         name = current_key(key)
         if key == "stages" and isinstance(below.value, list):
@@ -53,8 +53,8 @@ def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
             notes.append(Problem(below.at_key.mark, f"{above}{key}: was renamed to `{name}`", hint=f"write `{name}`"))
         else:
             name = key
-        found[name] = below
-    return replace(node, value=found) if isinstance(node.value, dict) else node
+        entries[name] = below
+    return replace(node, value=entries) if isinstance(node.value, dict) else node
 
 
 def merge(lower: Node, upper: Node, components: Components | None = None, section: str = "") -> Node:

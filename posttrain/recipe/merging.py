@@ -79,13 +79,13 @@ def parts(recipe: Any) -> list[Part]:
     if not recipe.slices:
         whole = [Ingredient(model.model, model.parameters) for model in recipe.models]
         return [_make_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
-    found = []
+    parts = []
     for number, merge_slice in enumerate(recipe.slices):
         listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in merge_slice.sources]
         first, end = merge_slice.sources[0].layer_range
         base = merge_slice.base_model or recipe.base_model
-        found.append(_make_part(recipe, f"slices.{number}.", listed, base, merge_slice.parameters, end - first))
-    return found
+        parts.append(_make_part(recipe, f"slices.{number}.", listed, base, merge_slice.parameters, end - first))
+    return parts
 
 
 def _make_part(
@@ -127,12 +127,12 @@ def from_mergekit_keys(values: Any) -> Any:
         return values
     if "modules" in values:
         raise ValueError("`modules` is not read here: write `models`, which merges all modules of a model")
-    found = rename_out_dtype(values)
-    if isinstance(found.get("random_seed"), int) and isinstance(found.get("run", {}), Mapping):
-        found["run"] = {"seed": found.pop("random_seed"), **found.get("run", {})}
-    if isinstance(found.get("tokenizer_source"), str):
-        found["tokenizer_source"] = found["tokenizer_source"].removeprefix("model:")
-    return found
+    renamed = rename_out_dtype(values)
+    if isinstance(renamed.get("random_seed"), int) and isinstance(renamed.get("run", {}), Mapping):
+        renamed["run"] = {"seed": renamed.pop("random_seed"), **renamed.get("run", {})}
+    if isinstance(renamed.get("tokenizer_source"), str):
+        renamed["tokenizer_source"] = renamed["tokenizer_source"].removeprefix("model:")
+    return renamed
 
 
 def rename_out_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,12 +140,12 @@ def rename_out_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
 
     If both are given, mergekit's `dtype` is the dtype of its arithmetic, which cannot be chosen here.
     """
-    found = {key: value for key, value in values.items() if key != "out_dtype"}
+    renamed = {key: value for key, value in values.items() if key != "out_dtype"}
     if values.get("out_dtype") is not None:
-        found["dtype"] = values["out_dtype"]
-    if isinstance(found.get("dtype"), str):
-        found["dtype"] = found["dtype"].removeprefix("torch.")
-    return found
+        renamed["dtype"] = values["out_dtype"]
+    if isinstance(renamed.get("dtype"), str):
+        renamed["dtype"] = renamed["dtype"].removeprefix("torch.")
+    return renamed
 
 
 def given_parameters(parameters: Any, method: str | None = None) -> dict[str, Any]:

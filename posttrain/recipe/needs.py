@@ -38,9 +38,9 @@ def provided_fields(recipe: RlRecipe) -> set[str]:
     """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
     everything that its kind can."""
     scope, advantage = Scope.of(recipe), recipe.advantage
-    found = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
-    found |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
-    return found | fields_from_sampler(recipe)
+    provided = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
+    provided |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
+    return provided | fields_from_sampler(recipe)
 
 
 def fields_from_sampler(recipe: RlRecipe) -> set[str]:

@@ -42,17 +42,17 @@ def resolve(tree: Node, problems: list[Problem]) -> Resolved:
     node = tree.mapping.get("stages")
     defaults = tree.mapping.get("defaults") or Node({}, tree.origin)
     earlier: dict[str, str] = {}  # name -> stage
-    found: list[tuple[Node, dict[str, Any], Node]] = []
+    resolved: list[tuple[Node, dict[str, Any], Node]] = []
     notes: list[Problem] = []
     for entry in _entries(node.value if node and isinstance(node.value, list) else [], earlier, problems):
         if entry.round == 1 or not problems:  # later rounds would repeat the same problems
-            found.append(_resolve_entry(entry, defaults, earlier, problems, notes))
+            resolved.append(_resolve_entry(entry, defaults, earlier, problems, notes))
         else:
             earlier[str(entry.node.mapping["name"].value)] = ""
     _refuse_seed(defaults, "defaults.run", problems)
     _check_defaults(defaults, set(earlier.values()), problems)
     _check_table(tree.mapping.get("table"), earlier, problems)
-    if node is None or not found:
+    if node is None or not resolved:
         return Resolved(tree, [], tree)
 
     def with_stages(stages: list[Node]) -> Node:
@@ -60,7 +60,7 @@ def resolve(tree: Node, problems: list[Problem]) -> Resolved:
         listed = Node(stages, node.origin, node.key_origin)
         return Node({**rest, "stages": listed}, tree.origin, tree.key_origin)
 
-    merged, values, layered = zip(*found, strict=True)
+    merged, values, layered = zip(*resolved, strict=True)
     notes = _drop_used_defaults(notes, defaults, layered)
     return Resolved(with_stages(list(merged)), [v for v in values if v], with_stages(list(layered)), notes)
 

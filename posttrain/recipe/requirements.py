@@ -147,10 +147,10 @@ def refuse(scope: Scope, rows: Iterable[Sequence[str]], key: str) -> Found:
 def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
     """Yield (path, mark, what is wrong) for every value that was written, differs from its default, and has no effect.
     The first mark that holds decides."""
-    found = set[Path_]()
+    idle = set[Path_]()
     for scope, path, mark in find_marks(recipe, Idle):
-        if path not in found and _is_changed(scope.sections[-1][1], str(path[-1])) and scope.holds(mark.when):
-            found.add(path)
+        if path not in idle and _is_changed(scope.sections[-1][1], str(path[-1])) and scope.holds(mark.when):
+            idle.add(path)
             why = scope.fill(mark.why)
             yield path, mark, f"does nothing{why if why.startswith(':') else f' {why}'}"
 
@@ -166,13 +166,13 @@ def find_contradictions(recipe: BaseModel) -> Found:
 def notes(recipe: BaseModel, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
     """Return a note, with its line, for each setting that the user wrote and that has no effect. Choices of a preset
     are left out: the user's choices may override them. `prefix`: path of the stage inside a pipeline."""
-    found = []
+    problems = []
     for path, mark, what in find_idle(recipe):
         node, depth = follow(tree, path)
         if mark.note and depth == len(path) and node.origin.kind in ("file", "command line"):
             place = node.at_key.mark if node.mapping else node.origin.mark
-            found.append(Problem(place, f"{format_path([*prefix, *path])}: {what}", hint=mark.right))
-    return found
+            problems.append(Problem(place, f"{format_path([*prefix, *path])}: {what}", hint=mark.right))
+    return problems
 
 
 def _marks_of(section: BaseModel, above: Sequence[Idle]) -> Iterator[tuple[str, Any]]:

@@ -252,12 +252,12 @@ class RlRecipe(ToolUseStage, Tracked):
     def controllable_numbers(self) -> dict[str, float]:
         """Return key -> value of each number that a controller may drive: numbers of components, and
         ROLLOUT_NUMBERS."""
-        found = {key: getattr(self.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
+        numbers = {key: getattr(self.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
         for key, section in self.components():
             if not key.startswith("controllers."):
                 own = {"coef": section.coef} if hasattr(section, "coef") else {}
-                found |= {f"{key}.{name}": value for name, value in {**section.params, **own}.items()}
-        return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+                numbers |= {f"{key}.{name}": value for name, value in {**section.params, **own}.items()}
+        return {key: v for key, v in numbers.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
     def active_components(self) -> list[tuple[str, ComponentSection]]:
         """Return the components that have an effect: all except a KL whose coefficient stays 0."""
@@ -265,16 +265,16 @@ class RlRecipe(ToolUseStage, Tracked):
 
     def components(self) -> list[tuple[str, ComponentSection]]:
         """Return (key, section) of every component of the objective, in the order in which a step calls them."""
-        found: list[tuple[str, ComponentSection]] = []
+        sections: list[tuple[str, ComponentSection]] = []
         for key in OBJECTIVE:
             value = getattr(self, key)
             if isinstance(value, list):
-                found += [(f"{key}.{number}", section) for number, section in enumerate(value)]
+                sections += [(f"{key}.{number}", section) for number, section in enumerate(value)]
             elif isinstance(value, dict):
-                found += [(f"{key}.{name}", section) for name, section in value.items()]
+                sections += [(f"{key}.{name}", section) for name, section in value.items()]
             elif value is not None:
-                found.append((key, value))
-        return found
+                sections.append((key, value))
+        return sections
 
     def every_component(self) -> list[tuple[str, ComponentSection]]:
         """Return `components` and the components that a step calls before rewards are known."""

@@ -125,9 +125,9 @@ def resolve_values(recipe: Stage) -> dict[str, Any]:
 
 def origins(values: dict[str, Any], tree: Node) -> dict[str, Origin]:
     """Return dotted key -> its origin, for every leaf of a resolved recipe."""
-    found: dict[str, Origin] = {}
+    origins: dict[str, Origin] = {}
     for path, _ in leaves(values):
         node, depth = follow(tree, path)
         short = path[depth:] == ("use",) and isinstance(node.value, str)  # `NAME`, short for `{use: NAME}`
-        found[format_path(path)] = node.origin if depth == len(path) or short else DEFAULT
-    return found
+        origins[format_path(path)] = node.origin if depth == len(path) or short else DEFAULT
+    return origins

@@ -43,7 +43,7 @@ def read_problems(run: Path) -> dict[tuple[str, int], Problem]:
     numbered: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_rows(path):
         numbered.setdefault(row["problem"], []).append(row)
-    found: dict[tuple[str, int], Problem] = {}
+    problems: dict[tuple[str, int], Problem] = {}
     seen: dict[str, int] = {}
     for rows in numbered.values():
         uid = str(rows[0]["uid"])
@@ -52,10 +52,10 @@ def read_problems(run: Path) -> dict[tuple[str, int], Problem]:
         ordered = sorted(rows, key=lambda row: row["sample"])
         pictures: list[str] = next((row["pictures"] for row in ordered if row.get("pictures")), [])
         completions = [{name: row[name] for name in _COLUMNS if name in row} for row in ordered]
-        found[key] = {"prompt": rows[0]["prompt"], "pictures": pictures, "completions": completions}
-    if not found:
+        problems[key] = {"prompt": rows[0]["prompt"], "pictures": pictures, "completions": completions}
+    if not problems:
         raise UserError(f"{COMPLETIONS} is empty", where=str(run))
-    return found
+    return problems
 
 
 def join_runs(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str, Any]]:

@@ -60,17 +60,17 @@ def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[fl
     Values are the numbers of an evaluation (see `evaluation_values`) and the means of metrics over the newest rows.
     every: all metrics, not only those that a page shows first.
     """
-    found: dict[str, list[float | None]] = {}
+    metrics: dict[str, list[float | None]] = {}
     measured = [evaluation_values(view.summary) for view in views]
     for key in dict.fromkeys(key for values in measured for key in values):
         row = [_number(values.get(key)) for values in measured]
         if any(value is not None for value in row):
-            found[key] = row
+            metrics[key] = row
     first, rest = split_by_priority(list(dict.fromkeys(name for view in views for name in view.curves.points)))
     for name in [*first, *(rest if every else [])]:
         steps = 1 if name.startswith("eval/") else AVERAGED_ROWS  # evaluations are infrequent: their mean would lag
-        found[name] = [view.curves.recent(name, steps) for view in views]
-    return found
+        metrics[name] = [view.curves.recent(name, steps) for view in views]
+    return metrics
 
 
 def evaluation_values(summary: Mapping[str, Any]) -> dict[str, Any]:

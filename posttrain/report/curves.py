@@ -76,16 +76,16 @@ def curves_to_draw(curves: Curves, group_size: int | None = None) -> dict[str, d
     An interval is known for a metric NAME with NAME/low and NAME/high, and for `correct`, the share of right
     completions of a step (`proportion_interval`). group_size: completions per prompt.
     """
-    found: dict[str, dict[str, list[float | None]]] = {}
+    drawn: dict[str, dict[str, list[float | None]]] = {}
     for name, points in curves.points.items():
         if is_interval_bound(name, curves.points):
             continue
         shown = thin(points, MAX_POINTS)
-        found[name] = {"x": [_round(x) for x, _ in shown], "y": [_round(y) for _, y in shown]}
+        drawn[name] = {"x": [_round(x) for x, _ in shown], "y": [_round(y) for _, y in shown]}
         bounds = _bounds(curves, name, shown, group_size)
         if bounds:
-            found[name]["low"], found[name]["high"] = ([_round(b) for b in side] for side in zip(*bounds, strict=True))
-    return found
+            drawn[name]["low"], drawn[name]["high"] = ([_round(b) for b in side] for side in zip(*bounds, strict=True))
+    return drawn
 
 
 def _bounds(

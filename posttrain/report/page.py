@@ -81,10 +81,10 @@ def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
             whose = seed.replace("-", " ") if len(views) == 1 else f"{view.name} {seed.replace('-', ' ')}"
             if stage.curves.points:
                 groups.setdefault(f"Curves of {name}", []).append((whose, stage))
-    found = []
+    charts = []
     for title, runs in groups.items():
         first, rest = split_by_priority(list(dict.fromkeys(name for _, view in runs for name in view.curves.points)))
-        found.append(
+        charts.append(
             {
                 "title": title,
                 "first": first,
@@ -92,7 +92,7 @@ def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
                 "runs": [{"name": name, "curves": curves_to_draw(view.curves, view.group_size)} for name, view in runs],
             }
         )
-    return found
+    return charts
 
 
 def render_page(

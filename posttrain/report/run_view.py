@@ -149,12 +149,12 @@ def select_samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def _shorten(record: Mapping[str, Any]) -> dict[str, str]:
     """Return prompt and completion as text; long texts are cut to their start and end, where the answer is."""
-    found = {}
+    texts = {}
     for key in ("prompt", "completion"):
         text = str(record.get(key) or "")
         if len(text) > MAX_CHARACTERS:
             left = len(text) - MAX_CHARACTERS
             half = MAX_CHARACTERS // 2
             text = f"{text[:half]}\n[... {left} characters more in samples.jsonl ...]\n{text[-half:]}"
-        found[key] = text
-    return found
+        texts[key] = text
+    return texts

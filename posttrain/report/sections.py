@@ -70,13 +70,13 @@ def build_tiles(view: RunView) -> list[dict[str, Any]]:
     """Return the few numbers at the top: from the summary, or from the newest step if there is none."""
     summary, last = view.summary, view.curves.last
     if not summary:
-        found = [(key, value) for key in NOW if (value := view.curves.recent(key, 1)) is not None]
-        found = [("step", view.last_step), *found] if view.last_step else found
+        tiles = [(key, value) for key in NOW if (value := view.curves.recent(key, 1)) is not None]
+        tiles = [("step", view.last_step), *tiles] if view.last_step else tiles
     else:
-        found = [(key, summary[key]) for key in TILES if isinstance(summary.get(key), (int, float))]
+        tiles = [(key, summary[key]) for key in TILES if isinstance(summary.get(key), (int, float))]
         cut = summary.get("truncated", last.get("completions/clipped_ratio"))
-        found += [("completions/clipped_ratio", cut)] if isinstance(cut, (int, float)) else []
-    return [_build_tile(view, key, value) for key, value in found]
+        tiles += [("completions/clipped_ratio", cut)] if isinstance(cut, (int, float)) else []
+    return [_build_tile(view, key, value) for key, value in tiles]
 
 
 def _build_tile(view: RunView, key: str, value: float) -> dict[str, Any]:

@@ -31,12 +31,12 @@ def chunk_prompts(
     query: Sequence[int], chunks: Sequence[Sequence[int]], *, keep_head: int, keep_tail: int
 ) -> list[list[int]]:
     """Return the prompt after each chunk (Delethink). The answer so far = carried-over tokens + the new chunk."""
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     carried: list[int] = []
     for chunk in chunks:
-        found.append(next_prompt(query, [*carried, *chunk], keep_head, keep_tail))
-        carried = found[-1][len(query) :]
-    return found
+        prompts.append(next_prompt(query, [*carried, *chunk], keep_head, keep_tail))
+        carried = prompts[-1][len(query) :]
+    return prompts
 
 
 @register("shape", "chunks", paper="2510.06557", needs=("shared_reward",))

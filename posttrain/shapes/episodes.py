@@ -40,11 +40,11 @@ class EpisodeTree:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the first turn to this one; [] for the root."""
-        found: list[int] = []
+        nodes: list[int] = []
         while node > 0:
-            found.append(node)
+            nodes.append(node)
             node = self.parent[node]
-        return found[::-1]
+        return nodes[::-1]
 
     def ids(self, node: int) -> tuple[int, ...]:
         """Return the prompt and all tokens of the path to a node."""
@@ -157,12 +157,12 @@ async def take_turns(
     ids = tree.ids(node)
     left = asked.max_new_tokens - (len(ids) - len(tree.prompt))
     drawn = await asked.sample([ids] * count, min(turn_tokens, left))
-    found = []
+    nodes_added = []
     for completion in drawn:
         world = copy.deepcopy(tree.worlds[node])
         text = asked.text(completion.ids)
         if completion.finish == "length":  # a truncated turn is not acted on
-            found.append(tree.add(node, world, (completion.segment,), Turn(text), over=True))
+            nodes_added.append(tree.add(node, world, (completion.segment,), Turn(text), over=True))
             continue
         observation, done, *reward = world.step(asked.decode(completion.ids_without_eos))
         if not done and not isinstance(observation, str):
@@ -176,5 +176,5 @@ async def take_turns(
             if not over:
                 segments, shown = (completion.segment, Segment("tool", reply)), str(observation)
         turn = Turn(text, reply=shown, reward=float(reward[0] or 0.0) if reward else None)
-        found.append(tree.add(node, world, segments, turn, over=over))
-    return found
+        nodes_added.append(tree.add(node, world, segments, turn, over=over))
+    return nodes_added

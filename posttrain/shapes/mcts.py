@@ -42,11 +42,11 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the first below the root to this one; [] for the root."""
-        found: list[int] = []
+        nodes: list[int] = []
         while node > 0:
-            found.append(node)
+            nodes.append(node)
             node = self.parent[node]
-        return found[::-1]
+        return nodes[::-1]
 
     def segments(self, node: int) -> tuple[Segment, ...]:
         """Return the sampled segments of the path to a node."""
@@ -82,12 +82,12 @@ class Tree:
         if shared_prefix == "each":
             return [self.row(end) for end in ends]
         seen: set[int] = set()
-        found: list[Row] = []
+        rows: list[Row] = []
         for end in ends:
             fresh = [node for node in self.path(end) if node not in seen]
             seen.update(fresh)
-            found.append(self.row(end, fresh))
-        return found
+            rows.append(self.row(end, fresh))
+        return rows
 
 
 async def grow(tree: Tree, node: int, asked: Asked, *, width: int, segment_tokens: int, max_depth: int) -> list[int]:

@@ -77,12 +77,12 @@ async def simulate(asked: Asked, tree: Tree, nodes: Sequence[int], base: int) ->
 async def sample_rest(asked: Asked, tree: Tree, nodes: Sequence[int]) -> list[Sampled]:
     """Sample one completion from each node to the end. Nodes of equal depth may have paths of different lengths."""
     prompts = [tree.ids(node) for node in nodes]
-    found: dict[int, Sampled] = {}
+    completions: dict[int, Sampled] = {}
     for left in sorted({asked.max_new_tokens - len(ids) + len(tree.prompt) for ids in prompts}):
         indices = [i for i, ids in enumerate(prompts) if asked.max_new_tokens - len(ids) + len(tree.prompt) == left]
         drawn = await asked.sample([prompts[i] for i in indices], left)
-        found |= dict(zip(indices, drawn, strict=True))
-    return [found[i] for i in range(len(nodes))]
+        completions |= dict(zip(indices, drawn, strict=True))
+    return [completions[i] for i in range(len(nodes))]
 
 
 def cut_step(sampled: Sampled, ends: str, asked: Asked) -> Sampled:

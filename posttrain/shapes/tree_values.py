@@ -27,15 +27,15 @@ def uct_scores(
 
     The bonus is 0 if the node or its parent is unvisited.
     """
-    found: list[float | None] = []
+    scores: list[float | None] = []
     for node, above in enumerate(parent):
         if above < 0 or (terminal is not None and terminal[node]):
-            found.append(0.0 if above < 0 else None)
+            scores.append(0.0 if above < 0 else None)
             continue
         seen = visits[node] > 0 and visits[above] > 0
         bonus = c * math.sqrt(math.log(visits[above]) / visits[node]) if seen else 0.0
-        found.append(mean_value(value[node], visits[node]) + bonus)
-    return found
+        scores.append(mean_value(value[node], visits[node]) + bonus)
+    return scores
 
 
 class Frontier(NamedTuple):

@@ -138,12 +138,12 @@ def _parse_gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if text.startswith("{", at):
         return _parse_gemma_object(text, at + 1, depth)
     if text.startswith("[", at):
-        found, at = [], at + 1
+        entries, at = [], at + 1
         while not text.startswith("]", at):
             entry, at = _parse_gemma_value(text, at, depth + 1)
-            found.append(entry)
+            entries.append(entry)
             at = _skip_comma(text, at, "]")
-        return found, at + 1
+        return entries, at + 1
     plain = _PLAIN.match(text, at)
     if plain is None:
         raise Unreadable("an argument is no text, number, list or object")

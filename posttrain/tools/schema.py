@@ -80,7 +80,7 @@ def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
     header = _ARGUMENTS.search(doc)
     if header is None:
         return " ".join(doc.split()), {}
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name, outer = "", None
     for line in filter(str.strip, doc[header.end() :].splitlines()):
         indent = len(line) - len(line.lstrip())
@@ -89,5 +89,5 @@ def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
         outer = indent if outer is None else outer
         if indent <= outer and (entry := _ENTRY.match(line)):
             name, line = entry[1], entry[2] or ""
-        found[name] = " ".join(f"{found.get(name, '')} {line}".split())
-    return " ".join(doc[: header.start()].split()), {name: text for name, text in found.items() if text}
+        descriptions[name] = " ".join(f"{descriptions.get(name, '')} {line}".split())
+    return " ".join(doc[: header.start()].split()), {name: text for name, text in descriptions.items() if text}

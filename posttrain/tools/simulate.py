@@ -35,15 +35,15 @@ def action_returns(environment: Any, seed: str, *, plays: int, horizon: int, gam
     """Compute the return of each legal action: its reward + gamma * the mean return of random plays after it, or the
     reward alone if it ends the episode. Deterministic in `seed`, so all rollouts from this state get equal values. The
     environment is not changed."""
-    found: dict[str, float] = {}
+    returns: dict[str, float] = {}
     for action in map(str, environment.actions()):
         after = copy.deepcopy(environment)
         done, value = take(after, action)
         if not done:
             rng = random.Random(f"{seed} {action}")
             value += gamma * mean_return(after, rng, plays=plays, horizon=horizon, gamma=gamma)
-        found[action] = value
-    return found
+        returns[action] = value
+    return returns
 
 
 def take(environment: Any, action: str) -> tuple[bool, float]:

@@ -170,7 +170,7 @@ def _value(value: Any, schema: Mapping[str, Any] | None) -> Any:
 def _allowed_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema allows; an empty set allows all."""
     kinds = schema.get("type")
-    found = {kinds} if isinstance(kinds, str) else set(kinds or ())
+    types = {kinds} if isinstance(kinds, str) else set(kinds or ())
     for alternative in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _allowed_types(alternative)
-    return found
+        types |= _allowed_types(alternative)
+    return types

@@ -78,14 +78,14 @@ def make_sample_params(use: str, folder: Path) -> dict[str, Any]:
 
 def try_examples(tool: LoadedTool, alone: bool) -> list[ToolTrial]:
     """Run the tool's EXAMPLES; an example's params override those of the tool."""
-    found = []
+    trials = []
     for arguments, expected, params in read_examples(tool, alone):
         trial = run_calls(replace(tool, params={**tool.params, **params}), [("example", arguments)])[0]
         fails = isinstance(expected, type) and issubclass(expected, BaseException)
         wanted = expected.__name__ if fails else expected if isinstance(expected, str) else json.dumps(expected)
         ok = trial.call.kind != "ok" if fails else trial.call.kind == "ok" and trial.call.result == wanted
-        found.append(replace(trial, ok=ok, expected=wanted))
-    return found
+        trials.append(replace(trial, ok=ok, expected=wanted))
+    return trials
 
 
 def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]:
@@ -114,11 +114,11 @@ def _example_value(about: Mapping[str, Any]) -> Any:
 
 def run_calls(tool: LoadedTool, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[ToolTrial]:
     """Run the calls one after the other in a warmed-up worker."""
-    found = []
+    trials = []
     with Caller([tool], workers=1) as caller:
         caller.pools[0].run([Work(0, 0, "{}" if tool.required_arguments else "", {})])  # fails, but loads everything
         for what, arguments in calls:
             started = time.monotonic()
             (done,) = caller.run([Call(tool.name, arguments)])
-            found.append(ToolTrial(what, done, time.monotonic() - started))
-    return found
+            trials.append(ToolTrial(what, done, time.monotonic() - started))
+    return trials

@@ -87,13 +87,13 @@ def convert_arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any]
     from pydantic import TypeAdapter, ValidationError
 
     hints = typing.get_type_hints(function)
-    found = {}
+    converted = {}
     for name, value in given.items():
         try:
-            found[name] = _convert(TypeAdapter(hints[name]), value) if name in hints else value
+            converted[name] = _convert(TypeAdapter(hints[name]), value) if name in hints else value
         except ValidationError as error:
             raise ValueError(f"argument `{name}`: {error.errors(include_url=False)[0]['msg']}") from None
-    return found
+    return converted
 
 
 def _convert(adapter: Any, value: Any) -> Any:

@@ -45,15 +45,15 @@ class Rows:
             file.seek(self._read)
             whole = file.read().rpartition(b"\n")[0]
         self._read += len(whole) + 1 if whole else 0
-        found = []
+        rows = []
         for line in whole.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
                 continue  # reported when the run is resumed
             if isinstance(row, dict) and type(row.get("step")) is int:
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
 
 class Sender:

@@ -164,11 +164,11 @@ def build_shape(
 
 def required_columns(recipe: RlRecipe) -> list[columns.RequiredColumn]:
     """Return the data columns that the components of a recipe read by name."""
-    found = list(columns.solution_columns(recipe.prompt_variants, recipe.solutions))
+    required = list(columns.solution_columns(recipe.prompt_variants, recipe.solutions))
     for key, section in recipe.every_component():
         takes = registry.resolve(section.kinds, section.use, recipe.base_dir).params
-        found += columns.named_columns(key, section.use, takes, section.params)
-    return found
+        required += columns.named_columns(key, section.use, takes, section.params)
+    return required
 
 
 def describe_dropped_rows(data: Prepared[Prompt]) -> str:

@@ -67,7 +67,7 @@ class Canaries:
 
     def add(self, step: int, values: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
         """Add a step's metrics. Returns the canary metrics, and a message for each alarm that begins."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         messages: list[str] = []
         for name, pairs in self._pairs.items():
             trained, canary = values.get("reward"), values.get(f"rewards/{name}/mean")
@@ -82,8 +82,8 @@ class Canaries:
             if alarm and not self._on[name]:
                 messages.append(_alarm_message(name, self.window, trained_trend, canary_trend))
             self._on[name] = alarm
-            found |= {f"canary/{name}/rise": canary_trend.rise, f"canary/{name}/alarm": float(alarm)}
-        return found, messages
+            metrics |= {f"canary/{name}/rise": canary_trend.rise, f"canary/{name}/alarm": float(alarm)}
+        return metrics, messages
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return name -> {alarm_steps, first_alarm: step or None, alarm_at_the_end}."""

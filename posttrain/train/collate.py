@@ -62,10 +62,10 @@ class Sequences:
 
     def by_adapter(self, rows: Sequence[int]) -> dict[str | None, list[int]]:
         """Group these rows by adapter."""
-        found: dict[str | None, list[int]] = {}
+        rows_by_adapter: dict[str | None, list[int]] = {}
         for row in rows:
-            found.setdefault(None if self.adapters is None else self.adapters[row], []).append(row)
-        return found
+            rows_by_adapter.setdefault(None if self.adapters is None else self.adapters[row], []).append(row)
+        return rows_by_adapter
 
 
 def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Sequences:
@@ -259,18 +259,20 @@ def join_batches(first: RolloutBatch, more: RolloutBatch) -> RolloutBatch:
     rows or tokens, numbers with NaN if their columns may have gaps, otherwise with 0 and False.
     """
     filled = {"keep": lambda b: b.mask.any(-1), "selected": lambda b: b.mask}
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for item in dataclasses.fields(first):
         one, other = getattr(first, item.name), getattr(more, item.name)
         if isinstance(one, Mapping) and any(isinstance(value, Tensor) for value in (*one.values(), *other.values())):
-            found[item.name] = {name: _join(one.get(name), other.get(name), len(first), len(more), torch.nan)
+            joined[item.name] = {name: _join(one.get(name), other.get(name), len(first), len(more), torch.nan)
                                 for name in dict.fromkeys((*one, *other))}  # fmt: skip
         elif isinstance(one, Tensor) or isinstance(other, Tensor):
             make = filled.get(item.name)
             one = make(first) if one is None and make else one
             other = make(more) if other is None and make else other
-            found[item.name] = _join(one, other, len(first), len(more), torch.nan if item.name == "rollout_logp" else 0)
-    return dataclasses.replace(first, **found)
+            joined[item.name] = _join(
+                one, other, len(first), len(more), torch.nan if item.name == "rollout_logp" else 0
+            )
+    return dataclasses.replace(first, **joined)
 
 
 def _join(one: Tensor | None, other: Tensor | None, rows: int, more: int, fill: float) -> Tensor:

@@ -24,18 +24,18 @@ class Controls:
         Raises UserError for an unknown name or argument, for an object without a controller's methods, and for an
         invalid value that can be foreseen.
         """
-        found: dict[str, Any] = {}
+        controllers: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
             length = {"total_steps": steps} if section.params.get("total_steps", 0) is None else {}
             component = section.load(recipe.base_dir)
-            found[key] = component.function(**{**section.params, **length})
+            controllers[key] = component.function(**{**section.params, **length})
             for method in ("start", "value", "update"):
-                if not callable(getattr(found[key], method, None)):
+                if not callable(getattr(controllers[key], method, None)):
                     raise RecipeError(
                         f"controller `{section.use}` has no method `{method}`", where=f"controllers.{key}"
                     )
         known = recipe.controllable_numbers()
-        controls = cls(found, {key: known[key] for key in found})
+        controls = cls(controllers, {key: known[key] for key in controllers})
         for step, given in enumerate(controls.predict_values(steps)):
             check_limits(given, recipe, step)
         return controls

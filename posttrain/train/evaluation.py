@@ -273,12 +273,14 @@ def sum_over_rows(
     """
     from accelerate.utils import send_to_device  # here: rl imports this module, and would wait for accelerate
 
-    found: list[Sums] = []
+    sums_by_batch: list[Sums] = []
     with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
         for number in data_parallel.my_pass_shard(len(batches)):
             batch = collate([rows[n] for n in batches[number]])
-            found.append(sums(send_to_device(batch, loaded.device)))
-    every = [part for share in distributed.gather(found)[:: data_parallel.model_parallel_size()] for part in share]
+            sums_by_batch.append(sums(send_to_device(batch, loaded.device)))
+    every = [
+        part for share in distributed.gather(sums_by_batch)[:: data_parallel.model_parallel_size()] for part in share
+    ]
     return {name: sum(part[name] for part in every) for name in (every[0] if every else {})}
 
 

@@ -182,7 +182,7 @@ def _completion_scores(
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
     teacher = extras.teacher
-    found = token_scores(
+    scores = token_scores(
         Head(causal),
         states,
         targets,
@@ -193,11 +193,11 @@ def _completion_scores(
         teacher=None if teacher is None else teacher._replace(states=teacher.states[rows, columns]),
     )
     if extras.hidden:
-        found["hidden"] = states.detach().float()
+        scores["hidden"] = states.detach().float()
     if extras.value_head is not None:
-        found["values"] = extras.value_head(states.detach().float())[:, 0]
+        scores["values"] = extras.value_head(states.detach().float())[:, 0]
     placed = {}
-    for name, value in found.items():
+    for name, value in scores.items():
         empty = value.new_zeros((len(sequences), width, *value.shape[1:]))
         placed[name] = empty.index_put((rows, columns), value)
     if extras.router:
@@ -403,24 +403,24 @@ def _token_scores_autograd(
 
     def chunk(h: Tensor, t: Tensor, scale: float | Tensor, teacher_states: Tensor) -> tuple[Tensor, ...]:
         logp_all = log_softmax(head(h) / scale, own)
-        found = [gather_tokens(logp_all, t, own)]
+        scores = [gather_tokens(logp_all, t, own)]
         with torch.no_grad():
-            found.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
+            scores.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
         if vocab_mean:
-            found.append(sum_over_vocabulary(logp_all, own) / vocabulary)
+            scores.append(sum_over_vocabulary(logp_all, own) / vocabulary)
         if with_entropy:
-            found.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
+            scores.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
         if top_k:
             values, tokens = topk(logp_all, top_k, own)
-            found += [values, tokens == t[:, None]]
+            scores += [values, tokens == t[:, None]]
         if teacher is not None:
             with torch.no_grad():
                 teacher_logits = teacher.head(teacher_states) / scale
             common = min(teacher_logits.shape[-1], logp_all.shape[-1])  # heads may be padded to different sizes
             ones = torch.ones_like(t, dtype=torch.bool)
             distilled = full_distill(logp_all[:, :common], teacher_logits[:, :common], ones, beta=teacher.beta)
-            found.append(distilled.per_token)
-        return tuple(found)
+            scores.append(distilled.per_token)
+        return tuple(scores)
 
     teacher_states = hidden if teacher is None else teacher.states
     if len(targets) <= size:

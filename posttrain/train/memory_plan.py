@@ -247,14 +247,14 @@ def edits(
     Changes that conflict with the rest of the recipe are left out.
     """
     before, problems = predict_phases(recipe, shape, longest, machine).peak, checks.keys_with_problems(recipe)
-    found = []
+    edits = []
     now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
     for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
         changed = with_key(recipe, key, change)
         peak = predict_phases(changed, shape, longest, machine).peak
         if before - peak >= at_least and checks.keys_with_problems(changed) <= problems:
-            found.append(Edit(f"{key}={_text(change)}", peak, changed))
-    return found[:count]
+            edits.append(Edit(f"{key}={_text(change)}", peak, changed))
+    return edits[:count]
 
 
 def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> list[tuple[str, Any]]:

@@ -50,7 +50,7 @@ def solution_completions(
     Rows without a solution are left out. shown: returns the row as its prompt was rendered. Raises DataError as
     `stored_completions` does.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    completions: dict[str, tuple[int, ...]] = {}
     for prompt in prompts:
         text = prompt.row.get(column)
         if not isinstance(text, str) or not text.strip():
@@ -65,8 +65,8 @@ def solution_completions(
                 where=source_locations.describe_row(prompt.uid),
                 hint="a prompt truncated by data.max_length cannot have an answer",
             )
-        found[prompt.uid] = ids
-    return _check_lengths(found, limit, "solution")
+        completions[prompt.uid] = ids
+    return _check_lengths(completions, limit, "solution")
 
 
 def _completion(

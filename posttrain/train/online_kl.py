@@ -63,7 +63,7 @@ class OnlinePolicy:
             [self.prompts[pair] for pair in pairs], n, self.sampling, seed=seed, logprobs=False, share=wanted
         )
         first_rollout = {number: i * n for i, number in enumerate(wanted)}
-        found: dict[int, Answers] = {}
+        answers: dict[int, Answers] = {}
         for part in mine:
             starts = [first_rollout[index[pair]] for pair in parts[part]]
             rows = [rollout for start in starts for rollout in rollouts[start : start + n]]
@@ -72,8 +72,8 @@ class OnlinePolicy:
                 ref = completion_logprobs(model, sequences, batch.mask.shape[1], reader=self.loaded.images)[0]
             # groups by position: at the end of an epoch a step may contain a pair twice
             groups = torch.arange(len(parts[part]), device=ref.device).repeat_interleave(n)
-            found[part] = Answers(sequences, batch.replace(ref_logp=ref, group_ids=groups))
-        return found
+            answers[part] = Answers(sequences, batch.replace(ref_logp=ref, group_ids=groups))
+        return answers
 
     def loss_term(self, model: nn.Module, answers: Answers) -> tuple[Tensor, Tensor]:
         """Return coef * KL, with the gradient of its estimate, and the KL.

@@ -253,12 +253,12 @@ def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
     Returns the norms before clipping; {} for a model with fewer than two adapters. An adapter without rows in the step
     has no gradients and is left out.
     """
-    found = parameters_by_adapter(model)
-    if not found:
+    groups = parameters_by_adapter(model)
+    if not groups:
         return {}
-    inside = {id(p) for parameters in found.values() for p in parameters}
-    found |= {OUTSIDE: [p for p in model.parameters() if id(p) not in inside]}
-    updated = {name: parameters for name, parameters in found.items() if any(p.grad is not None for p in parameters)}
+    inside = {id(p) for parameters in groups.values() for p in parameters}
+    groups |= {OUTSIDE: [p for p in model.parameters() if id(p) not in inside]}
+    updated = {name: parameters for name, parameters in groups.items() if any(p.grad is not None for p in parameters)}
     return {name: float(clip_gradients(model, max_norm, parameters)) for name, parameters in updated.items()}
 
 
@@ -268,14 +268,14 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
     Every gradient element counts once, however many ranks hold it. A non-finite norm leaves gradients unchanged, so
     that an error can name the parameter. parameters: only these; default: all of the model.
     """
-    found: dict[Any, list[Tensor]] = {}  # by the device mesh that they are sharded over
+    by_mesh: dict[Any, list[Tensor]] = {}  # by the device mesh that they are sharded over
     for gradient in (p.grad for p in parameters or model.parameters() if p.grad is not None):
-        found.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [nn.utils.get_total_norm(gradients) for gradients in found.values()]
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
     if max_norm is not None and norms:
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0).where(total.isfinite(), 1.0)
-        shards = [g.to_local() if isinstance(g, DTensor) else g for g in itertools.chain(*found.values())]
+        shards = [g.to_local() if isinstance(g, DTensor) else g for g in itertools.chain(*by_mesh.values())]
         torch._foreach_mul_(shards, scale.to(shards[0].device))
     return total

@@ -64,9 +64,9 @@ class OwnRows:
 
     def gather_values(self, own: Tensor) -> Tensor:
         """Return values of all rows [N,...] from the values of each rank's own rows [n,...]."""
-        found = own.new_zeros((self.count, *own.shape[1:]))
-        found[list(self.mine)] = own[: len(self.mine)]
-        return self.ranks.sum(found)
+        gathered = own.new_zeros((self.count, *own.shape[1:]))
+        gathered[list(self.mine)] = own[: len(self.mine)]
+        return self.ranks.sum(gathered)
 
 
 def assign_rows(

@@ -83,13 +83,13 @@ def attend_in_blocks(
     """
     grouped = query.shape[1] != key.shape[1]
     lines = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T,heads,dim]
-    found = []
+    outputs = []
     for indices, filled, mask in blocks:
         q, k, v = (x.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2) for x in lines)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-        found.append(out.transpose(1, 2)[filled])
+        outputs.append(out.transpose(1, 2)[filled])
     order = torch.cat([indices[filled] for indices, filled, _ in blocks])
-    return torch.cat(found).index_select(0, order.argsort())[None]
+    return torch.cat(outputs).index_select(0, order.argsort())[None]
 
 
 def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
@@ -152,13 +152,13 @@ def _parts_of(packed: Packed) -> list[list[int]]:
 
 def _group_alike(sizes: Sequence[int]) -> list[list[int]]:
     """Group parts of similar size into blocks; padding multiplies the scores of a block by at most MAX_PADDING."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     scores = 0
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         scores += sizes[n] ** 2
-        if found and (len(found[-1]) + 1) * sizes[found[-1][0]] ** 2 <= MAX_PADDING * scores:
-            found[-1].append(n)
+        if groups and (len(groups[-1]) + 1) * sizes[groups[-1][0]] ** 2 <= MAX_PADDING * scores:
+            groups[-1].append(n)
         else:
-            found.append([n])
+            groups.append([n])
             scores = sizes[n] ** 2
-    return found
+    return groups

@@ -66,20 +66,20 @@ def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
 
     Raises DataError naming the first row that lacks a number which the loss needs or other rows have.
     """
-    found: Columns = {}
+    columns: Columns = {}
     refuse_missing(rows, wanted, use)
     for need, fields in {**GIVEN, **ANCHORS}.items():
         if need not in wanted and "anything" not in wanted:
             continue
         present = any(row.get(field) is not None for field in fields for row in rows)
         if present or (need in GIVEN and need in wanted):
-            found |= {field: [_number(row, field) for row in rows] for field in fields}
+            columns |= {field: [_number(row, field) for row in rows] for field in fields}
     for field in ANCHORS["history"]:
-        if len({len(past) for past in found.get(field, [])}) > 1:
+        if len({len(past) for past in columns.get(field, [])}) > 1:
             raise DataError(
                 f"`{field}` has more policies in some rows than in others", hint="give one value per policy in each row"
             )
-    return found
+    return columns
 
 
 def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> None:

@@ -81,7 +81,7 @@ def micro_batches_of(
 
     groups: of all rows.
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for own in sequences.by_adapter(rows).values():
         micro = micro_batches(
             [len(sequences.ids[r]) for r in own],
@@ -90,8 +90,8 @@ def micro_batches_of(
             groups=None if groups is None else [groups[r] for r in own],
             prompts=prompts_of(p, sequences.select(own)) if p.shares else None,
         )
-        found += [[own[m] for m in part] for part in micro]
-    return found
+        batches += [[own[m] for m in part] for part in micro]
+    return batches
 
 
 def current_logprobs(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
@@ -215,9 +215,9 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
                 cells[key] = []
                 answers.append(len(answer))
             cells[key].append((row, turn))
-    found = torch.full((len(rollouts), max([*counts, 1])), torch.nan)
+    logprobs = torch.full((len(rollouts), max([*counts, 1])), torch.nan)
     if not cells:
-        return found
+        return logprobs
     ids = tuple(np.array(tokens, np.int64) for tokens, *_ in cells)
     lengths = tuple(len(row) - answer for row, answer in zip(ids, answers, strict=True))
     sequences = with_images(ids, lengths, [images for _, images, _ in cells])
@@ -226,8 +226,8 @@ def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     passed = _policy_scores(p, sequences, range(len(cells)), width, Extras())
     for cells_of_pass, answer_length, logp in zip(cells.values(), answers, passed["logp"].cpu(), strict=True):
         for row, turn in cells_of_pass:
-            found[row, turn] = logp[:answer_length].mean()
-    return found
+            logprobs[row, turn] = logp[:answer_length].mean()
+    return logprobs
 
 
 def _with_adapters(sequences: Sequences, adapters: Sequence[str | None]) -> Sequences:
@@ -242,12 +242,12 @@ def _encode(p: TrainContext, text: str) -> tuple[int, ...]:
 def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Tensor:
     """Compute log-probs [N,T] of the given solution of each row's prompt, under the row's adapter; NaN past its end and
     without a solution."""
-    found = torch.full((len(rollouts), width), torch.nan)
+    logp = torch.full((len(rollouts), width), torch.nan)
     # roles of a workflow have prompts of their own for one row of the data, and may have adapters of their own
     keys = [(r.prompt.uid, r.prompt.ids, r.prompt.adapter) for r in rollouts]
     solved = {key: r.prompt for key, r in zip(keys, rollouts, strict=True) if r.prompt.uid in p.solutions}
     if not solved:
-        return found
+        return logp
     prompts = list(solved.values())
     ids = tuple(np.array(prompt.ids + p.solutions[prompt.uid], np.int64) for prompt in prompts)
     sequences = _with_adapters(
@@ -260,8 +260,8 @@ def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Te
     for row, key in enumerate(keys):
         if (n := index.get(key)) is not None:
             length = min(len(p.solutions[key[0]]), width)
-            found[row, :length] = passed["logp"][n, :length].cpu()
-    return found
+            logp[row, :length] = passed["logp"][n, :length].cpu()
+    return logp
 
 
 # field of the batch -> (function that changes the images of its pass, purpose of its random seed)

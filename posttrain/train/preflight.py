@@ -148,11 +148,11 @@ def correct_by_group(batch: RolloutBatch) -> list[tuple[int, int]]:
 
 def pass_rates(batch: RolloutBatch) -> list[list[float]]:
     """Return a histogram [low, high, groups] of the groups' pass rates: 0, five buckets in between, and 1."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for right, of in correct_by_group(batch):
-        found[0 if right == 0 else BUCKETS + 1 if right == of else 1 + min(BUCKETS - 1, right * BUCKETS // of)] += 1
+        counts[0 if right == 0 else BUCKETS + 1 if right == of else 1 + min(BUCKETS - 1, right * BUCKETS // of)] += 1
     edges = [(0.0, 0.0), *((i / BUCKETS, (i + 1) / BUCKETS) for i in range(BUCKETS)), (1.0, 1.0)]
-    return [[low, high, found[i]] for i, (low, high) in enumerate(edges)]
+    return [[low, high, counts[i]] for i, (low, high) in enumerate(edges)]
 
 
 def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
@@ -196,26 +196,26 @@ def length_stats(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
 
 def advice(report: Mapping[str, Any], recipe: RlRecipe) -> list[str]:
     """Return what to change before the run, the most important first; empty if nothing stands out."""
-    found, signal, rollout = [], report["signal"], recipe.rollout
+    advice, signal, rollout = [], report["signal"], recipe.rollout
     if report["cut"] > HIGH_TRUNCATION:
-        found.append(
+        advice.append(
             f"{report['cut']:.0%} of the completions are cut: rollout.max_new_tokens={2 * rollout.max_new_tokens} or a "
             "stop string, or SFT on complete answers first"
         )
     if signal["signal/share"] < LOW_SIGNAL:
-        found.append(_more_signal(report, rollout.group_size))
+        advice.append(_more_signal(report, rollout.group_size))
     if signal["signal/too_easy"] > MANY_EASY:
-        found.append(f"{signal['signal/too_easy']:.0%} of the groups are all right: use harder prompts")
+        advice.append(f"{signal['signal/too_easy']:.0%} of the groups are all right: use harder prompts")
     if signal["signal/unscored"] > 0:
-        found.append("some answers could not be scored: `posttrain reward test RECIPE` shows why")
+        advice.append("some answers could not be scored: `posttrain reward test RECIPE` shows why")
     if signal["signal/dropped"] > MANY_EASY and rollout.max_gen_batches == 1:
-        found.append("`keep` drops groups that differ, and nothing replaces them: rollout.max_gen_batches=4")
+        advice.append("`keep` drops groups that differ, and nothing replaces them: rollout.max_gen_batches=4")
     if report["generation_rounds"] >= rollout.max_gen_batches > 1:
-        found.append(
+        advice.append(
             f"`keep` passes too few groups to fill a step in {rollout.max_gen_batches} rounds: the run would stop. Use "
             "prompts of middling difficulty, or raise rollout.max_gen_batches"
         )
-    return found
+    return advice
 
 
 def _more_signal(report: Mapping[str, Any], size: int) -> str:

@@ -248,11 +248,11 @@ def groups_of(
         hinted = rollout.variant is not None and rollout.variant.hinted
         if not hinted and all(segment.kind != "given" for segment in rollout.segments):
             rows.setdefault(rollout.group % GROUP_STRIDE, []).append(rollout)
-    found = []
+    groups = []
     for place, prompt in enumerate(plan.prompts):
         number = first_group + place
         own, old = rows.get(number, []), earlier.get(number)
-        found.append(
+        groups.append(
             Group(
                 prompt=prompt,
                 uid=pool.uids[prompt],
@@ -267,7 +267,7 @@ def groups_of(
                 lengths=(*(old.lengths if old else ()), *(r.length for r in own)),
             )
         )
-    return found
+    return groups
 
 
 def with_outcomes(
@@ -281,13 +281,13 @@ def with_outcomes(
     ids = scored.group_ids.cpu() % GROUP_STRIDE
     kept = torch.ones_like(ids, dtype=torch.bool) if keep is None else keep.cpu()
     kl = _token_kl(scored)
-    found = []
+    updated = []
     for group in groups:
         rows = ids == group.group
         if group.measured or not bool(rows.any()):
-            found.append(dataclasses.replace(group, kept=False))
+            updated.append(dataclasses.replace(group, kept=False))
             continue
-        found.append(
+        updated.append(
             dataclasses.replace(
                 group,
                 kept=bool((rows & kept).any()),
@@ -295,7 +295,7 @@ def with_outcomes(
                 kl=None if kl is None else float(kl[0][rows].sum() / kl[1][rows].sum().clamp(min=1)),
             )
         )
-    return found
+    return updated
 
 
 def _token_kl(batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:

@@ -50,10 +50,10 @@ class StepResult:
             for row, number in enumerate(self.rows_of.mine)
             if number in chosen
         }
-        found: dict[int, dict[str, Any]] = {}
+        records_by_row: dict[int, dict[str, Any]] = {}
         for records in self.rows_of.ranks.gather(own):
-            found |= records
-        return [found[n] for n in chosen]
+            records_by_row |= records
+        return [records_by_row[n] for n in chosen]
 
 
 class Record:

@@ -39,22 +39,22 @@ def columns(
     another vocabulary.
     """
     named = recipe.anchors
-    found: pair_columns.Columns = {}
+    columns: pair_columns.Columns = {}
     for key, need in (("reference", "ref_logp"), ("previous", "prev_logp")):
         path = getattr(named, key)
         if path is None:
             continue
         logps = _of(path, f"anchors.{key}", recipe, directory, pairs, tokenizer, measure)
-        found |= columns_of_logps(need, logps)
+        columns |= columns_of_logps(need, logps)
     past = [
         _of(path, f"anchors.history.{number}", recipe, directory, pairs, tokenizer, measure)
         for number, path in enumerate(named.history)
     ]
     for side, field in zip(SIDES, pair_columns.ANCHORS["history"], strict=True):
         if past:
-            found[field] = torch.stack([logps[side] for logps in past], 1).tolist()
+            columns[field] = torch.stack([logps[side] for logps in past], 1).tolist()
     pair_columns.refuse_twice(given, named)
-    return found
+    return columns
 
 
 def columns_of_logps(need: str, logps: Logps) -> pair_columns.Columns:

@@ -140,11 +140,11 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
 
 def _stored_advantages(rollouts: Sequence[Rollout], *, like: Tensor, width: int) -> Tensor:
     """Return the stored advantages of replayed rollouts: [N], or [N,width] if `like` has one per token."""
-    found = torch.zeros((len(rollouts), width), dtype=like.dtype)
+    advantages = torch.zeros((len(rollouts), width), dtype=like.dtype)
     for row, rollout in enumerate(rollouts):
         own = rollout.stored.advantages if rollout.stored is not None else ()
-        found[row, : len(own) if len(own) > 1 else width] = torch.tensor(own or (0.0,), dtype=like.dtype)
-    return (found if like.dim() == 2 else found[:, 0]).to(like.device)
+        advantages[row, : len(own) if len(own) > 1 else width] = torch.tensor(own or (0.0,), dtype=like.dtype)
+    return (advantages if like.dim() == 2 else advantages[:, 0]).to(like.device)
 
 
 def _advantages(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:

@@ -299,12 +299,12 @@ def _report_pairs(
         head_of_row = np.repeat([best[items.users[item.user]] for item in rows], 2)
         heads = scores[np.arange(len(scores)), head_of_row]
     lengths = [[item.lengths[side] for item in rows] for side in (0, 1)]
-    found = pair_report(heads[0::2].tolist(), heads[1::2].tolist(), *lengths, seed=recipe.run.seed)
+    report = pair_report(heads[0::2].tolist(), heads[1::2].tolist(), *lengths, seed=recipe.run.seed)
     if scores.shape[1] > 1:
-        found["accuracy_by_head"] = (scores[0::2] > scores[1::2]).mean(0).tolist()
+        report["accuracy_by_head"] = (scores[0::2] > scores[1::2]).mean(0).tolist()
     if assigned is not None:
-        found["users_by_head"] = np.bincount(best, minlength=scores.shape[1]).tolist()
-    return found
+        report["users_by_head"] = np.bincount(best, minlength=scores.shape[1]).tolist()
+    return report
 
 
 def _report_labels(

@@ -142,6 +142,6 @@ def as_tuple(numbers: NDArray[np.int32]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=32)
 def _integers(count: int) -> NDArray[np.object_]:
     """Return an object array of the ints 0, 1, ... count - 1."""
-    found = np.empty(count, object)
-    found[:] = range(count)
-    return found
+    integers = np.empty(count, object)
+    integers[:] = range(count)
+    return integers

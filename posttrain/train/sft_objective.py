@@ -127,10 +127,10 @@ def stack_rows(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tenso
     counts = torch.bincount(rows)
     longest = int(counts.max()) if len(counts) else 0
     mask = torch.arange(longest, device=rows.device)[None] < counts[:, None]
-    found: list[Tensor | None] = []
+    stacked: list[Tensor | None] = []
     for value in values:
-        found.append(None if value is None else value.new_zeros(mask.shape).masked_scatter(mask, value))
-    return mask, found
+        stacked.append(None if value is None else value.new_zeros(mask.shape).masked_scatter(mask, value))
+    return mask, stacked
 
 
 def with_behavior(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -183,19 +183,19 @@ def step_seconds(shape: Shape, s: Step, rates: Rates) -> dict[str, float]:
     compute = update_seconds(shape, s, rates)
     parts, copies = update_bytes(shape, s, rates)
     network = parts / network_rate(s.shards, rates) + copies / network_rate(s.ranks, rates)
-    found = {"update": compute, "network": network}
+    seconds = {"update": compute, "network": network}
     train = max(compute, network)
     if s.tensor * s.expert > 1:
         group = max(s.tensor, s.expert)
-        found["exchange"] = exchange_bytes(shape, s, rates) / network_rate(group, rates)
-        train += found["exchange"]
+        seconds["exchange"] = exchange_bytes(shape, s, rates) / network_rate(group, rates)
+        train += seconds["exchange"]
     if not s.generates:
-        return {**found, "step": train}
+        return {**seconds, "step": train}
     generate = decode_seconds(shape, s, rates) + rates.reward
     gather = rates.gather * s.rows * s.row_tokens(rates) if s.ranks > 1 else 0.0
     sync = sync_seconds(shape, s, rates)
     work = max(generate, train + gather) if s.ahead and s.apart else generate + gather + train
-    return {"generate": generate, "gather": gather, **found, "sync": sync, "step": work + sync}
+    return {"generate": generate, "gather": gather, **seconds, "sync": sync, "step": work + sync}
 
 
 def slowest(found: dict[str, float]) -> str:

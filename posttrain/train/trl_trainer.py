@@ -166,10 +166,11 @@ def fuse_divided_head(causal: Any) -> None:
     def score_labels(labels: Tensor, **kwargs: Any) -> Any:
         out = backbone(causal)(**kwargs | {"use_cache": False})
         mask = labels != IGNORED
-        found = token_scores(Head(causal), out.last_hidden_state[:, :-1][mask], labels[mask], top_k=1)
-        found["right"] = found["topk_chosen"][:, 0]
+        scores = token_scores(Head(causal), out.last_hidden_state[:, :-1][mask], labels[mask], top_k=1)
+        scores["right"] = scores["topk_chosen"][:, 0]
         logp, entropy, right = (
-            found[name].new_zeros(mask.shape).masked_scatter(mask, found[name]) for name in ("logp", "entropy", "right")
+            scores[name].new_zeros(mask.shape).masked_scatter(mask, scores[name])
+            for name in ("logp", "entropy", "right")
         )
         balance: Any = None
         if kwargs.get(ROUTER[0]):

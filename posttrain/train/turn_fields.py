@@ -65,12 +65,12 @@ def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
 def _replies(rollout: Rollout) -> list[str]:
     """Return what was shown after each turn: the text, with a hash of each image's source."""
     tool_images = iter([segment.images for segment in rollout.segments if segment.kind == "tool"])
-    found = []
+    replies = []
     for turn in rollout.turns:
         images = None if turn.reply is None else next(tool_images)
         names = [zlib.crc32(image.source.encode()) for image in images.shown] if images else []
-        found.append(" ".join([turn.reply or "", *map(str, names)]) if names else turn.reply or "")
-    return found
+        replies.append(" ".join([turn.reply or "", *map(str, names)]) if names else turn.reply or "")
+    return replies
 
 
 def turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | None) -> Tensor:

@@ -165,10 +165,10 @@ def update_once(
 
 def add_totals(parts: Sequence[Mapping[str | None, Totals]]) -> dict[str | None, Totals]:
     """Sum the loss denominators of an update over ranks, by adapter. parts: denominators of each rank's rows."""
-    found: dict[str | None, Totals] = {}
+    sums: dict[str | None, Totals] = {}
     for part in parts:
-        found |= {name: found[name] + totals if name in found else totals for name, totals in part.items()}
-    return found
+        sums |= {name: sums[name] + totals if name in sums else totals for name, totals in part.items()}
+    return sums
 
 
 def run_micro_batches(

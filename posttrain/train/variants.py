@@ -303,23 +303,27 @@ def update_variant_memory(
     variants: PromptVariants, rollouts: Sequence[Rollout], memory: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the components' memory, updated with what the kind learns from a step's rollouts."""
-    found: dict[tuple[int, str], list[Rollout]] = {}
+    rollouts_by_variant: dict[tuple[int, str], list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.variant is not None:
-            found.setdefault((rollout.group, repr(rollout.variant)), []).append(rollout)
-    outcomes = [outcome_of(variants, rows, rows[0].variant) for rows in found.values() if rows[0].variant is not None]
+            rollouts_by_variant.setdefault((rollout.group, repr(rollout.variant)), []).append(rollout)
+    outcomes = [
+        outcome_of(variants, rows, rows[0].variant)
+        for rows in rollouts_by_variant.values()
+        if rows[0].variant is not None
+    ]
     learned = variants.planner.learn(memory.get(variants.name), outcomes)
     return {**memory, **({} if learned is None else {variants.name: learned})}
 
 
 def variant_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Compute by variant its share of the step's rollouts, their mean reward, and the share of correct ones."""
-    found: dict[str, list[Rollout]] = {}
+    rollouts_by_name: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.variant is not None:
-            found.setdefault(rollout.variant.name, []).append(rollout)
+            rollouts_by_name.setdefault(rollout.variant.name, []).append(rollout)
     values: dict[str, float] = {}
-    for name, rows in found.items():
+    for name, rows in rollouts_by_name.items():
         values[f"variants/{name}/share"] = len(rows) / len(rollouts)
         for what, numbers in (("reward", [r.reward for r in rows]), ("correct", [r.correct for r in rows])):
             if known := [float(number) for number in numbers if number is not None]:

@@ -78,7 +78,7 @@ def keep_unfinished(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
 
     Each segment gets the policy version of each token, since tokens of the next step have another version.
     """
-    found = []
+    kept = []
     for rollout in (rollout for rollout in rollouts if rollout.unfinished):
         segments = tuple(
             segment
@@ -86,8 +86,8 @@ def keep_unfinished(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
             else dataclasses.replace(segment, versions=(rollout.version,) * len(segment.ids))
             for segment in rollout.segments
         )
-        found.append(rollout_to_dict(dataclasses.replace(rollout, segments=segments)))
-    return found
+        kept.append(rollout_to_dict(dataclasses.replace(rollout, segments=segments)))
+    return kept
 
 
 def window_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -116,13 +116,13 @@ def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:
     for rollout in rollouts:
         assert rollout.call is not None and rollout.trajectory is not None
         rows.setdefault(rollout.trajectory, {})[rollout.call.number] = rollout
-    found = []
+    outcomes = []
     for rows_by_call in rows.values():
         first = next(iter(rows_by_call.values()))
         assert first.call is not None
         calls = tuple(_as_made(call, rows_by_call.get(n)) for n, call in enumerate(first.call.calls))
-        found.append(Outcome(first.prompt.uid, first.prompt.row, calls))
-    return found
+        outcomes.append(Outcome(first.prompt.uid, first.prompt.row, calls))
+    return outcomes
 
 
 def _as_made(call: CallRecord, rollout: Rollout | None) -> Made:

@@ -178,13 +178,13 @@ class SolvedExamples:
 
     def learn(self, memory: Mapping[str, Any] | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """See `Planner.learn`: returns the store, newest last."""
-        found = dict(memory or {})
+        examples = dict(memory or {})
         for outcome in outcomes:
             right = [text for text, ok in zip(outcome.texts, outcome.correct, strict=True) if ok]
             if right:
-                found.pop(outcome.uid, None)
-                found[outcome.uid] = [outcome.question, right[0]]
-        return dict(list(found.items())[-self.store :])
+                examples.pop(outcome.uid, None)
+                examples[outcome.uid] = [outcome.question, right[0]]
+        return dict(list(examples.items())[-self.store :])
 
 
 def rank_similar_texts(text: str, others: Mapping[str, str], above: float = 0.0) -> list[str]:

@@ -114,12 +114,12 @@ class SolutionPrefix:
 
     def learn(self, memory: Mapping[str, float] | None, outcomes: Sequence[Outcome]) -> dict[str, float]:
         """See `Planner.learn`: returns the fraction of every probed problem."""
-        found = dict(memory or {})
+        fractions = dict(memory or {})
         for outcome in outcomes:
             fraction = outcome.variant.note.get("fraction")
-            if fraction is not None and outcome.uid not in found:
-                found[outcome.uid] = shortest_fraction([fraction], [sum(map(bool, outcome.correct))], self.fallback)
-        return found
+            if fraction is not None and outcome.uid not in fractions:
+                fractions[outcome.uid] = shortest_fraction([fraction], [sum(map(bool, outcome.correct))], self.fallback)
+        return fractions
 
 
 def shortest_fraction(fractions: Sequence[float], right: Sequence[float], fallback: float = 0.25) -> float:

@@ -17,9 +17,9 @@ def read_bases(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Strip the bases from the numbers in a text; return the text and (digits, base) of each number that had one."""
     if "_" not in text and "base" not in text:
         return text, []
-    found: list[tuple[str, str]] = []
+    numbers: list[tuple[str, str]] = []
 
-    def bare(match: re.Match[str]) -> str:
+    def strip_base(match: re.Match[str]) -> str:
         base = match["braced"] or match["worded"] or match["bare"] or match["said"]
         if base in _BASE_WORDS:
             base = str(_BASE_WORDS.index(base) + 2)
@@ -28,10 +28,10 @@ def read_bases(text: str) -> tuple[str, list[tuple[str, str]]]:
         digits = match["digits"].replace(",", "").upper()
         if int(base) <= 10 and not digits.isdecimal():
             return match[0]
-        found.append((digits, base))
+        numbers.append((digits, base))
         return digits
 
-    return _BASE.sub(bare, text), found
+    return _BASE.sub(strip_base, text), numbers
 
 
 def in_base_ten(text: str) -> str:

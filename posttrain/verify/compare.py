@@ -425,10 +425,10 @@ def multiples(one: Expr, other: Expr, *, positive: bool = False) -> bool:
 
 def _links(chain: Chain) -> list[tuple[Expr, str]] | None:
     """Return (difference, relation to 0) of neighbors, the greater side first; None unless all sides are formulas."""
-    found = []
+    differences = []
     for left, relation, right in zip(chain.sides, chain.relations, chain.sides[1:], strict=False):
         if not (isinstance(left, Formula) and isinstance(right, Formula)) or relation not in ("lt", "gt", "le", "ge"):
             return None
         big, small = (left, right) if relation in ("gt", "ge") else (right, left)
-        found.append((Add(big.expr, Mul(-1, small.expr)), "gt" if relation in ("gt", "lt") else "ge"))
-    return found
+        differences.append((Add(big.expr, Mul(-1, small.expr)), "gt" if relation in ("gt", "lt") else "ge"))
+    return differences

@@ -66,13 +66,13 @@ class Cursor:
 
     def outer(self, end: int) -> list[int]:
         """Return the positions from here to `end` that are not inside further brackets."""
-        found, depth = [], 0
+        positions, depth = [], 0
         for position in range(self.position, end):
             depth -= closes(self.tokens[position])
             if depth == 0:
-                found.append(position)
+                positions.append(position)
             depth += opens(self.tokens[position])
-        return found
+        return positions
 
     def is_list(self, end: int) -> bool:
         outer = (self.tokens[position] for position in self.outer(end))

@@ -108,15 +108,15 @@ def last_boxed(text: str) -> str | None:
 def _boxes(text: str) -> list[tuple[int, int]]:
     """Return (start, end) of the content of every closed box, ordered by end."""
     opened: list[tuple[bool, int]] = []  # (is a box, start of its content) for every open brace
-    found: list[tuple[int, int]] = []
+    boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         if match["box"] or match["open"]:
             opened.append((match["box"] is not None, match.end()))
         elif match["close"] and opened:
             is_box, start = opened.pop()
             if is_box:
-                found.append((start, match.start()))
-    return found
+                boxes.append((start, match.start()))
+    return boxes
 
 
 def boxed_answer(text: str, count: int = 1) -> str | None:
@@ -186,15 +186,15 @@ def last_thought(text: str) -> str | None:
 
 def tag_contents(text: str, tag: str) -> list[str]:
     """Return the contents of all complete `<tag>..</tag>` pairs; an opening tag pairs with the next closing tag."""
-    found, position = [], 0
+    contents, position = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
     while (start := text.find(opening, position)) >= 0:
         end = text.find(closing, start + len(opening))
         if end < 0:
             break
-        found.append(text[start + len(opening) : end])
+        contents.append(text[start + len(opening) : end])
         position = end + len(closing)
-    return found
+    return contents
 
 
 def last_tag(text: str, tag: str) -> str | None:

@@ -72,12 +72,12 @@ def detect_doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doub
     apply.
     """
     golds = {i: text for i, row in enumerate(rows) if (text := _text(row.get(column))) is not None}
-    found = [_make_doubt("are the prompt itself", {i: g for i, g in golds.items() if _is_prompt(g, rows[i])})]
+    doubts = [_make_doubt("are the prompt itself", {i: g for i, g in golds.items() if _is_prompt(g, rows[i])})]
     for what, test, only_maths, wrong in _TESTS:
         if maths or not only_maths:
-            found.append(_make_doubt(what, {i: g for i, g in golds.items() if test(g)}, wrong))
-    found += [_all_the_same(golds, rows), _find_counting(golds), _only_text(golds) if maths else None]
-    return sorted((doubt for doubt in found if doubt is not None), key=lambda doubt: -len(doubt.rows))
+            doubts.append(_make_doubt(what, {i: g for i, g in golds.items() if test(g)}, wrong))
+    doubts += [_all_the_same(golds, rows), _find_counting(golds), _only_text(golds) if maths else None]
+    return sorted((doubt for doubt in doubts if doubt is not None), key=lambda doubt: -len(doubt.rows))
 
 
 _TESTS: tuple[tuple[str, Callable[[str], Any], bool, bool], ...] = (  # (description, test, math only, never right)

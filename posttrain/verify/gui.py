@@ -198,16 +198,16 @@ def _number(value: float) -> float:
 
 def _places(named: Mapping[str, Any]) -> tuple[Numbers, ...]:
     """Return the positions of an action: x and y pairs, or the values of position keys, the end of a drag last."""
-    found: list[Numbers] = []
+    places: list[Numbers] = []
     pairs = [("x", "y"), ("x1", "y1"), ("x2", "y2")]
     for x, y in pairs:
         if all(isinstance(named.get(axis), int | float) for axis in (x, y)):
-            found.append((_number(named[x]), _number(named[y])))
+            places.append((_number(named[x]), _number(named[y])))
     for key in sorted((key for key in named if key in _PLACE_KEYS), key=lambda key: key in _ENDS):
         value = named[key]
         regions = read_regions(value if isinstance(value, str) else json.dumps(value, default=str))
-        found += [region.numbers for region in regions or []]
-    return tuple(found)
+        places += [region.numbers for region in regions or []]
+    return tuple(places)
 
 
 def _keys(given: Any) -> tuple[str, ...]:

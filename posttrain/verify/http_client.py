@@ -143,11 +143,11 @@ async def _post(url: str, data: bytes, headers: Mapping[str, str], total_s: floa
 
 async def _body(reply: Any) -> bytes:
     """Read the body; for an error status, at most the first _MAX_ERROR_BYTES bytes."""
-    good, found = reply.status_code < 400, bytearray()
+    good, body = reply.status_code < 400, bytearray()
     async for chunk in reply.aiter_raw():
-        found += chunk
-        if good and len(found) > MAX_REPLY_BYTES:
+        body += chunk
+        if good and len(body) > MAX_REPLY_BYTES:
             raise PostError(f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB")
-        if not good and len(found) >= _MAX_ERROR_BYTES:
+        if not good and len(body) >= _MAX_ERROR_BYTES:
             break
-    return bytes(found)
+    return bytes(body)

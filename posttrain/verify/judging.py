@@ -125,12 +125,12 @@ def comparisons(prompts: Sequence[str], opponents: int | None = None) -> list[tu
     groups: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(index)
-    found: dict[tuple[int, int], None] = {}
+    pairs: dict[tuple[int, int], None] = {}
     for group in groups.values():
         for number, index in enumerate(group):
             others = [group[(number + step) % len(group)] for step in range(1, len(group))][:opponents]
-            found |= dict.fromkeys(pair for other in others for pair in ((index, other), (other, index)))
-    return list(found)
+            pairs |= dict.fromkeys(pair for other in others for pair in ((index, other), (other, index)))
+    return list(pairs)
 
 
 def blank_preference(first: str, second: str) -> float:
@@ -181,10 +181,10 @@ def criteria_of(rubric: Any) -> list[tuple[str, float]]:
     Entries are texts or {"text", "weight"}; [] for none. Raises ValueError.
     """
     listed = [line for line in rubric.splitlines() if line.strip()] if isinstance(rubric, str) else list(rubric or [])
-    found = []
+    criteria = []
     for entry in listed:
         text, weight = (entry.get("text"), entry.get("weight", 1.0)) if isinstance(entry, Mapping) else (entry, 1.0)
         if not isinstance(text, str) or not isinstance(weight, int | float) or weight <= 0:
             raise ValueError(f"not a criterion: {entry!r}; write a text, or {{text: ..., weight: above 0}}")
-        found.append((text.strip(), float(weight)))
-    return found
+        criteria.append((text.strip(), float(weight)))
+    return criteria

@@ -290,13 +290,13 @@ def _raise_unit(unit: str, power: str | None) -> str:
 
 def _without_group_commas(text: str) -> str:
     """Rewrite `1,234` as 1234 outside of brackets."""
-    found, depth, last = [], 0, 0
+    parts, depth, last = [], 0, 0
     for match in _GROUPED.finditer(text):
         before = re.sub(r"\\[{}]", "(", text[last : match.start()])
         depth += sum(before.count(c) for c in "([") - sum(before.count(c) for c in ")]")
-        found.append(text[last : match.start()] + (_join_digit_groups(match) if depth == 0 else match[0]))
+        parts.append(text[last : match.start()] + (_join_digit_groups(match) if depth == 0 else match[0]))
         last = match.end()
-    return "".join(found) + text[last:]
+    return "".join(parts) + text[last:]
 
 
 def plain(text: str) -> str:
@@ -311,28 +311,28 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
 
     In a gold answer, a comma between digits separates two answers unless a currency or unit follows.
     """
-    found = list(split_label(text) or ())
+    readings = list(split_label(text) or ())
     light = re.sub(SPACE, " ", text.replace("{,}", ",").replace("\\!", "")).strip()
     comma = _DECIMAL_COMMA.fullmatch(light)
     if comma and not _GROUPED.fullmatch(f"{comma[1]},{comma[2]}".lstrip("+-")):
         counted = comma[3] or re.match(r"[€£¥₹]|\\\$", light)
         if counted or (not gold and comma[2].strip("0")):
             whole = re.sub(r"[ .]", "", comma[1])
-            found.append(f"{whole}.{comma[2]} {comma[3]}")
+            readings.append(f"{whole}.{comma[2]} {comma[3]}")
     if named := re.fullmatch(r"\s*(?:\\ell|[lLCcm])\s*[:：]\s*([^:]*=[^:]*)", text):
-        found.append(named[1])  # a line or curve with its name
+        readings.append(named[1])  # a line or curve with its name
     if (value := value_of(LETTERS.sub(r"\1", text.strip("$ ")))) is not None:
-        found.append(str(value))
+        readings.append(str(value))
     if not gold and (ratio := re.fullmatch(r"\s*([0-9]+)\s*(?:\\text\{\s*to\s*\}|to)\s*([0-9]+)\s*", text)):
-        found.append(f"{ratio[1]}:{ratio[2]}")
+        readings.append(f"{ratio[1]}:{ratio[2]}")
     chosen = re.sub(r"(?<![A-Za-z\\])C\s*\(\s*([0-9]+)\s*,\s*([0-9]+)\s*\)", r"\\binom{\1}{\2}", text)
     if chosen != text and not (gold and chosen.startswith("\\binom") and chosen.endswith("}")):
-        found.append(chosen)  # a gold answer that is only `C(5, 2)` is a point
+        readings.append(chosen)  # a gold answer that is only `C(5, 2)` is a point
     if power := _POWER_OF_TEN.fullmatch(text):
-        found.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
+        readings.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
     if (unit := _UNIT_LETTER.search(text)) and (unit["blank"] or not gold):
-        found.append(f"{text[: unit.start()]}\\text{{{unit['unit']}{unit['rest']}}}{unit['power'] or ''}")
-    return found
+        readings.append(f"{text[: unit.start()]}\\text{{{unit['unit']}{unit['rest']}}}{unit['power'] or ''}")
+    return readings
 
 
 def same_dates(gold: str, candidate: str) -> bool | None:

@@ -84,13 +84,13 @@ class Reader(Cursor):
         """Read an item; an item with a plus-minus gives two values, the upper sign first."""
         start, before = self.position, self.forked
         self.forked = False
-        found = [self.chain()]
+        chains = [self.chain()]
         if self.forked:
             self.position, self.sign = start, -self.sign
-            found.append(self.chain())
+            chains.append(self.chain())
             self.sign = -self.sign
         self.forked = before
-        return found
+        return chains
 
     def chain(self) -> Any:
         """Read sides with relations between them, and the modulus after them."""

@@ -194,7 +194,7 @@ def _solve_distance(distances: Pieces, inside: Expr, approximately: bool) -> tup
     centre = -inside.subs(unknown, 0) / slope
     zero = make_bound(Formula(S.Zero), True)
     assert zero is not None
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for low, high in meet(distances, ((zero, HIGHEST),)):
         for sign in (1, -1):
             near, far = (
@@ -205,42 +205,44 @@ def _solve_distance(distances: Pieces, inside: Expr, approximately: bool) -> tup
             )
             if near is None or far is None:
                 return None
-            found.append((near, far) if sign == 1 else (far, near))
-    return union(tuple(found)), unknown.name
+            pieces.append((near, far) if sign == 1 else (far, near))
+    return union(tuple(pieces)), unknown.name
 
 
 def union(pieces: Pieces) -> Pieces:
     """Sort the pieces and merge those that overlap or touch."""
-    found: list[Piece] = []
+    merged: list[Piece] = []
     for low, high in sorted(pieces, key=lambda piece: (piece[0].at, not piece[0].closed)):
-        if found and (low.at < found[-1][1].at or (low.at == found[-1][1].at and (low.closed or found[-1][1].closed))):
-            last_low, last = found[-1]
+        if merged and (
+            low.at < merged[-1][1].at or (low.at == merged[-1][1].at and (low.closed or merged[-1][1].closed))
+        ):
+            last_low, last = merged[-1]
             end = high if (high.at, high.closed) > (last.at, last.closed) else last
-            found[-1] = (last_low, end)
+            merged[-1] = (last_low, end)
         else:
-            found.append((low, high))
-    return tuple(found)
+            merged.append((low, high))
+    return tuple(merged)
 
 
 def meet(one: Pieces, other: Pieces) -> Pieces:
     """Compute the intersection of two sets."""
-    found = []
+    pieces = []
     for low, high in one:
         for low2, high2 in other:
             start = max(low, low2, key=lambda end: (end.at, not end.closed))
             end = min(high, high2, key=lambda end: (end.at, end.closed))
             if start.at < end.at or (start.at == end.at and start.closed and end.closed):
-                found.append((start, end))
-    return union(tuple(found))
+                pieces.append((start, end))
+    return union(tuple(pieces))
 
 
 def complement(pieces: Pieces) -> Pieces:
     """Compute the complement of the pieces in the real numbers."""
-    found, start = [], LOWEST
+    gaps, start = [], LOWEST
     for low, high in union(pieces):
         if low.at > start.at or (low.at == start.at and start.closed and not low.closed):
-            found.append((start, dataclasses.replace(low, closed=not low.closed)))
+            gaps.append((start, dataclasses.replace(low, closed=not low.closed)))
         start = dataclasses.replace(high, closed=not high.closed)
     if start.at != float("inf"):
-        found.append((start, HIGHEST))
-    return tuple(found)
+        gaps.append((start, HIGHEST))
+    return tuple(gaps)

@@ -85,7 +85,7 @@ def read_regions(text: str) -> list[Region] | None:
     """
     if _NOTHING.fullmatch(text.strip()):
         return []
-    found: list[Region] = []
+    regions: list[Region] = []
     references = [(match.end(), match[1] or match[2]) for match in _REFERENCE.finditer(text)]
     for match in _REGION.finditer(text):
         numbers = tuple(float(group) for group in match.groups() if group is not None)
@@ -93,8 +93,8 @@ def read_regions(text: str) -> list[Region] | None:
             continue
         if _Y_FIRST.search(text, max(0, match.start() - 30), match.start()):
             numbers = tuple(numbers[i] for i in ((1, 0, 3, 2) if len(numbers) == 4 else (1, 0)))
-        found.append(Region(numbers, _label_of(text, match.start(), match.end(), references)))
-    return found if 0 < len(found) <= MAX_REGIONS else None
+        regions.append(Region(numbers, _label_of(text, match.start(), match.end(), references)))
+    return regions if 0 < len(regions) <= MAX_REGIONS else None
 
 
 def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, str]]) -> str | None:

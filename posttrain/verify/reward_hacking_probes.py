@@ -53,13 +53,13 @@ def mutations(answer: Any) -> dict[str, str]:
     if isinstance(answer, Mapping | list | tuple | bool):
         return {}
     text = gold_text(answer) or ""
-    found: dict[str, str] = {}
+    mutations: dict[str, str] = {}
     if _NUMBER.fullmatch(text) and float(text) != 0:
-        found["sign"] = text[1:] if text.startswith("-") else f"-{text}"
-        found["size"] = _larger(text)
+        mutations["sign"] = text[1:] if text.startswith("-") else f"-{text}"
+        mutations["size"] = _larger(text)
     if (pair := _TUPLE.fullmatch(text)) and pair[1].strip() != pair[2].strip():
-        found["order"] = f"({pair[2].strip()}, {pair[1].strip()})"
-    return found
+        mutations["order"] = f"({pair[2].strip()}, {pair[1].strip()})"
+    return mutations
 
 
 def _larger(number: str) -> str:
@@ -102,17 +102,17 @@ def scorer_names(function: Callable[..., Any]) -> list[str]:
 
     At most `MAX_NAMES` names in total.
     """
-    found: dict[str, None] = dict.fromkeys(NAMES)
+    names: dict[str, None] = dict.fromkeys(NAMES)
     left, seen = [function], set[int]()
     while left:
         code = getattr(inspect.unwrap(left.pop()), "__code__", None)
         if code is None or id(code) in seen:
             continue
         seen.add(id(code))
-        found |= dict.fromkeys(name for name in code.co_varnames if name.isidentifier() and name != "self")
+        names |= dict.fromkeys(name for name in code.co_varnames if name.isidentifier() and name != "self")
         scope = getattr(function, "__globals__", {})
         left += [called for name in code.co_names if inspect.isfunction(called := scope.get(name))]
-    return list(found)[:MAX_NAMES]
+    return list(names)[:MAX_NAMES]
 
 
 def name_answers(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str]:

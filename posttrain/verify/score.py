@@ -202,7 +202,7 @@ class Scorer:
         self, results: Sequence[Sequence[Result]], rewards: Sequence[float | None]
     ) -> list[tuple[float, ...]]:
         """Return the weighted sum of the per-turn rewards; () for a row that has none or is not scored."""
-        found: list[tuple[float, ...]] = [()] * len(rewards)
+        rewards_by_turn: list[tuple[float, ...]] = [()] * len(rewards)
         names = [r.name for r in self.rewards]
         for i in self.per_turn:
             section = self.sections[i]
@@ -212,11 +212,11 @@ class Scorer:
                 open_rows = apply_gate(open_rows, keys, (gate.on, gate.min))
             for row, parts in enumerate(by_turn(_turn_parts(results[i]), section.clip)):
                 if section.weight and parts and open_rows[row] and rewards[row] is not None:
-                    found[row] = tuple(
+                    rewards_by_turn[row] = tuple(
                         before + section.weight * part
-                        for before, part in zip(found[row] or (0.0,) * len(parts), parts, strict=True)
+                        for before, part in zip(rewards_by_turn[row] or (0.0,) * len(parts), parts, strict=True)
                     )
-        return found
+        return rewards_by_turn
 
     def results(
         self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
@@ -236,11 +236,11 @@ class Scorer:
             early.append(self.correctness)
         with self._lock:
             started = time.monotonic()
-            found = self._run(early, samples, step, [None] * len(samples))
+            results = self._run(early, samples, step, [None] * len(samples))
             if late:
-                found |= self._run(late, samples, step, self._judge_correct(found[self.correctness]))
+                results |= self._run(late, samples, step, self._judge_correct(results[self.correctness]))
             self.busy_seconds += time.monotonic() - started
-        return [found[i] for i in which]
+        return [results[i] for i in which]
 
     def _split_completion(self, sample: Sample) -> Sample:
         """Split the completion into parts by `scoring.split` if the sample has no turns."""

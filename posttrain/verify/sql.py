@@ -41,13 +41,13 @@ def tokens(query: str) -> list[str]:
 
 def names(query: str) -> set[str]:
     """Return the identifiers of a query, lowercased and unquoted; texts in single quotes do not count."""
-    found = set()
+    names = set()
     for match in _TOKEN.finditer(query.lower()):
         if match["name"]:
-            found.add(match["name"])
+            names.add(match["name"])
         elif match["quoted"]:
-            found.add(match["quoted"][1:-1])
-    return found
+            names.add(match["quoted"][1:-1])
+    return names
 
 
 def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:

@@ -155,26 +155,26 @@ def filter_program(machine: str | None = None, *, as_user: bool = False) -> list
     """
     machine = machine or platform.machine()
     audit, at = _AUDIT[machine], _ARCHITECTURES.index(machine)
-    found: list[Instruction] = [
+    program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, audit),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
-        found += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
+        program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
     for name, numbers in _ALLOWED.items():
-        found += _when_called(numbers[at], [(_RETURN, 0, 0, _NOTHING)] if as_user and name in _ATTRIBUTES else [])
+        program += _when_called(numbers[at], [(_RETURN, 0, 0, _NOTHING)] if as_user and name in _ATTRIBUTES else [])
     for numbers, conditions in _WITH_ARGUMENTS.values():
-        found += _when_called(numbers[at], conditions)
+        program += _when_called(numbers[at], conditions)
     own = _one_of(0, (OWN_PROCESS,)) if as_user else []
     for numbers in _SIGNALS.values():
-        found += _when_called(numbers[at], own)
+        program += _when_called(numbers[at], own)
     if not as_user:
-        found += _when_called(_PIDFD_SEND_SIGNAL[at], [])
+        program += _when_called(_PIDFD_SEND_SIGNAL[at], [])
     # clone3 takes its flags in memory, which a filter cannot read; with ENOSYS, libc falls back to clone.
-    found += [(_EQUAL, 1, 0, _CLONE3[at]), (_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _MISSING)]
-    return [*found, (_RETURN, 0, 0, _DENY)]
+    program += [(_EQUAL, 1, 0, _CLONE3[at]), (_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _MISSING)]
+    return [*program, (_RETURN, 0, 0, _DENY)]
 
 
 def _when_called(number: int | None, conditions: list[Instruction]) -> list[Instruction]:

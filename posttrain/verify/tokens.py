@@ -80,20 +80,20 @@ _SIGNS = frozenset("*/|[]:")
 
 def tokenize(text: str) -> list[Token]:
     """Tokenize a text normalized by `notation.clean`."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     spaced = False
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""
         if kind == "blank":
             spaced = True
             continue
-        if kind == "number" and found and found[-1].text in ("frac", "binom") and match[kind].isdecimal():
+        if kind == "number" and tokens and tokens[-1].text in ("frac", "binom") and match[kind].isdecimal():
             above, below, rest = match[kind][:1], match[kind][1:2], match[kind][2:]  # \frac12
-            found += [Token(kind, part, spaced) for part in (above, below, rest) if part]
+            tokens += [Token(kind, part, spaced) for part in (above, below, rest) if part]
         else:
-            found += _tokens(kind, match[kind], spaced, found)
+            tokens += _tokens(kind, match[kind], spaced, tokens)
         spaced = False
-    return found
+    return tokens
 
 
 def _tokens(kind: str, text: str, spaced: bool, before: list[Token]) -> list[Token]:

@@ -110,13 +110,13 @@ def _ratio(gold: tuple[Measure, frozenset[str]], candidate: tuple[Measure, froze
 @functools.lru_cache(maxsize=1024)
 def _meanings(unit: str) -> tuple[tuple[Measure, frozenset[str]], ...]:
     """Return the possible meanings of a unit: (measure, words that are no measure). A pound is a mass or money."""
-    found = []
+    meanings = []
     for choice in (0, 1):
         measure, rest = measure_of(unit, choice)
         words = frozenset(singular(word) for word in rest) - _FILLERS - _NEUTRAL
-        if (measure, words) not in found:
-            found.append((measure, words))
-    return tuple(found)
+        if (measure, words) not in meanings:
+            meanings.append((measure, words))
+    return tuple(meanings)
 
 
 def words_beside(unit: str) -> frozenset[str]:

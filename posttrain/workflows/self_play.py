@@ -216,8 +216,8 @@ def number_texts(texts: Sequence[str]) -> str:
 
 def read_scores(judged: Call, count: int) -> list[float | None]:
     """Return a judgement's scores of answers 1 to count; None for an answer without exactly one score from 0 to 10."""
-    found: dict[int, set[float]] = {}
+    scores_by_number: dict[int, set[float]] = {}
     for number, score in _SCORE.findall(judged.answer):
-        found.setdefault(int(number), set()).add(float(score))
-    single = {number: scores.pop() for number, scores in found.items() if len(scores) == 1}
+        scores_by_number.setdefault(int(number), set()).add(float(score))
+    single = {number: scores.pop() for number, scores in scores_by_number.items() if len(scores) == 1}
     return [score if (score := single.get(n)) is not None and score <= 10 else None for n in range(1, count + 1)]

@@ -63,15 +63,15 @@ def _stage(stage: Sequence[int]) -> tuple[int, int, int]:
 
 def satisfied_clauses(bits: Sequence[int], n: int) -> list[str]:
     """Return all clauses of n different variables that an assignment satisfies, each with its variables in order."""
-    found = []
+    clauses = []
     for variables in itertools.combinations(range(len(bits)), n):
         for agree in range(1, 2**n):  # bit mask of the literals that are true under the assignment: at least one
             literals = [
                 ("" if bits[v] == (agree >> bit & 1) else "!") + string.ascii_uppercase[v]
                 for bit, v in enumerate(variables)
             ]
-            found.append("".join(literals))
-    return found
+            clauses.append("".join(literals))
+    return clauses
 
 
 def difficulty(n: float, k: float, l: float) -> float:  # noqa: E741

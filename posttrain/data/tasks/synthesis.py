@@ -45,14 +45,14 @@ def read_corpus(folder: Path) -> Corpus:
 
 def find_names(sentence: str, common: set[str]) -> list[str]:
     """Return capitalised words and runs of them, without a first word that the documents also write in lower case."""
-    found = []
+    names = []
     for match in _NAME.finditer(sentence):
         words = match.group().split(" ")
         if match.start() == 0 and words[0].lower() in common:
             words = words[1:]
         if words:
-            found.append(" ".join(words))
-    return list(dict.fromkeys(found))
+            names.append(" ".join(words))
+    return list(dict.fromkeys(names))
 
 
 @register(

@@ -110,10 +110,10 @@ def _add_defaults(draft: Draft) -> None:
     null is a value: `max_length: null` means no limit."""
     foreign = draft.foreign
     nulls_count = foreign.table.name in ("trl", "open_r1")
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for trained in ("", draft.stage, str(draft.at("algorithm"))):
-        found |= foreign.table.defaults.get(trained, {})
-    for key, value in found.items():
+        defaults |= foreign.table.defaults.get(trained, {})
+    for key, value in defaults.items():
         given = foreign.given.get(key)
         if value is not None and (given is None or (given.value is None and not nulls_count)):
             foreign.given[key] = Given(key, value, 0)

@@ -50,7 +50,7 @@ def commands(text: str) -> list[list[Word]]:
     a variable that has a value keeps it, because it is unknown which branch runs.
     """
     scope: dict[str, list[Word]] = {}
-    found: list[list[Word]] = []
+    commands: list[list[Word]] = []
     depth = 0
     for raw in _split(text):
         words = list(raw)
@@ -71,8 +71,8 @@ def commands(text: str) -> list[list[Word]]:
                 _assign(word, match, scope, keep=depth > 0)
             continue
         if expanded := [expanded_word for word in words for expanded_word in _expand_word(word, scope)]:
-            found.append(expanded)
-    return found
+            commands.append(expanded)
+    return commands
 
 
 def _assign(word: _Raw, match: re.Match[str], scope: dict[str, list[Word]], *, keep: bool) -> None:
