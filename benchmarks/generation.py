@@ -31,7 +31,6 @@ import sides
 
 SIDES = ("vllm", "vllm-core", "posttrain")
 LENGTHS_A = (1 / 4, 3 / 4)  # of its completions in `rl_step.py`, about
-SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 
 
 def main() -> None:
@@ -78,7 +77,7 @@ def specification(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         work = dataclasses.replace(work, prompts=4, new=24)
     home = scratch if args.smoke else args.models or scratch
     if args.smoke:
-        model = folders.random_qwen2(home / "small", folders.tiny(home / "tiny"), **SMALL)
+        model = folders.random_qwen2(home / "small", folders.tiny(home / "tiny"), **rl_work.SMALL)
     else:
         model = rl_work.model_folder(work, home, smoke=False)
     (lengths,) = rl_work.seeded_lengths(1, work.prompts * rl_work.GROUP, work.new, *(work.lengths or LENGTHS_A))

@@ -216,17 +216,17 @@ def generation_alone(complete: Callable[..., Any], asked: Sequence[Any]) -> floa
 def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
     """From now on give every rollout its own number of tokens: one request per rollout, EOS ignored.
 
-    The calls of `generate` are those of the steps, in order, with their prompts numbered as `Engine.generate` defines.
+    The calls of `generate_batch` are those of the steps, in order.
     """
     steps = iter(spec["lengths"])
-    if spec["smoke"] and not hasattr(engine, "complete"):  # the transformers engine: stand-ins for its tokens
-        engine.generate = random_rollouts(engine, steps)
+    if not hasattr(engine, "complete"):  # the transformers engine of a smoke test: stand-ins for its tokens
+        engine.generate_batch = random_rollouts(engine, steps)
         return
-    generate, complete, of_step = engine.generate, engine.complete, list[int]()
+    generate_batch, complete, of_step = engine.generate_batch, engine.complete, list[int]()
 
-    def by_step(*args: Any, **more: Any) -> Any:
+    def by_step(batch: Any) -> Any:
         of_step[:] = next(steps)
-        return generate(*args, **more)
+        return generate_batch(batch)
 
     async def by_row(request: Any, sampling: Any) -> Any:
         lengths = of_step[request.number * GROUP :][: request.n]
@@ -236,22 +236,18 @@ def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
         ]
         return [sample for (sample,) in await asyncio.gather(*(complete(row, sampling) for row in rows))]
 
-    engine.generate, engine.complete = by_step, by_row
+    engine.generate_batch, engine.complete = by_step, by_row
 
 
 def random_rollouts(engine: Any, steps: Any) -> Callable[..., Any]:
-    """Return an `Engine.generate` that returns random ids of the lengths of each step, independent of how prompts are
-    shared."""
-    from posttrain.rollout.engine import Completion, as_rollouts
+    """Return an `Engine.generate_batch` that returns random ids of the lengths of each step, independent of how prompts
+    are shared."""
+    from posttrain.rollout.engine import Completion
 
-    def generate(prompts: Any, n: int, sampling: Any, *, first_group: int = 0, share: Any = None, **_: Any) -> Any:
-        del sampling
+    def generate_batch(batch: Any) -> Any:
         every = random_ids(next(steps))
-        numbers = range(len(prompts)) if share is None else share
-        ours = [every[p * n + i] for p in numbers for i in range(n)]
-        found = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in ours]
-        return as_rollouts(
-            prompts, n, found, engine.loaded.tokenizer, first_group=first_group, version=engine.version, share=share
-        )
+        ours = [every[number * batch.n + i] for number in batch.share for i in range(batch.n)]
+        sampled = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in ours]
+        return batch.rollouts(sampled, engine.loaded.tokenizer, engine.version)
 
-    return generate
+    return generate_batch

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import vision
 HERE = Path(__file__).resolve().parent
 GROUP = 8
 LR = 1e-6
+# a smoke test's model; vLLM on a CPU needs heads of at least 32 dimensions
+SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
         "left_out": size.left_out,
         "lengths": lengths,
         "picture": size.picture,
-        "vllm": not args.smoke or bool(size.picture and vision.vllm_sees()),
+        "vllm": not args.smoke or (vision.vllm_sees() if size.picture else find_spec("vllm") is not None),
         "alone": getattr(args, "alone", 0),
         "correction": args.correction,
         "posttrain": {
@@ -96,8 +99,7 @@ def model_folder(size: Work, home: Path, *, smoke: bool) -> Path:
     base = folders.tiny(home / "model") if smoke else folders.smollm2(home / "model")
     if size.lengths is None:
         return base
-    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    return folders.random_qwen2(home / "qwen2", base, **(tiny if smoke else {}))
+    return folders.random_qwen2(home / "qwen2", base, **(SMALL if smoke else {}))
 
 
 def setting(spec: dict[str, Any]) -> dict[str, Any]:

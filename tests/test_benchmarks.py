@@ -200,17 +200,19 @@ def test_memory_is_read_from_the_first_visible_gpu(sides, monkeypatch):
 
 
 def test_generation_only_replays_the_lengths_of_the_last_step(monkeypatch):
-    """As many requests as rollouts, each with its number of tokens, and no more steps than recorded lengths."""
+    """As many requests as rollouts, each with its number of tokens, and no more steps than recorded lengths. The way
+    of a step and that of an evaluation both get the lengths."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import rl_posttrain
 
-    from posttrain.rollout import loop
-    from posttrain.rollout.requests import Request
+    from posttrain.batch import Prompt
+    from posttrain.models.tiny import build_tokenizer
+    from posttrain.recipe.sampling_sections import Sampling
+    from posttrain.rollout.engine import GenerationBatch
+    from tests.scripted_engines import ConcurrentScriptedEngine
 
-    class Engine:
-        def __init__(self):
-            self.calls, self.closed = [[]], False
-            self.loaded, self.version = argparse.Namespace(model="model"), 0
+    class Engine(ConcurrentScriptedEngine):
+        calls, closed, loaded = [[]], False, argparse.Namespace(model="model")
 
         def sync(self, model, version):
             assert model == "model"
@@ -218,28 +220,26 @@ def test_generation_only_replays_the_lengths_of_the_last_step(monkeypatch):
             self.calls.append([])
 
         async def complete(self, request, sampling):
-            del sampling
-            self.calls[-1].append((request.max_new_tokens, request.ends, request.logprobs, request.n, request.seed))
-            return ["sample"] * request.n
-
-        def generate(self, asked):
-            return loop.run_all([self.complete(one, None) for one in asked])
+            self.calls[-1].append((request.max_new_tokens, request.ends, request.logprobs, request.n))
+            return await super().complete(request, sampling)
 
         def close(self):
             self.closed = True
 
-    engine, result = Engine(), {}
-    spec = {"lengths": [list(range(16)), list(range(16, 32))], "smoke": False, "alone": 2}
+    engine, result = Engine(lambda *_: "1" * 99, build_tokenizer()), {}
+    spec = {"lengths": [list(range(1, 17)), list(range(17, 33))], "smoke": False, "alone": 2}
     rl_posttrain.prepared(engine, spec, result)
-    asked = [Request(ids=(1,), n=8, number=i, seed=8 * i, max_new_tokens=99, logprobs=True) for i in range(2)]
-    for step in range(2):
-        engine.sync("model", step)
-        assert engine.generate(asked) == [["sample"] * 8] * 2
+    prompts, sampling = [Prompt(f"p{i}", {}, "1", (1,)) for i in range(2)], Sampling(max_new_tokens=99)
+    engine.sync("model", 0)
+    batch = GenerationBatch(prompts, 8, sampling, seed=3, share=range(2))
+    assert [len(rollout.ids) for rollout in engine.generate_batch(batch)] == spec["lengths"][0]
+    engine.sync("model", 1)
+    assert [len(rollout.ids) for rollout in engine.generate(prompts, 8, sampling, seed=3)] == spec["lengths"][1]
     engine.close()
     engine.close()
     assert engine.closed and len(result["generate_alone_s"]) == 2
     assert [sorted(calls) for calls in engine.calls[2:]] == [
-        [(n, False, logprobs, 1, n - 16) for n in range(16, 32)] for logprobs in (True, False, False)
+        [(n, False, logprobs, 1) for n in range(17, 33)] for logprobs in (True, False, False)
     ]
 
 
