@@ -87,6 +87,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> int:
 
 def work(job: dict[str, Any]) -> None:
     """Run the measurement on each rank; rank 0 writes the results."""
+    ranks.end_with_launcher()
     from posttrain.train import distributed
 
     with distributed.join_process_group():

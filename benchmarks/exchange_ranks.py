@@ -70,6 +70,7 @@ def arguments() -> argparse.Namespace:
 
 def exchange(spec: dict[str, Any]) -> None:
     """Run one exchange; rank 0 writes its cost."""
+    ranks.end_with_launcher()
     from posttrain.train import distributed, rollout_exchange
 
     with distributed.join_process_group():

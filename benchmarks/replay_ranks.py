@@ -157,6 +157,7 @@ def numbers(values: list[float]) -> str:
 def replay(spec: dict[str, Any]) -> None:
     """Run five updates on the saved rollouts; rank 0 writes their losses and gradient norms."""
     ranks.claim_gpu()
+    ranks.end_with_launcher()
     import torch.distributed as dist
 
     from posttrain.train import distributed

@@ -90,6 +90,7 @@ def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:
 def work(spec: dict[str, Any]) -> None:
     """Run the benchmark in each process; rank 0 writes its steps."""
     ranks.claim_gpu()
+    ranks.end_with_launcher()
     from posttrain.train import distributed
 
     result: dict[str, Any] = {}
