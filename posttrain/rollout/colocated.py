@@ -214,7 +214,7 @@ class ColocatedClient(EngineClient):
             from vllm.v1.engine.exceptions import EngineDeadError
 
             if not isinstance(cause, EngineDeadError):
-                raise vllm_start.error_of(cause, self.spec.section, "failed") from cause
+                raise vllm_start.error_of(cause, self.spec.section, "failed", self.log) from cause
             await asyncio.wait({self.ended}, timeout=EXIT_WAIT_S)
         finally:
             if not task.done():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RecipeError
-from posttrain.rollout import vllm_start
+from posttrain.rollout import engine_log, vllm_start
 from posttrain.rollout.vllm_process import GRACE_S, KEY_VARIABLE
 from posttrain.run import ranks
 from posttrain.scratch import Scratch
@@ -28,7 +28,6 @@ _SERVER_VARIABLES = {
 }
 DEVICES = "rollout.vllm.server.devices"
 SOCKET = "vllm"
-LAST_LINES = 5
 GROUP_EXIT_S = 2.0  # for the other processes of an ended server to exit by themselves
 
 
@@ -102,12 +101,13 @@ class LocalServer:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if self.log is None or not self.log.is_file():
             return f"vLLM on {self.place} {how}"
-        text = vllm_start.read_log(self.log)
-        if code > 0 and (error := vllm_start.last_error(text)):
+        text = engine_log.read_log(self.log)
+        if code > 0 and (error := engine_log.root_cause(text)):
             return f"vLLM on {self.place} {how}: {error}; its output is in {self.log}"
-        last_lines = text.strip().splitlines()[-LAST_LINES:]
-        last = "; its last lines:\n    " + "\n    ".join(last_lines) + "\n  " if last_lines else "; "
-        return f"vLLM on {self.place} {how}{last}its output is in {self.log}"
+        lines = engine_log.last_lines(text)
+        return f"vLLM on {self.place} {how}; " + (
+            f"the last lines of {self.log}:{lines}" if lines else f"its output is in {self.log}"
+        )
 
     def close(self) -> None:
         """End the process and everything that it started. May be called twice."""

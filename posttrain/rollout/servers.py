@@ -15,7 +15,7 @@ from posttrain import terminal
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
 from posttrain.recipe.engine_sections import Vllm
-from posttrain.rollout import compile_cache, local_server, loop, vllm_process, vllm_start
+from posttrain.rollout import compile_cache, engine_log, local_server, loop, vllm_process, vllm_start
 from posttrain.rollout.engine_client import TrainingRanks, close_all
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.served_engine import ServedEngine, reason
@@ -118,7 +118,7 @@ def _start(
             try:
                 await clients[-1].open(servers.wanted)
             except EngineError as cause:
-                if error := vllm_start.last_error(vllm_start.read_log(log)):
+                if error := engine_log.root_cause(engine_log.read_log(log)):
                     raise vllm_start.error_with_hint(error, spec.section, "did not start").at(str(log)) from cause
                 raise
 

@@ -27,7 +27,7 @@ from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeEr
 from posttrain.models import adapters
 from posttrain.recipe.engine_sections import LORA_RANKS, Vllm
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout import compile_cache, engine_process, kv_size, warm_process
+from posttrain.rollout import compile_cache, engine_log, engine_process, kv_size, warm_process
 from posttrain.rollout.engine_group import devices_of, group_here
 from posttrain.rollout.engine_process import prepare_environment
 from posttrain.rollout.requests import Request
@@ -47,7 +47,7 @@ READY_FILE = "ready"  # in the model's folder, once the model may be loaded (`en
 SOCKETS = "VLLM_RPC_BASE_PATH"  # folder of the socket files that vLLM creates and does not remove
 SOCKET_NAME = 36  # characters in the name of such a file
 LONGEST_SOCKET = 107  # bytes that Linux allows for the path of a socket file
-_ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
+LOG_HINT = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
 _WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+)\))?")
 _starting = threading.Lock()  # vLLM measures free memory at its start and reads settings from the environment
 
@@ -401,18 +401,31 @@ def lora_slot(rank: int) -> int:
     raise RecipeError(f"model.lora.rank {rank} is more than vLLM serves", allowed=f"at most {LORA_RANKS[-1]}")
 
 
-def error_of(cause: Exception, section: Vllm, what: str, log: Path | None = None) -> EngineError:
-    """Return an EngineError for vLLM's exception, with a hint that fits the recipe. log: of a process whose own error
-    takes precedence."""
-    text = "; ".join(e["msg"] for e in cause.errors()) if isinstance(cause, ValidationError) else str(cause)
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    message = f"{type(cause).__name__}: {first}" if first else type(cause).__name__
-    return error_with_hint(last_error(read_log(log)) or message, section, what)
+def error_of(cause: Exception, section: Vllm, what: str, log: Path) -> EngineError:
+    """Return an EngineError for vLLM's exception, with a hint that fits the recipe. log: of the engine's processes; it
+    is read if the exception and those that it was raised from only refer to an error there."""
+    chain: list[BaseException] = [cause]
+    while (below := chain[-1].__cause__) is not None:
+        chain.append(below)
+    messages = [describe_exception(error) for error in reversed(chain)]
+    message = next((message for message in messages if not engine_log.refers_to_another(message)), "")
+    if not message:
+        text = engine_log.read_log(log)
+        message = engine_log.root_cause(text)
+        if not message and (lines := engine_log.last_lines(text)):
+            return EngineError(f"vLLM {what}; the last lines of {log}:{lines}", hint=LOG_HINT)
+    return error_with_hint(message or messages[-1], section, what)
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return an exception as `Type: message`, with the first line of its message."""
+    text = "; ".join(e["msg"] for e in error.errors()) if isinstance(error, ValidationError) else str(error)
+    return ": ".join([type(error).__name__, *text.strip().splitlines()[:1]])
 
 
 def error_with_hint(message: str, section: Vllm, what: str) -> EngineError:
     """Return an EngineError with the hint that fits vLLM's message."""
-    hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
+    hint = LOG_HINT
     if "head_dim" in message or "head size" in message.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
     elif "CompileError" in message:
@@ -427,27 +440,13 @@ def error_with_hint(message: str, section: Vllm, what: str) -> EngineError:
     return EngineError(f"vLLM {what}: {message}", hint=hint)
 
 
-def last_error(text: str) -> str:
-    """Return the last error in the output of an engine's process as `Type: message`; "" if there is none."""
-    found = _ERROR.findall(text)
-    return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
-
-
-def read_log(log: Path | None) -> str:
-    """Return the output of an engine's process; "" if there is none."""
-    try:
-        return "" if log is None else log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
     """Return the error for an engine's process that ended by itself, or because one of its workers did. code: its exit
     code."""
-    text, process = read_log(log), "process"
+    text, process = engine_log.read_log(log), "process"
     if died := _WORKER_DIED.search(text):
         process, code, text = f"worker process {died[1]}", int(died[2]) if died[2] else None, text[: died.start()]
-    error = last_error(text)
+    error = engine_log.root_cause(text)
     killed = "" if code is None or code >= 0 else f"was killed by signal {-code} ({signal.Signals(-code).name})"
     if killed or (died and code is None and not error):
         short = ": the system does this when memory runs out"
@@ -457,7 +456,11 @@ def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
         )
     if error:
         return error_with_hint(error, section, "failed")
-    return EngineError(f"vLLM's {process} ended with code {code}", hint=f"its output is in {log}")
+    lines = engine_log.last_lines(text)
+    ends = f"; the last lines of {log}:{lines}" if lines else ""
+    return EngineError(
+        f"vLLM's {process} ended with code {code}{ends}", hint=LOG_HINT if lines else f"its output is in {log}"
+    )
 
 
 def memory_hint(section: Vllm) -> str:

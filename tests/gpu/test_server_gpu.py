@@ -30,6 +30,7 @@ from posttrain.recipe.engine_sections import EngineSection
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.make_engine import make_engine
 from posttrain.run.metrics import read_metrics
+from tests.gpu.failure_report import failure_report
 from tests.gpu.small_llama import small_llama
 
 pytestmark = [
@@ -170,7 +171,7 @@ def test_rl_run_with_a_server_takes_three_steps(tmp_path: Path, kind: str) -> No
     finally:
         serving.send_signal(signal.SIGINT)
         serving.wait(30)
-    assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "serve.log").read_text()[-3000:]
+    assert done.returncode == 0, failure_report([tmp_path / "serve.log"], done.stderr)
     assert json.loads(done.stdout)["steps"] == 3
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 3 and all(row["mismatch/mean"] < 0.1 for row in rows)

@@ -22,6 +22,7 @@ import torch
 
 from posttrain.models import tiny
 from posttrain.run.metrics import read_metrics
+from tests.gpu.failure_report import failure_report
 from tests.gpu.small_llama import small_llama
 
 SCRIPT = Path(__file__).parents[1] / "rollout" / "shared_ranks.py"
@@ -80,8 +81,7 @@ def test_two_ranks_share_an_engine(folder: Path, kind: str) -> None:
     finally:
         for process in ranks:
             process.kill()
-    said = "\n".join((folder / f"rank-{rank}.log").read_text()[-4000:] for rank in range(2))
-    assert codes == [0, 0], said + "".join(log.read_text()[-4000:] for log in folder.glob("engine-*/engine.log"))
+    assert codes == [0, 0], failure_report([*folder.glob("engine-*/engine.log"), *sorted(folder.glob("rank-*.log"))])
     for rank in range(2):
         found = json.loads((folder / f"{kind}-{rank}.json").read_text())
         sizes = {key: round(found[key] / GIB, 2) for key in ("taken", "asleep", "left")}
@@ -109,7 +109,7 @@ def test_rl_run_with_a_shared_engine_takes_three_steps(folder: Path) -> None:
          "--output", str(folder / "run")],
         env={**os.environ, "OMP_NUM_THREADS": "4"}, capture_output=True, text=True, cwd=folder, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, failure_report(folder.rglob("engine.log"), done.stderr)
     assert json.loads(done.stdout)["steps"] == 3
     rows = read_metrics(folder / "run")
     assert len(rows) == 3 and all(row["mismatch/mean"] < 0.1 for row in rows)

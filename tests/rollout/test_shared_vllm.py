@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
+from posttrain.recipe.engine_sections import Vllm
+from posttrain.rollout import vllm_start
+from posttrain.rollout.colocated import ColocatedClient
 from posttrain.rollout.make_engine import make_engine
 
 sys.path.append(str(Path(__file__).parent))
@@ -101,3 +105,29 @@ def test_killed_worker_ends_both_ranks(folder: Path) -> None:
     for rank in range(2):
         found = json.loads((folder / f"killed-{rank}.json").read_text())
         assert found["error"].startswith("vLLM's worker process VllmWorker-1") and found["took_s"] < 60
+
+
+FAILING = """
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+from posttrain.rollout.worker import Extension
+
+def load_model(self, **_):
+    if self.rank == 1:
+        raise ValueError("the weights of the second worker are missing")
+    torch.distributed.barrier()
+
+CPUWorker.load_model = load_model
+"""
+
+
+def test_error_of_a_worker_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other worker loses its connection, and the engine core reports only that a worker has failed."""
+    (folder / "failing_extension.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(vllm_start, "EXTENSION", "failing_extension.Extension")
+    (folder / "model" / vllm_start.READY_FILE).touch()
+    spec = vllm_start.EngineSpec(Vllm(tensor_parallel=2, enforce_eager=True), torch.float32, 64, None, (1,))
+    with pytest.raises(EngineError, match="did not start: ValueError: the weights of the second worker are missing"):
+        ColocatedClient.start(spec, folder / "model", folder / "engine.log")
+    assert "WorkerProc initialization failed" in (folder / "engine.log").read_text()

@@ -163,8 +163,7 @@ def test_process_gets_key_and_gpus_by_the_environment(
 def test_exit_message_has_the_last_log_lines(start_server: Callable[..., LocalServer]) -> None:
     server = start_server("print(*'abcdefg', sep='\\n', flush=True); sys.exit(3)")
     assert server.describe_exit(30) == (
-        f"vLLM on the CPU ended with code 3; its last lines:\n    c\n    d\n    e\n    f\n    g\n"
-        f"  its output is in {server.log}"
+        f"vLLM on the CPU ended with code 3; the last lines of {server.log}:\n    e\n    f\n    g"
     )
     reason = start_server("print('ValueError: no room for the cache\\nand more', flush=True); sys.exit(1)")
     assert (

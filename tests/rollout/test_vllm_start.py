@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import re
 import sys
 import types
 import uuid
@@ -27,6 +28,7 @@ from posttrain.recipe.engine_sections import EngineSection, Server, Vllm
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import vllm_start
 from posttrain.rollout.engine import check_fits, needed_length
+from posttrain.rollout.engine_log import root_cause
 from posttrain.rollout.make_engine import check_engine, make_engine, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.vllm_engine import adapter_rank, engine_dtype, window_of
@@ -198,20 +200,20 @@ def test_engine_that_cannot_start_raises_before_loading(monkeypatch: pytest.Monk
         ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
     ],
 )
-def test_start_failures_get_a_hint(message: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_failures_get_a_hint(message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is set by a recipe key on a GPU and by an environment variable on a CPU."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "gpu" in hint)
-    error = vllm_start.error_of(ValueError(message), Vllm(), "did not start")
+    error = vllm_start.error_of(ValueError(message), Vllm(), "did not start", tmp_path / "engine.log")
     assert message.splitlines()[0] in str(error) and hint in str(error)
     assert "second line" not in str(error)
 
 
-def test_argument_errors_of_vllm_are_reported() -> None:
+def test_argument_errors_of_vllm_are_reported(tmp_path: Path) -> None:
     """pydantic's first line only counts the errors."""
     with pytest.raises(ValidationError) as caught:
         Vllm(max_model_len=0)
-    error = vllm_start.error_of(caught.value, Vllm(), "did not start")
+    error = vllm_start.error_of(caught.value, Vllm(), "did not start", tmp_path / "engine.log")
     assert "ValidationError: Input should be greater than" in str(error)
 
 
@@ -300,6 +302,91 @@ def test_engines_of_one_gpu_divide_its_memory() -> None:
     assert Vllm(engines=2, gpu_memory=0.5).share == 0.5
     with pytest.raises(ValidationError, match=r"gpu_memory 0\.6 is an engine's share, and 2 of them"):
         Vllm(engines=2, gpu_memory=0.6)
+
+
+WORKER_0, WORKER_1 = (f"(Worker_TP{n} pid=894{n}) ERROR 11-30 20:58:08 [multiproc_executor.py:953] " for n in (0, 1))
+CORE = "(EngineCore pid=8776) ERROR 11-30 20:58:13 [core.py:1510] "
+API = "(APIServer pid=8700) "
+TRACEBACK = "Traceback (most recent call last):\n"
+CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
+MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def logged(prefix: str, *exceptions: str) -> str:
+    """Return a traceback as vLLM logs it: the prefix on every line, which a message ends with a carriage return."""
+    stack = '  File "/vllm/v1/worker.py", line 671, in __init__\n    self.load(f"Error: {name}")\n    ^^^^^^^^^\n'
+    parts = [one if one.startswith("\n") else f"{TRACEBACK}{stack}{one}\n" for one in exceptions]
+    text = "".join(["It failed to start.\n", *parts]).removesuffix("\n")
+    return prefix + text.replace("\n", f"\r\n{prefix}") + "\n"
+
+
+NO_WORKER = logged(
+    CORE,
+    "Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace for root"
+    " cause.",
+)
+NO_CORE = f"{API}{TRACEBACK}{API}RuntimeError: Engine core initialization failed. See root cause above. Failed: {{}}\n"
+PEER = "RuntimeError: [tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15745."
+LOST = logged(WORKER_0, PEER)
+FULL = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+DEAD = logged(CORE, "RuntimeError: Worker failed with error 'x', please check the stack trace above for the root cause")
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (logged(WORKER_1, f"torch.{FULL}") + LOST + NO_WORKER + NO_CORE, FULL),
+        (LOST + NO_WORKER, PEER),
+        (logged(WORKER_1, "KeyError: 'a'", CAUSED, "RuntimeError: not loaded") + DEAD, "KeyError: 'a'"),
+        (logged(WORKER_1, "KeyError: 'a'", MEANWHILE, "ValueError: no model a") + NO_WORKER, "ValueError: no model a"),
+        (logged(WORKER_1, "RuntimeError: cancelled", CAUSED, "OSError: no disk"), "OSError: no disk"),
+        (logged(WORKER_1, "AssertionError") + NO_WORKER, 'AssertionError: self.load(f"Error: {name}")'),
+        (
+            logged(CORE, "core.ValidationError: 1 validation error for A\n  no b"),
+            "ValidationError: 1 validation error for A no b",
+        ),
+        ("\x1b[36m" + logged(CORE, FULL).replace("\r\n", "\r\n\x1b[36m"), FULL),
+        (f"[rank1]: {TRACEBACK}[rank1]:   File 1\n[rank1]: nccl.Error: no link\n" + NO_WORKER, "Error: no link"),
+        (f"Exception ignored in: <f>\n{TRACEBACK}  a\nOSError: gone\n{DEAD}x\nTypeError: y", "TypeError: y"),
+        (f"{TRACEBACK}  File 1\nOSError: no numpy\n" + logged(CORE, "ValueError: no head"), "ValueError: no head"),
+        (logged(CORE.replace("ERROR", "WARNING"), "OSError: slow") + logged(CORE, "ValueError: no"), "ValueError: no"),
+    ],
+)
+def test_root_cause_is_found_in_the_log(log: str, cause: str, tmp_path: Path) -> None:
+    """The first failure, without the errors that report it, those that were handled, and the exceptions around it."""
+    assert root_cause(log) == cause
+    (tmp_path / "engine.log").write_text(log, newline="")
+    said = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    error = vllm_start.error_of(said, Vllm(), "did not start", tmp_path / "engine.log")
+    assert error.problems[0].what == f"vLLM did not start: {cause}"
+    assert (error.problems[0].hint == vllm_start.memory_hint(Vllm())) == ("memory" in cause)
+
+
+def test_lines_of_two_processes_may_alternate() -> None:
+    lines = zip(logged(WORKER_1, "KeyError: 'a'").splitlines(), LOST.splitlines(), strict=True)
+    assert root_cause("\n".join(line for pair in lines for line in pair)) == "KeyError: 'a'"
+
+
+def test_log_without_a_cause_is_quoted(tmp_path: Path) -> None:
+    """If neither the exception nor the log has an error, the message has the log's last three lines."""
+    log = tmp_path / "engine.log"
+    log.write_text("a\nb\n\nc\n" + NO_WORKER.splitlines()[0] + "\n")
+    told = rf"{log}:\n    b\n    c\n    {re.escape(NO_WORKER.splitlines()[0])}\n  hint"
+    said = RuntimeError("Engine core initialization failed. See root cause above.")
+    assert re.search(told, str(vllm_start.error_of(said, Vllm(), "did not start", log)))
+    assert re.search(told, str(vllm_start.death_error(3, log, Vllm())))
+    log.unlink()
+    assert "did not start: RuntimeError: Engine core init" in str(
+        vllm_start.error_of(said, Vllm(), "did not start", log)
+    )
+
+
+def test_exception_with_its_own_cause_does_not_need_the_log(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text("OSError: an older one\n")
+    said = RuntimeError("Worker failed. See root cause above.")
+    said.__cause__ = ValueError("no such key")
+    error = vllm_start.error_of(said, Vllm(), "failed", tmp_path / "engine.log")
+    assert error.problems[0].what == "vLLM failed: ValueError: no such key"
 
 
 @pytest.mark.parametrize(
