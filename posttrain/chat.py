@@ -229,12 +229,6 @@ def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
 
-def has_prefilled_think(prompt_text: str, tag: str = "think") -> bool:
-    """Return whether the rendered prompt already opens `<think>`, so that completions can only close it."""
-    opened, closed = prompt_text.rfind(f"<{tag}>"), prompt_text.rfind(f"</{tag}>")
-    return opened > closed and not prompt_text[opened + len(tag) + 2 :].strip()
-
-
 def clean_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages for a template: without null fields, and with tool arguments parsed from JSON text."""
     return [_clean_message(m) for m in messages]

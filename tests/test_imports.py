@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "chat": {"errors", "images"},
     "images": {"errors"},
     "hub": set(),
+    "thoughts": set(),
     "path_resolution": {"errors"},
     "early_interrupt": set(),
     "options": set(),
@@ -31,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"errors", "redact", "renamed_keys", "seeds", "terminal"},
     "report": {"errors", "terminal", "run"},
     "track": {"errors", "redact", "terminal", "run"},
-    "verify": FOUNDATION | {"scratch"},
+    "verify": FOUNDATION | {"scratch", "thoughts"},
     "loss": {"batch", "registry", "errors", "options"},
     "advantage": {"batch", "registry", "errors", "options", "curriculum"},
     "control": {"registry", "errors"},
@@ -41,9 +42,10 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"registry", "errors", "curriculum", "control"},
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
     "models": FOUNDATION | {"run", "chat", "hub", "images", "scratch"},
-    "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "images", "options", "seeds"},
+    "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "images", "options", "seeds", "thoughts"},
     "tools": FOUNDATION | {"batch", "chat", "images", "verify"},
-    "rollout": FOUNDATION | {"batch", "images", "models", "run", "chat", "tools", "scratch", "seeds", "shapes"},
+    "rollout": FOUNDATION
+    | {"batch", "images", "models", "run", "chat", "tools", "scratch", "seeds", "shapes", "thoughts"},
     "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION
@@ -63,10 +65,11 @@ ALLOWED: dict[str, set[str]] = {
         "workflows",
         "hub",
         "images",
+        "thoughts",
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
-    | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module", "images"},
+    | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module", "images", "thoughts"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate", "rollout"},

@@ -19,6 +19,7 @@ from posttrain.errors import DataError, count_noun
 from posttrain.images import Image
 from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
+from posttrain.thoughts import opening_mark
 
 if TYPE_CHECKING:
     from posttrain.batch import Prompt
@@ -262,8 +263,8 @@ def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
     token = repr(tokenizer.decode([end.id])) if end.id is not None else "no special token; EOS is appended"
     checks = [_check("chat template", True, f"an assistant turn ends in {token}")]
     prompt = chat.render(tokenizer, [{"role": "user", "content": "x"}], generation_prompt=True)
-    if chat.has_prefilled_think(prompt):
-        text = "the generation prompt already opens <think>: completions begin inside it, formats must allow for that"
+    if mark := opening_mark(prompt):
+        text = f"the generation prompt already opens {mark}: completions begin inside it, formats must allow for that"
         checks.append(_check("thinking", True, text))
     return checks
 

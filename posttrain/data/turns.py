@@ -6,7 +6,6 @@ template's own words.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from posttrain.data import template_spans
 from posttrain.data.template_spans import Leaf, Message, Spans
 from posttrain.errors import DataError
 from posttrain.images import Image
+from posttrain.thoughts import EMPTY_THOUGHT, closing_mark, opening_mark
 
 EMPTY_COMPLETION = "empty completion"
 UNWANTED = "its turns say `train: false` (or `weight: 0`)"
@@ -26,8 +26,6 @@ EMPTY_TURN = "LOOK: an earlier assistant turn is empty, and not trained on"
 
 _PLACEHOLDER = "x8answer8x"
 _QUESTION = {"role": "user", "content": "x8question8x"}
-_EMPTY_THOUGHT = re.compile(r"<([a-z_:]+)>\s*</\1>")
-_CLOSED_THOUGHT = re.compile(r"</think>\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -154,11 +152,11 @@ def _end_answer(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
 
 def _adds_thought(prompt: str, answer: _Answer, turn: Message) -> bool:
     """Return whether the template wrote an empty thought into a turn that has none of its own."""
-    opened = "<think>" if chat.has_prefilled_think(prompt) else ""
-    own = _EMPTY_THOUGHT.search(str(turn.get("content"))) or any(
+    opened = opening_mark(prompt)
+    own = EMPTY_THOUGHT.search(str(turn.get("content"))) or any(
         turn.get(name) == "" for name in template_spans.THOUGHTS
     )
-    return not own and _EMPTY_THOUGHT.search(opened + answer.frame) is not None
+    return not own and EMPTY_THOUGHT.search(opened + answer.frame) is not None
 
 
 def _unique(causes: Iterable[str]) -> tuple[str, ...]:
@@ -216,9 +214,9 @@ def _find_answer(
             return _Answer(_extract_answer(view, tokenizer), _format_frame(view, turn, tokenizer), others)
         if other := [leaf for leaf in lost if leaf.field != "content"]:
             raise _not_written_error(uid, other[0], turn)
-    if chat.has_prefilled_think(prompt) and not _thinks(turn):
+    if (mark := opening_mark(prompt)) and not _thinks(turn):
         raise DataError(
-            "the chat template opens <think> before the model's turn, but the answer never closes it",
+            f"the chat template opens {mark} before the model's turn, but the answer never closes it",
             where=source_locations.describe_row(uid),
             hint="give answers with their thinking, or another `model.chat_template`",
         )
@@ -303,7 +301,7 @@ def _fill_turn(uid: str, prompt: str, messages: Sequence[Message], tokenizer: An
     plain = {**turn, "content": _PLACEHOLDER}
     asked_for = [*messages[:-1], plain]
     view = _render_turn(uid, prompt, asked_for, tokenizer, tools)
-    closed, opened = _CLOSED_THOUGHT.search(prompt), chat.has_prefilled_think(prompt)
+    closed, opened = closing_mark(prompt), opening_mark(prompt)
     if closed and _thinks(turn):
         raise DataError(
             "the chat template's generation prompt leaves no room for the thought of this answer",
@@ -320,7 +318,7 @@ def _fill_turn(uid: str, prompt: str, messages: Sequence[Message], tokenizer: An
     if any(turn.get(name) for name in ("tool_calls", *template_spans.THOUGHTS)) or not (opened or closed):
         raise _rewritten_turn_error(uid)
     if opened:
-        content = content.lstrip().removeprefix("<think>").lstrip("\n")
+        content = content.lstrip().removeprefix(opened).lstrip("\n")
     _, found, tail = render_or_raise(uid, tokenizer, asked_for, tools=tools).rpartition(_PLACEHOLDER)
     if not found:
         raise _not_written_error(uid, template_spans.insert_probes([turn]).leaves[0], turn)

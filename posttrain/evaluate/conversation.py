@@ -19,6 +19,7 @@ from posttrain import chat
 from posttrain.batch import Prompt, PromptImages, ToolCall
 from posttrain.data import images
 from posttrain.data.prepare import encode_with_images
+from posttrain.data.template_spans import adapt_messages
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
 from posttrain.images import PLACEHOLDER, Image, escape_placeholders
@@ -28,6 +29,16 @@ from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.make_engine import check_engine, make_engine, start_note
 from posttrain.seeds import derive
+from posttrain.thoughts import (
+    STANDARD,
+    THINK_END,
+    THINK_START,
+    ThoughtStream,
+    decode,
+    decode_marks,
+    opening_mark,
+    thought_format,
+)
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse_calls
 from posttrain.tools.tool_set import ToolSet, load_tool_set
@@ -83,12 +94,13 @@ class Conversation:
         """Return the next prompt, rendered by the chat template. Raises DataError if the template refuses it."""
         row = {"messages": images.use_template_marks(chat.clean_messages(self.messages), self._row())}
         shown = self.offer.row(row) if self.offer else row
-        return chat.render(self.loaded.tokenizer, shown["messages"], tools=shown.get("tools"), generation_prompt=True)
+        messages = adapt_messages(self.loaded.tokenizer, shown["messages"], shown.get("tools"))
+        return chat.render(self.loaded.tokenizer, messages, tools=shown.get("tools"), generation_prompt=True)
 
     @property
     def opens_thought(self) -> bool:
         """Whether the next answer begins inside a thought that the template has opened."""
-        return chat.has_prefilled_think(self.prompt())
+        return opening_mark(self.prompt()) != ""
 
     def _row(self) -> dict[str, Any]:
         """Return the conversation as a data row."""
@@ -158,25 +170,31 @@ class Conversation:
         # Tokens from `begin` on are decoded again with each new token; `written` characters of them were yielded.
         begin = shown = written = 0
         request = Prompt("chat", {}, prompt, ids, seen)
+        thought = ThoughtStream(thought_format(tokenizer))
         for new in stream_tokens(lambda emit: self._sample(request, sampling, seed, emit), self.stop):
             sampled += new
-            text = self._decode(sampled[begin:], special=False)
+            (text,) = decode_marks(tokenizer, [self._without_end(sampled[begin:])])
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character: the next token completes it
-                yield text[written:]
+                yield thought.add(text[written:])
                 begin, shown = shown, len(sampled)
-                written = len(self._decode(sampled[begin:shown], special=False))
-        if remaining := self._decode(sampled[begin:], special=False)[written:]:
+                written = len(decode_marks(tokenizer, [self._without_end(sampled[begin:shown])])[0])
+        (text,) = decode_marks(tokenizer, [self._without_end(sampled[begin:])])
+        if remaining := thought.add(text[written:]) + thought.end():
             yield remaining
-        text = self._decode(sampled, special=False)
+        (text,) = decode(tokenizer, [self._without_end(sampled)])
         ended = bool(sampled) and sampled[-1] in self.loaded.eos_ids
         finish = "stop" if ended else "interrupted" if self.stop.is_set() else "length"
-        return self._record_answer(text, sampled, finish, opened=chat.has_prefilled_think(prompt))
+        return self._record_answer(text, sampled, finish, opened=opening_mark(prompt) != "")
 
     def _record_answer(self, text: str, sampled: Sequence[int], finish: str, *, opened: bool) -> Answer:
         """Append the turn to the messages, run its tool calls, and append their results."""
-        raw = self._decode(sampled, special=True) if self.offer else text
-        content = escape_placeholders(f"<think>{raw}" if opened else raw)
-        self.messages.append({"role": "assistant", "content": content})
+        raw = self._decode_turn(sampled) if self.offer else text
+        content = escape_placeholders(f"{THINK_START}{raw}" if opened else raw)
+        message: Message = {"role": "assistant", "content": content}
+        if thought_format(self.loaded.tokenizer) is not STANDARD and THINK_END in content:
+            thought, _, answer = content.rpartition(THINK_END)  # the template writes other marks than <think>
+            message = {**message, "content": answer, "reasoning_content": thought.removeprefix(THINK_START)}
+        self.messages.append(message)
         if self.offer is None or self.caller is None or finish != "stop":
             return Answer(text, len(sampled), finish)
         schemas = {tool.name: tool.schema for tool in self.offer.tools}
@@ -199,12 +217,15 @@ class Conversation:
         if call.images and reader is not None and self.prompt().count(reader.placeholder) != len(self.images):
             self.messages[-1] = user_message  # some templates render images in user messages only
 
-    def _decode(self, ids: Sequence[int], *, special: bool) -> str:
-        """Decode tokens without a final EOS; special: keep special tokens."""
-        text_ids = list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
-        return str(
-            self.loaded.tokenizer.decode(text_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        )
+    def _without_end(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens without a final EOS."""
+        return list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
+
+    def _decode_turn(self, ids: Sequence[int]) -> str:
+        """Return a turn's text with special tokens, which may mark a call, but without a final EOS."""
+        tokenizer, kept = self.loaded.tokenizer, self._without_end(ids)
+        text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return thought_format(tokenizer).standardize(text)
 
     def _sample(self, prompt: Prompt, sampling: Sampling, seed: int, emit: Emit) -> None:
         """Sample one completion with the engine, or with transformers if there is none."""

@@ -19,6 +19,7 @@ from posttrain.rollout.engine import needed_length
 from posttrain.rollout.make_engine import make_engine, start_note
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
+from posttrain.verify.extract import after_think
 
 # lm-eval's names of the token limit; the first one set is used
 LIMIT_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -110,7 +111,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
     def _text_to_grade(self, text: str, stops: Sequence[str]) -> str:
         """Return the graded part of an answer: after the thought, before the first text that ends it."""
         if end := self.recipe.thought_end:
-            text = text.rpartition(end)[2].lstrip()
+            text = after_think(text, end).lstrip()
         for stop in stops:
             text = text.partition(stop)[0]
         return text

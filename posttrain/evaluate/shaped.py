@@ -157,7 +157,7 @@ class TreeEngine(ShapedEngine):
             parent = 0
             for node, segment in zip(path.nodes, path.segments, strict=False):  # a row that is not a path has no nodes
                 ids += segment.ids
-                text = self.shape.decode(ids, special=False)
+                text = self.shape.text(ids)
                 nodes.setdefault(
                     node.number,
                     {

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain import registry, source_locations
+from posttrain import registry, source_locations, thoughts
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment
 from posttrain.errors import PosttrainError, RecipeError
 from posttrain.recipe.rollout_sections import PlayWorkflow, RolloutShape
@@ -94,10 +94,17 @@ class Shape:
         """Return the tokens of a text, without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Return the text of tokens. special: keep special tokens."""
-        skip = not special
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens as the model reads it, with special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens as rewards read it."""
+        return thoughts.decode(self.tokenizer, [list(ids)])[0]
+
+    def localize(self, text: str) -> str:
+        """Return a text with `<think>` and `</think>` as the model writes them."""
+        return thoughts.thought_format(self.tokenizer).localize(text)
 
 
 # kind -> (arguments of the coroutine function, signature of a class's `learn`)
@@ -166,7 +173,8 @@ def _describe_rollout(
         grade=grade,
         encode=shape.encode,
         decode=shape.decode,
-        text=lambda ids: shape.decode(ids, special=False),
+        text=shape.text,
+        localize=shape.localize,
         world=shape.world,
         reply=shape.reply,
     )
@@ -175,7 +183,8 @@ def _describe_rollout(
 def _count_added_tokens(params: Mapping[str, Any], tokenizer: Any) -> int:
     """Return the number of tokens by which a row may exceed prompt + max_new_tokens: those of the texts among a shape's
     parameters, and its `answer_tokens`."""
-    texts = [value for value in params.values() if isinstance(value, str)]
+    localize = thoughts.thought_format(tokenizer).localize
+    texts = [localize(value) for value in params.values() if isinstance(value, str)]
     added = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
     return added + int(params.get("answer_tokens") or 0)
 
@@ -299,7 +308,7 @@ def _as_rollout(
         prompt=prompt,
         group=group,
         segments=segments,
-        text=shape.decode(ids, special=False) if row.text is None else row.text,
+        text=shape.text(ids) if row.text is None else row.text,
         finish=row.finish,
         version=versions[0] if versions else version,
         trajectory=trajectory,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
-from posttrain import source_locations
+from posttrain import source_locations, thoughts
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
 from posttrain.errors import DataError, EngineError, count_noun
 from posttrain.recipe.sampling_sections import Sampling
@@ -216,17 +216,14 @@ def as_rollouts(
     version: int,
     share: Sequence[int] | None = None,
 ) -> list[Rollout]:
-    """Return completions in group-major order as rollouts; texts are decoded without special tokens. share: indices of
+    """Return completions in group-major order as rollouts; texts are decoded by `thoughts.decode`. share: indices of
     the prompts that the completions belong to; None: all prompts. Raises EngineError unless there are n of each."""
     numbers = range(len(prompts)) if share is None else share
     if len(completions) != n * len(numbers):
         whose = f"prompt {prompts[numbers[0]].uid}" if len(numbers) == 1 else count_noun(len(numbers), "prompt")
         raise EngineError(f"the engine returned {len(completions)} of {n * len(numbers)} completions of {whose}")
-    if not completions:  # batch_decode returns one text for an empty list
-        return []
-    texts = tokenizer.batch_decode(  # arrays: for a list it checks the type of every number
-        [np.array(c.ids, np.int64) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    # arrays: for a list batch_decode checks the type of every number
+    texts = thoughts.decode(tokenizer, [np.array(c.ids, np.int64) for c in completions])
     return [
         Rollout(
             prompt=prompts[numbers[i // n]],

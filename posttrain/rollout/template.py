@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain import chat
+from posttrain import chat, thoughts
 from posttrain.batch import PromptImages, Segment
 from posttrain.errors import DataError, ToolError, count_noun
 from posttrain.images import MARK, PLACEHOLDER
@@ -134,7 +134,8 @@ def _as_user(message: Message) -> Message:
 def rewrites(tokenizer: Any, role: Literal["tool", "user"]) -> str:
     """Return how the template changes a turn once a message of `role` follows; "" if the turn stays as written."""
     prompt = chat.render(tokenizer, _START, generation_prompt=True)
-    thought = "x8thought</think>x8answer" if chat.has_prefilled_think(prompt) else "<think>x8thought</think>x8answer"
+    thought = "x8thought</think>x8answer" if thoughts.opening_mark(prompt) else "<think>x8thought</think>x8answer"
+    thought = thoughts.thought_format(tokenizer).localize(thought)
     for content, what in (("x8answer", "writes it differently"), (thought, "drops or rewrites its thought")):
         turn = {"role": "assistant", "content": content}
         reply: Message = {"role": role, "content": "x8reply"}

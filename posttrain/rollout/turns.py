@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from posttrain import source_locations
+from posttrain import source_locations, thoughts
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Turn, join_images
 from posttrain.errors import ToolError
 from posttrain.recipe.sampling_sections import Sampling
@@ -180,13 +180,14 @@ class TurnEngine(Generator):
         )
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return thoughts.decode(self.tokenizer, [list(ids)])[0]
 
     def _decode_turn(self, ids: Sequence[int]) -> str:
         """Return a turn's text as the environment reads it: with special tokens, which may mark a call, but without the
-        end token."""
+        end token, and with thoughts as `<think>...</think>`."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
-        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return thoughts.thought_format(self.tokenizer).standardize(text)
 
 
 def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> Engine:

@@ -36,8 +36,8 @@ async def answer_at_budgets(
     if num_answers < 1:
         raise UserError(f"rollout.shape `budgets`: num_answers {num_answers}", allowed="1 or more")
     (whole,) = await asked.sample([asked.prompt], budgets[-1])
-    end = count_tokens_through(whole.ids_without_eos, close, asked.decode)
-    thought, closing_ids = whole.ids_without_eos[:end], asked.encode(closing)
+    end = count_tokens_through(whole.ids_without_eos, asked.localize(close), asked.decode)
+    thought, closing_ids = whole.ids_without_eos[:end], asked.encode(asked.localize(closing))
     cuts = [(thought[:budget], () if end is not None and budget >= len(thought) else closing_ids) for budget in budgets]
     prompts = [(*asked.prompt, *part, *closed) for part, closed in cuts for _ in range(num_answers)]
     answers = iter(await asked.sample(prompts, answer_tokens))

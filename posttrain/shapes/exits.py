@@ -38,9 +38,9 @@ async def serial_exit(
     answer; `answer_only` excludes the copied thought. With group_size n a prompt has n such groups.
     """
     (whole,) = await asked.sample([asked.prompt])
-    thought = count_tokens_before(whole.ids_without_eos, close, asked.decode)
+    thought = count_tokens_before(whole.ids_without_eos, asked.localize(close), asked.decode)
     cuts = draw_cuts(thought, num_exits, asked.random())
-    closing = asked.encode(inducer)
+    closing = asked.encode(asked.localize(inducer))
     answers = await asked.sample([(*asked.prompt, *whole.ids[:cut], *closing) for cut in cuts], answer_tokens)
     exits = [
         Row(

@@ -46,6 +46,7 @@ async def ask_again(
     permutation = draw_permutation(len(texts), gold, asked.random())
     shuffled = shuffle_options(asked.decode(asked.prompt), texts, permutation)
     (whole,) = await asked.sample([asked.prompt])
+    close = asked.localize(close)
     end = count_tokens_before(whole.ids_without_eos, close, asked.decode)
     second = ""
     if whole.finish == "stop" and end < len(whole.ids_without_eos):

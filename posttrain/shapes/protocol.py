@@ -105,9 +105,10 @@ class Asked:
     prompt: tokens of the data's prompt. row: all columns of the data. max_new_tokens: the recipe's. window: maximum
     tokens of a prompt plus completion. draw: samples from the engine. grade: rows -> their grades by the recipe's
     rewards; a row that is graded and returned is not scored again. encode, decode: text to tokens and back, special
-    tokens included. text: tokens to text without special tokens. begun: segments of this rollout from earlier steps.
-    memory: what `learn` returned after an earlier step. world: makes the recipe's environment, for shapes that act in
-    one; reply: (last token, text, maximum tokens) -> tokens of a message with that text.
+    tokens included. text: tokens to text as rewards read it. localize: writes `<think>` and `</think>` in a text as the
+    model marks its thoughts. begun: segments of this rollout from earlier steps. memory: what `learn` returned after an
+    earlier step. world: makes the recipe's environment, for shapes that act in one; reply: (last token, text, maximum
+    tokens) -> tokens of a message with that text.
     """
 
     prompt: tuple[int, ...]
@@ -120,6 +121,7 @@ class Asked:
     encode: Callable[[str], tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]
     text: Callable[[Sequence[int]], str]
+    localize: Callable[[str], str] = str
     begun: tuple[Segment, ...] = ()
     memory: Any = None
     world: Callable[[], Any] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain import source_locations
+from posttrain import source_locations, thoughts
 from posttrain.batch import Prompt, Rollout, Segment
 from posttrain.data.images import Reader
 from posttrain.data.render import prompt_messages, render_example
@@ -107,9 +107,7 @@ def solution_rows(
             prompt=rollout.prompt,
             group=group,
             segments=(Segment("given", ctx.solutions[rollout.prompt.uid]),),
-            text=ctx.loaded.tokenizer.decode(
-                list(ctx.solutions[rollout.prompt.uid]), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ),
+            text=thoughts.decode(ctx.loaded.tokenizer, [list(ctx.solutions[rollout.prompt.uid])])[0],
             finish="stop",
             version=rollout.version,
         )

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, Self
 
+from posttrain import thoughts
 from posttrain.batch import Rollout
 from posttrain.batch.records import sample_fields
 from posttrain.errors import RewardError
@@ -283,17 +284,19 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     lengths: list[Any] = list(map(known.get, rows))
     if None in lengths:
         new = list(dict.fromkeys(row for row, length in zip(rows, lengths, strict=True) if length is None))
-        texts = tokenizer.batch_decode(
-            list(map(list, new)), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        found = dict(zip(new, map(len, texts), strict=True))
+        found = dict(zip(new, map(len, thoughts.decode_marks(tokenizer, list(map(list, new)))), strict=True))
         if len(known) > MAX_CACHED:
             known.clear()
         known.update(found)
         lengths = [found[row] if length is None else length for row, length in zip(rows, lengths, strict=True)]
     alone, pairs = lengths[: len(ids)], lengths[len(ids) :]
     added = [*alone[:1], *(both - first for both, first in zip(pairs, alone, strict=False))]
-    return list(itertools.accumulate(added))
+    ends = list(itertools.accumulate(added))
+    form = thoughts.thought_format(tokenizer)
+    if form is thoughts.STANDARD:
+        return ends
+    (text,) = thoughts.decode_marks(tokenizer, [ids])
+    return thoughts.move_offsets(ends, form.edits(text))
 
 
 @functools.lru_cache(maxsize=1)

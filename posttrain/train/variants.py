@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from posttrain import registry, source_locations
+from posttrain import registry, source_locations, thoughts
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Variant
 from posttrain.data import images, render
 from posttrain.errors import RecipeError, UserError
@@ -151,7 +151,7 @@ class PromptVariants:
         return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return thoughts.decode(self.tokenizer, [list(ids)])[0]
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from posttrain.thoughts import THINK_END as THINK_END
+from posttrain.thoughts import THINK_START as THINK_START
+from posttrain.thoughts import end_in, opening_mark
 from posttrain.verify.box_context import is_denied, unwrap_boxes, visible_text, whole_expression
 from posttrain.verify.numerals import changes_number, value_of
 
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
-THINK_START, THINK_END = "<think>", "</think>"
 MAX_BOXES = 50  # in one list answer
 
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
@@ -71,8 +73,11 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-+−–])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+
 
 
 def after_think(text: str, delimiter: str = THINK_END) -> str:
-    r"""Return the text after the last `delimiter`; the whole text if there is none."""
-    return text.rpartition(delimiter)[2]
+    """Return the text after the last `delimiter`; the whole text if there is none.
+
+    A mark such as `[/THINK]` also finds `</think>`, as which completions are decoded.
+    """
+    return text.rpartition(end_in(text, delimiter))[2]
 
 
 def outside_thoughts(text: str) -> str:
@@ -93,7 +98,7 @@ def outside_thoughts(text: str) -> str:
 def ends_in_thought(prompt: str, completion: str) -> bool:
     """Return whether a completion ends inside a thought, opened by itself or by the prompt."""
     opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
-    return opened > closed or (closed < 0 and prompt.rstrip().endswith(THINK_START))
+    return opened > closed or (closed < 0 and opening_mark(prompt) != "")
 
 
 def last_boxed(text: str) -> str | None:

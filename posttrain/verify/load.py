@@ -32,7 +32,7 @@ from posttrain.verify.reward_classes import make_callable
 # prompt: text as the model saw it. messages: the row's messages, or its prompt as one user message; with tools or an
 # environment the whole conversation. finish_reason: stop | length. truncated: finish_reason is length. token_count:
 # number of tokens the model generated. step: training step. correct: verdict of the correctness component (True, False
-# or None). prefilled_think: the prompt already ends with `<think>`. token_ids: tokens the model generated, in all its
+# or None). prefilled_think: the prompt already opens the thought. token_ids: tokens the model generated, in all its
 # turns. token_ends: character offset in the completion where each token ends ([] outside training). tool_calls: for a
 # rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: number of model turns, else 1.
 # world_score: result of the environment's `score`. parts: texts of the model's turns; for a single turn its steps

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.thoughts import end_in
 from posttrain.verify import options
 from posttrain.verify.bases import in_base_ten, read_bases, same_bases
 from posttrain.verify.box_context import visible_text
@@ -148,13 +149,14 @@ def grade(
     if gold is None or is_no_answer(gold):
         return {"reward": None, "extracted": None}
     found = None
-    if not require_think or think_delimiter in completion:
-        found = find_answer(after_think(completion, think_delimiter), extract)
+    end = end_in(completion, think_delimiter)
+    if not require_think or end in completion:
+        found = find_answer(after_think(completion, end), extract)
     if found is None or not found.strip():
         return {"reward": 0.0 if _INTEGER.fullmatch(gold) or readable(gold) else None, "extracted": found}
     same = equal(gold, found, decimals=decimals)
     parts = every_box(str(answer))
     if same is False and len(parts) > 1 and "boxed" in extract:
-        found = boxed_answer(visible_text(after_think(completion, think_delimiter)), len(parts)) or found
+        found = boxed_answer(visible_text(after_think(completion, end)), len(parts)) or found
         same = equal(gold, found, decimals=decimals)
     return {"reward": None if same is None else float(same), "extracted": found}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from posttrain.thoughts import opening_mark
 from posttrain.verify import trl_form
 from posttrain.verify.transcript import Message, make_transcript
 from posttrain.verify.workflow import build_workflow
@@ -92,7 +93,7 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
         case "correct":
             return correct
         case "prefilled_think":
-            return sample.prompt.rstrip().endswith("<think>")
+            return opening_mark(sample.prompt) != ""
         case "token_ids":
             return list(sample.token_ids)
         case "token_ends":

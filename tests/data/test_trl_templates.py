@@ -19,6 +19,7 @@ from posttrain.data.turns import EARLIER_THOUGHTS, EMPTY_TURN, Text
 from posttrain.errors import DataError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.sections import Data
+from posttrain.thoughts import opening_mark
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
@@ -276,7 +277,7 @@ HOSTILE = [
 def test_masks_agree_for_answers_that_look_like_markup(template: str) -> None:
     """For answers made of header text, tags, probes, JSON and white space."""
     tokenizer = tokenizer_for(template)
-    opens = chat.has_prefilled_think(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
+    opens = opening_mark(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
     for answer in HOSTILE:
         content = f"<think>\nwell\n</think>\n\n{answer}" if opens else answer
         messages = [said("user", answer), said("assistant", content)]

@@ -4,6 +4,7 @@ respected.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image as Pillow
+from tokenizers import AddedToken
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
@@ -18,6 +20,7 @@ from posttrain.evaluate.conversation import Answer, Conversation, open_conversat
 from posttrain.images import open_image
 from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load
+from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
@@ -85,6 +88,23 @@ def test_streamed_text_is_the_answer_and_visible_to_later_turns(loaded: LoadedMo
     assert one.messages == [{"role": "system", "content": "be good"}]
     one.set_system("")
     assert one.messages == []
+
+
+def test_thoughts_in_special_tokens_are_streamed_as_think_and_rendered_as_the_model_writes_them(
+    loaded: LoadedModel,
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(t, special=True) for t in ("[THINK]", "[/THINK]")], special_tokens=True)
+    template = str(tokenizer.chat_template)
+    tokenizer.chat_template = template.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    one = talk(dataclasses.replace(loaded, tokenizer=tokenizer), ["[THINK]12+34=46[/THINK]46", "ok"])
+    *pieces, answer = one.ask("12+34=?")
+    assert "".join(map(str, pieces)) == answer.text == "<think>12+34=46</think>46"
+    assert one.messages[-1] == {"role": "assistant", "content": "46", "reasoning_content": "12+34=46"}
+    list(one.ask("and?"))
+    assert one.engine.prompts[1] == (
+        "<bos><|user|>12+34=?<|assistant|>[THINK]12+34=46[/THINK]46<eos><|user|>and?<|assistant|>"
+    )
 
 
 def test_stopped_answer_is_kept_up_to_the_stop(loaded: LoadedModel) -> None:

@@ -258,6 +258,9 @@ def test_tokens_have_the_version_of_their_round(
     engine.close()
 
     class Decoder:
+        def __len__(self) -> int:
+            return 0
+
         def batch_decode(self, rows: Any, **_: Any) -> list[str]:
             return ["" for _ in rows]
 

@@ -22,6 +22,9 @@ def test_token_ends_match_the_decoded_text() -> None:
 class Dropping:
     """A tokenizer whose words include their leading space, which is dropped at the start of a text."""
 
+    def __len__(self) -> int:
+        return 3
+
     def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
         return ["".join([" a", " bc", "d"][i] for i in row).removeprefix(" ") for row in rows]
 

@@ -105,6 +105,9 @@ def test_invalid_turn_reward_is_reported(use: str, told: str, scored: Any) -> No
 class Characters:
     """A tokenizer whose tokens are characters."""
 
+    def __len__(self) -> int:
+        return 128
+
     def decode(self, ids: Any, **_: Any) -> str:
         return "".join(map(chr, ids))
 

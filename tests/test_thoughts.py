@@ -1,0 +1,272 @@
+"""Thoughts of every model family are decoded as <think>...</think>, so that readers of texts can separate them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from posttrain import thoughts
+from posttrain.batch import Prompt, Segment
+from posttrain.data.render import example_texts
+from posttrain.errors import DataError
+from posttrain.models.tiny import build_tokenizer
+from posttrain.recipe.rollout_sections import RolloutShape
+from posttrain.recipe.sections import Data
+from posttrain.rollout.continuation import Shape
+from posttrain.rollout.engine import Completion, as_rollouts
+from posttrain.rollout.turns import TurnEngine
+from posttrain.shapes.protocol import Asked, Sampled
+from posttrain.tools.formats import parse_calls
+from posttrain.train.scoring import token_ends
+from posttrain.verify.extract import after_think, ends_in_thought
+from posttrain.verify.math import grade
+from posttrain.verify.reward_inputs import Sample, built_in
+
+THINK = "<think>5?</think>"
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+GRANITE = "Write your thoughts after 'Here is my thought process:' and your response after 'Here is my response:'."
+# family -> (special tokens that its vocabulary has, text of its template, a completion, its text for rewards)
+FAMILIES = {
+    "qwen": ((), "{{ '</think>' }}", r"<think>5?</think>\boxed{4}", THINK + r"\boxed{4}"),
+    "phi": (("<think>", "</think>"), "", r"<think>5?</think>\boxed{4}", THINK + r"\boxed{4}"),
+    "magistral": (
+        ("[THINK]", "[/THINK]"),
+        "{{ '[THINK]...[/THINK]' }}",
+        r"[THINK]5?[/THINK]\boxed{4}",
+        THINK + r"\boxed{4}",
+    ),
+    "seed": (
+        ("<seed:think>", "</seed:think>"),
+        "{{ '<seed:think>' + '</seed:think>' }}",
+        r"<seed:think>5?</seed:think>\boxed{4}",
+        THINK + r"\boxed{4}",
+    ),
+    "apertus": (
+        ("<|inner_prefix|>", "<|inner_suffix|>"),
+        "{{ '<|inner_prefix|><|inner_suffix|>' }}",
+        r"<|inner_prefix|>5?<|inner_suffix|>\boxed{4}",
+        THINK + r"\boxed{4}",
+    ),
+    "command": (
+        ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        "{{ '<|START_THINKING|><|END_THINKING|>' }}",
+        r"<|START_THINKING|>5?<|END_THINKING|><|START_RESPONSE|>\boxed{4}<|END_RESPONSE|>",
+        THINK + r"\boxed{4}",
+    ),
+    "gemma": (
+        ("<|channel>", "<channel|>"),
+        "{{ '<|channel>thought\n' + '<channel|>' }}",
+        "<|channel>thought\n5?<channel|>\\boxed{4}",
+        THINK + r"\boxed{4}",
+    ),
+    "granite": (
+        (),
+        f'{{{{ "{GRANITE}" }}}}',
+        "Here's my thought process:5?Here is my response:\\boxed{4}",
+        THINK + r"\boxed{4}",
+    ),
+    "gpt-oss": (
+        HARMONY,
+        f"{{{{ '{ANALYSIS}<|end|>{FINAL}' }}}}",
+        rf"{ANALYSIS}5?<|end|>{FINAL}\boxed{{4}}",
+        THINK + r"\boxed{4}",
+    ),
+}
+
+
+def make_tokenizer(family: str) -> Any:
+    """Return the tiny tokenizer with the special tokens and the template of a family."""
+    special, template, _, _ = FAMILIES[family]
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in special], special_tokens=True)
+    tokenizer.chat_template = template + str(tokenizer.chat_template)
+    if family not in ("qwen", "phi"):  # the tiny template writes <think>, which most other templates do not
+        tokenizer.chat_template = tokenizer.chat_template.replace("<think>", "").replace("</think>", "")
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_completion_is_decoded_with_standard_tags(family: str) -> None:
+    _, _, written, shown = FAMILIES[family]
+    tokenizer = make_tokenizer(family)
+    ids = encode(tokenizer, written)
+    assert thoughts.decode(tokenizer, [ids, ids[:0]]) == [shown, ""]
+    (text,) = thoughts.decode(tokenizer, [ids])
+    assert after_think(text) == r"\boxed{4}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_box_in_the_thought_is_no_answer(family: str) -> None:
+    written = FAMILIES[family][2].replace("5?", r"\boxed{5}").replace(r"\boxed{4}", "nothing")
+    (text,) = thoughts.decode(tokenizer := make_tokenizer(family), [encode(tokenizer, written)])
+    assert text == r"<think>\boxed{5}</think>nothing"
+    assert grade(text, "5")["reward"] == 0.0
+    assert grade(text.replace("nothing", r"\boxed{5}"), "5")["reward"] == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_truncated_thought_is_open(family: str) -> None:
+    written = FAMILIES[family][2].partition("?")[0]
+    tokenizer = make_tokenizer(family)
+    (text,) = thoughts.decode(tokenizer, [encode(tokenizer, written)])
+    assert text == "<think>5"
+    assert ends_in_thought("", text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thought_that_the_prompt_opened(family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    form = thoughts.thought_format(tokenizer)
+    prompt = f"2+2?<|assistant|>{form.opening}"
+    assert thoughts.opening_mark(prompt) == form.opening.rstrip()
+    (text,) = thoughts.decode(tokenizer, [encode(tokenizer, form.localize(r"5?</think>\boxed{4}"))])
+    assert text == r"5?</think>\boxed{4}"
+    assert ends_in_thought(prompt, "5?")
+    assert not ends_in_thought(prompt, text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_ends_are_positions_in_the_decoded_text(family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    ids = encode(tokenizer, FAMILIES[family][2])
+    ends, (text,) = token_ends(ids, tokenizer), thoughts.decode(tokenizer, [ids])
+    assert ends == sorted(ends)
+    assert ends[-1] == len(text)
+    for character in "5?4":  # its token ends right after it
+        token = next(n for n, i in enumerate(ids) if i == tokenizer.convert_tokens_to_ids(character))
+        assert text[ends[token] - 1] == character
+
+
+def test_offsets_move_with_the_text_before_them() -> None:
+    edits = [(0, 4, "<think>"), (6, 9, "")]
+    assert thoughts.move_offsets([0, 2, 4, 5, 6, 7, 9, 12], edits) == [0, 2, 7, 8, 9, 9, 9, 12]
+
+
+def test_the_template_decides_between_formats_of_the_vocabulary() -> None:
+    tokenizer = make_tokenizer("magistral")
+    assert thoughts.thought_format(tokenizer).closing == "[/THINK]"
+    tokenizer.chat_template = "{{ '<think></think>' }}"
+    assert thoughts.thought_format(tokenizer) is thoughts.STANDARD
+
+
+def test_the_vocabulary_decides_without_a_template() -> None:
+    core = Tokenizer(models.WordLevel({"[THINK]": 0, "[/THINK]": 1, "a": 2, "</s>": 3}))
+    core.add_special_tokens(["[THINK]", "[/THINK]", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    assert thoughts.decode(tokenizer, [[0, 2, 1, 2, 3]]) == ["<think> a </think> a"]
+
+
+def test_a_model_without_marks_is_decoded_as_before() -> None:
+    tokenizer = build_tokenizer()
+    ids = encode(tokenizer, "<|user|>[THINK]a[/THINK]<think>b")
+    assert thoughts.decode(tokenizer, [ids]) == ["[THINK]a[/THINK]<think>b"]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (f"{FINAL.removeprefix('<|start|>assistant')}4", "4"),  # an answer without a thought
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}4", "<think>a</think><think>b</think>4"),
+        (f"{ANALYSIS}a{FINAL}4", "<think>a</think>4"),  # the end of the thought is missing
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>fin", "<think>a</think>"),
+        (
+            f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>I look<|end|>",
+            "<think>a</think>I look",
+        ),
+        (
+            f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary to=functions.f json<|message|>{{}}",
+            "<think>a</think><|channel|>commentary to=functions.f json<|message|>{}",
+        ),
+        (
+            f"{ANALYSIS}a<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{{}}",
+            "<think>a</think><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
+        ),
+    ],
+)
+def test_channels_of_harmony(written: str, shown: str) -> None:
+    tokenizer = make_tokenizer("gpt-oss")
+    assert thoughts.decode(tokenizer, [encode(tokenizer, written)]) == [shown]
+
+
+def test_a_delimiter_in_the_models_own_marks_is_found_in_decoded_texts() -> None:
+    text = r"<think>\boxed{5}</think>\boxed{4}"
+    assert grade(text, "4", require_think=True, think_delimiter="[/THINK]")["reward"] == 1.0
+    assert grade(r"\boxed{4}", "4", require_think=True, think_delimiter="[/THINK]")["reward"] == 0.0
+    assert after_think("a[/THINK]b</think>c", "[/THINK]") == "b</think>c"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_streamed_completion_has_the_same_text(family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    _, _, written, shown = FAMILIES[family]
+    stream = thoughts.ThoughtStream(thoughts.thought_format(tokenizer))
+    (raw,) = thoughts.decode_marks(tokenizer, [encode(tokenizer, written.replace("Here's", "Here is"))])
+    pieces = [stream.add(character) for character in raw]
+    assert "".join(pieces) + stream.end() == shown
+    assert pieces[-1] == "}"
+
+
+def test_engines_return_decoded_thoughts_and_the_sampled_tokens() -> None:
+    tokenizer = make_tokenizer("magistral")
+    ids = tuple(encode(tokenizer, "[THINK]5?[/THINK]4"))
+    prompt = Prompt("p", {}, "2+2?", (1,))
+    (rollout,) = as_rollouts([prompt], 1, [Completion(ids, None, "stop")], tokenizer, first_group=0, version=0)
+    assert (rollout.text, rollout.ids) == ("<think>5?</think>4", ids)
+
+
+def test_shapes_write_the_models_own_marks() -> None:
+    """A thought is cut before `[/THINK]`, and the text after a cut closes it with `[/THINK]`."""
+    tokenizer = make_tokenizer("magistral")
+    prompts: list[str] = []
+
+    async def draw(asked: Sequence[tuple[int, ...]], _: Sequence[int], **__: Any) -> list[Sampled]:
+        prompts.extend(map(shape.decode, asked))
+        text = "[THINK]abc[/THINK]4" if len(prompts) == 1 else "5"
+        return [Sampled(Segment("model", tuple(encode(tokenizer, text))), "stop") for _ in asked]
+
+    section = RolloutShape.model_validate({"use": "serial_exit", "num_exits": 50, "inducer": "so</think>"})
+    shape = Shape.from_recipe(section, None, tokenizer)
+    asked = Asked((1,), {}, 500, 1000, 0, draw, None, shape.encode, shape.decode, shape.text, shape.localize)  # type: ignore[arg-type]
+    rows = asyncio.run(shape.function(asked))
+    cuts = ["[THINK]abc"[:length] for length in (7, 8, 9, 10)]
+    assert [text.removeprefix("<bos>") for text in prompts[1:]] == [f"{cut}so[/THINK]" for cut in cuts]
+    assert [shape.text([i for s in row.segments for i in s.ids]) for row in rows] == [
+        *(f"{cut.replace('[THINK]', '<think>')}so</think>5" for cut in cuts),
+        "<think>abc</think>4",
+    ]
+
+
+def test_calls_in_a_thought_are_not_run() -> None:
+    turn = '[THINK]<tool_call>{"name": "f", "arguments": {}}</tool_call>[/THINK]4'
+    engine = TurnEngine.__new__(TurnEngine)
+    engine.tokenizer, engine.eos_ids = make_tokenizer("magistral"), ()
+    assert parse_calls(engine._decode_turn(encode(engine.tokenizer, turn)[:-1]), "json") == []
+    call = f"{ANALYSIS}f<|end|><|start|>assistant<|channel|>commentary to=functions.f json<|message|>{{}}"
+    engine.tokenizer = make_tokenizer("gpt-oss")
+    (found,) = parse_calls(engine._decode_turn(encode(engine.tokenizer, call)[:-1]), "harmony")
+    assert (found.name, found.arguments, found.problem) == ("f", {}, "")
+
+
+def test_a_prompt_that_opens_a_thought_is_reported_to_rewards() -> None:
+    assert built_in("prefilled_think", Sample("a", {}, prompt="<|assistant|>[THINK]\n"), 0, None) is True
+    assert built_in("prefilled_think", Sample("a", {}, prompt="[THINK]a[/THINK]"), 0, None) is False
+
+
+def test_sft_refuses_an_answer_that_leaves_an_opened_thought_open() -> None:
+    tokenizer = make_tokenizer("magistral")
+    tokenizer.chat_template = str(tokenizer.chat_template).replace(
+        "if add_generation_prompt -%}{{- '<|assistant|>'", "if add_generation_prompt -%}{{- '<|assistant|>[THINK]'"
+    )
+    row = {"uid": "r", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+    with pytest.raises(DataError, match=r"opens \[THINK\] before the model's turn"):
+        example_texts(row, tokenizer, Data(source="x"))
