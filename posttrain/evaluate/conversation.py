@@ -300,8 +300,7 @@ def sample_with_transformers(
         if prompt.images is not None:
             image_inputs |= loaded.images.plain_inputs(loaded.model, prompt.images.shown, ids)
     loaded.model.eval()
-    devices = [loaded.device] if loaded.device.type == "cuda" else []
-    with torch.inference_mode(), loaded.autocast(), torch.random.fork_rng(devices=devices):
+    with torch.inference_mode(), loaded.autocast(), loaded.fork_rng():
         torch.manual_seed(seed)
         loaded.model.generate(
             input_ids=ids,

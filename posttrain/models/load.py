@@ -80,6 +80,13 @@ class LoadedModel:
         """Device of the model, cached at first access (a LoadedModel is never moved afterwards)."""
         return next(self.model.parameters()).device
 
+    def fork_rng(self) -> contextlib.AbstractContextManager[None]:
+        """Restore the random state of the host and of the model's GPU at the end of the block.
+
+        By default, torch saves the state of all visible GPUs, which creates a CUDA context on each.
+        """
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of every weight."""

@@ -11,17 +11,19 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from posttrain import terminal
 from posttrain.errors import RunError, UserError, count_noun
-from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
+from posttrain.run.atomic_io import explain_write_errors, sync_files, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
 RESUME_HINT = "older checkpoints are kept; fix that, then run the same command with --resume"  # hint of errors
 LONG_RUN_STEPS = 100  # steps from which a run should save before its end
+HASH_THREADS = 8
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: `size` in bytes and `sha256`
@@ -127,14 +129,16 @@ def list_files(folder: Path) -> set[str]:
 
 
 def sync_and_hash(folder: Path, names: Iterable[str] | None = None) -> Files:
-    """Flush the files with these names (None: all) to disk, and return their sizes and SHA-256 hashes by name."""
-    files = {}
-    with explain_write_errors(folder):
-        for name in sorted(list_files(folder) if names is None else names):
-            path = folder / name
-            sync_file(path)
-            files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    return files
+    """Flush the files with these names (None: all) to disk, and return their sizes and SHA-256 hashes by name.
+
+    Files are hashed side by side while they are flushed.
+    """
+    with explain_write_errors(folder), sync_files() as sync:
+        names = sorted(list_files(folder) if names is None else names)
+        for name in names:
+            sync(folder / name)
+        hashes = _hash_files(folder, names)
+        return {name: {"size": (folder / name).stat().st_size, "sha256": hashes[name]} for name in names}
 
 
 def verify(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> bool:
@@ -142,14 +146,12 @@ def verify(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)
     n) compares the hash of every n-th file from the k-th on, for n processes that divide the work."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for number, (name, entry) in enumerate(files.items()):
-            path = folder / name
-            hashed = hashes and number % share[1] == share[0]
-            if path.stat().st_size != entry["size"] or (hashed and _sha256(path) != entry["sha256"]):
-                return False
-    except (OSError, ValueError, KeyError, TypeError):
+        if any((folder / name).stat().st_size != entry["size"] for name, entry in files.items()):
+            return False
+        mine = list(files)[share[0] :: share[1]] if hashes else []
+        return _hash_files(folder, mine) == {name: files[name]["sha256"] for name in mine}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    return True
 
 
 def latest(root: Path, *, hashes: bool = False, before: int | None = None) -> Path | None:
@@ -222,6 +224,12 @@ def _remove(place: Path) -> None:
     elif place.exists():
         (place / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(place)
+
+
+def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the SHA-256 hashes of files by name, computed in several threads: hashing releases the interpreter."""
+    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as threads:
+        return dict(zip(names, threads.map(lambda name: _sha256(folder / name), names), strict=True))
 
 
 def _sha256(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -77,8 +76,7 @@ def probe_max_memory(ctx: TrainContext) -> int:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    random_state = torch.random.fork_rng() if gpu else nullcontext()
-    with random_state, ctx.compiled():
+    with ctx.loaded.fork_rng(), ctx.compiled():
         held = torch.empty(moments_bytes(ctx), dtype=torch.uint8, device=ctx.loaded.device)
         found = scores(ctx, ctx.loaded.model, rows, rollout.max_new_tokens, Extras())
         (found["logp"].sum() * 0).backward()

@@ -41,6 +41,20 @@ def test_tiny_and_a_directory(loaded: Load, plain: Path) -> None:
     assert not loaded(training=False).model.training
 
 
+def test_random_state_is_restored_without_touching_other_gpus(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded("tiny")
+    before = torch.get_rng_state()
+    with model.fork_rng():
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    saved = list[list[torch.device]]()
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: saved.append(list(devices)))
+    for device in ("cpu", "cuda:1"):
+        model.__dict__["device"] = torch.device(device)
+        model.fork_rng()
+    assert saved == [[], [torch.device("cuda:1")]]
+
+
 def test_dtype_comes_from_the_recipe(loaded: Load, plain: Path) -> None:
     assert loaded(plain, dtype="bfloat16", training=False).model.dtype == torch.bfloat16
     assert loaded("tiny", dtype="float16", training=False).model.dtype == torch.float16

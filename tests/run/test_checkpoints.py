@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections import namedtuple
 
 import pytest
@@ -32,6 +33,14 @@ def test_saved_checkpoint_is_sealed(tmp_path):
     assert manifest["inner/model.bin"]["size"] == len("weights")
     assert checkpoints.verify(folder)
     assert checkpoints.latest(tmp_path, hashes=True) == folder
+
+
+def test_files_are_hashed_side_by_side(tmp_path, monkeypatch):
+    """Both files of a checkpoint wait here for each other, when it is sealed and when it is verified."""
+    both = threading.Barrier(2, timeout=30)
+    digest = checkpoints._sha256
+    monkeypatch.setattr(checkpoints, "_sha256", lambda path: (both.wait(), digest(path))[1])
+    assert checkpoints.verify(save(tmp_path, 3))
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "cut", "no manifest", "broken manifest"])
