@@ -101,13 +101,16 @@ class LocalServer:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if self.log is None or not self.log.is_file():
             return f"vLLM on {self.place} {how}"
-        text = engine_log.read_log(self.log)
-        if code > 0 and (error := engine_log.root_cause(text)):
+        if code > 0 and (error := self.read_error()):
             return f"vLLM on {self.place} {how}: {error}; its output is in {self.log}"
-        lines = engine_log.last_lines(text)
+        lines = engine_log.last_lines(engine_log.read_log(self.log))
         return f"vLLM on {self.place} {how}; " + (
             f"the last lines of {self.log}:{lines}" if lines else f"its output is in {self.log}"
         )
+
+    def read_error(self) -> str:
+        """Return the root cause in the process's output; "" if there is none."""
+        return engine_log.root_cause(engine_log.read_log(self.log))
 
     def close(self) -> None:
         """End the process and everything that it started. May be called twice."""

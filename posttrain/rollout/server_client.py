@@ -94,8 +94,10 @@ class ServerClient(EngineClient):
         eos_ids: Sequence[int],
         image_ids: Sequence[int] = (),
         process: LocalServer | None = None,
+        memory_hint: str = "",
     ) -> None:
-        self.url, self.key, self.process = url.rstrip("/"), key, process
+        """process: a server that this run has started. memory_hint: what to change if its memory does not suffice."""
+        self.url, self.key, self.process, self.memory_hint = url.rstrip("/"), key, process, memory_hint
         self.socket = str(process.uds) if process else ""
         self.name = self.url or (f"vLLM on {process.place}" if process else "")
         self.timeout_s, self.eos_ids, self.image_ids = timeout_s, sorted(eos_ids), sorted(image_ids)
@@ -425,6 +427,8 @@ class ServerClient(EngineClient):
         if isinstance(cause, EngineError):
             return cause.copy()  # each waiting request raises its own copy
         exit_report = self.process.describe_exit(EXIT_WAIT_S) if self.process else ""
+        if exit_report and self.process and vllm_start.is_memory_error(self.process.read_error()):
+            return ServerLost(exit_report, hint=f"{self.memory_hint}; {RESUME}")
         return ServerLost(
             exit_report or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
             where="" if exit_report else self.name,

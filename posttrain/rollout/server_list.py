@@ -58,6 +58,7 @@ class ServerList:
             eos_ids=self.spec.eos_ids,
             image_ids=self.spec.image_ids,
             process=process,
+            memory_hint=vllm_start.memory_hint(self.spec.section),
         )
 
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:

@@ -435,9 +435,14 @@ def error_with_hint(message: str, section: Vllm, what: str) -> EngineError:
         )
     elif "No space left on device" in message:
         hint = "/dev/shm or the folder for temporary files is full; a container gets a larger /dev/shm by --shm-size"
-    elif "memory" in message.lower() or "cache blocks" in message.lower():
+    elif is_memory_error(message):
         hint = memory_hint(section)
     return EngineError(f"vLLM {what}: {message}", hint=hint)
+
+
+def is_memory_error(message: str) -> bool:
+    """Return whether vLLM's message says that memory is missing; an access to wrong memory is no such error."""
+    return re.search(r"(?<!illegal )memory|cache blocks", message, re.IGNORECASE) is not None
 
 
 def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:

@@ -311,17 +311,21 @@ def test_server_exit_during_a_request_raises_with_its_last_output(fake: Any) -> 
     """The session's connection ends: waiting requests raise immediately, with the last lines of the process's log."""
     free = threading.Event()
     fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
-    one = client_of(fake)
+    one = client_of(fake, memory_hint="lower gpu_memory")
     loop.run(one.open(WANTED))
-    one.process = SimpleNamespace(describe_exit=lambda _: "vLLM on GPU 1 was killed by SIGKILL", close=lambda: None)  # type: ignore[assignment]
+    ended = SimpleNamespace(describe_exit=lambda _: "vLLM on GPU 1 was killed by SIGKILL", read_error=lambda: "")
+    one.process = ended  # type: ignore[assignment]
+    ended.close = lambda: None
     future = loop.submit(one.complete(REQUEST, SAMPLED))
     while not fake.bodies("/inference/v1/generate"):
         time.sleep(0.01)
     began = time.monotonic()
     fake.over.set()
-    with pytest.raises(EngineError, match=r"vLLM on GPU 1 was killed by SIGKILL(.|\n)*--resume"):
+    with pytest.raises(EngineError, match=r"vLLM on GPU 1 was killed by SIGKILL\n  hint: go on(.|\n)*--resume"):
         future.result(10)
     assert time.monotonic() - began < 5
+    ended.read_error = lambda: "OutOfMemoryError: CUDA out of memory"
+    assert "hint: lower gpu_memory; go on with" in str(one._connection_error())
     with pytest.raises(EngineError, match="SIGKILL"):
         loop.run(one.pause())
     free.set()

@@ -197,6 +197,7 @@ def test_engine_that_cannot_start_raises_before_loading(monkeypatch: pytest.Monk
         ("Unsupported CPU attention configuration: head_dim=16", "head size"),
         ("CppCompileError: C++ compile error\nmemory", "must have no space: VLLM_CACHE_ROOT"),
         ("OSError: [Errno 28] No space left on device", "--shm-size"),
+        ("CUDA error: an illegal memory access was encountered", "VLLM_LOGGING_LEVEL"),
         ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
     ],
 )
