@@ -270,3 +270,30 @@ def test_sft_refuses_an_answer_that_leaves_an_opened_thought_open() -> None:
     row = {"uid": "r", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
     with pytest.raises(DataError, match=r"opens \[THINK\] before the model's turn"):
         example_texts(row, tokenizer, Data(source="x"))
+
+
+# Writes thoughts as Magistral's template does: as parts of a content, and not from a key of the message.
+PARTS_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>' -}}
+{%- if message.content is string -%}{{- message.content -}}
+{%- else -%}{%- for part in message.content -%}
+{{- '[THINK]' + part['thinking'] + '[/THINK]' if part['type'] == 'thinking' else part['text'] -}}
+{%- endfor -%}{%- endif -%}
+{%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_a_thought_that_the_template_reads_from_no_key_is_trained_on_in_the_models_marks(key: str) -> None:
+    tokenizer = make_tokenizer("magistral")
+    tokenizer.chat_template = PARTS_TEMPLATE
+    answer = {"role": "assistant", "content": "4", key: "2 and 2"}
+    row = {"uid": "r", "messages": [{"role": "user", "content": "2+2?"}, answer]}
+    (text,) = example_texts(row, tokenizer, Data(source="x"))
+    assert [(piece.text, piece.trained) for piece in text.pieces] == [
+        ("<|user|>2+2?<|assistant|>", False),
+        ("[THINK]2 and 2[/THINK]4<eos>", True),
+    ]

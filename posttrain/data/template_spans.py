@@ -7,6 +7,7 @@ them (most split an answer at `</think>`). Aligning both renderings gives the sp
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import json
@@ -18,6 +19,7 @@ from typing import Any
 from posttrain import chat
 from posttrain.errors import DataError
 from posttrain.images import MARK
+from posttrain.thoughts import FORMATS, STANDARD, THINK_END, thought_format
 
 Message = Mapping[str, Any]
 
@@ -27,7 +29,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys from which tem
 _CONTROL_KEYS = frozenset({"role", "train", "weight", "id", "tool_call_id", "type", "index"})
 
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\]|/(?:no_?)?think\b)")
-_THOUGHT_END = re.compile(r"</(?:\w+:)?(?:think(?:ing)?|thought|reasoning)>|\[/THINK\]")
+_THOUGHT_END = re.compile(
+    "|".join((r"</(?:\w+:)?(?:think(?:ing)?|thought|reasoning)>", *(re.escape(form.closing) for form in FORMATS)))
+)
 _PROBE = re.compile(r"x8q\d+x|7301\d{5}(?:\.5)?")
 
 
@@ -229,11 +233,11 @@ def _written_forms(value: str | float) -> Iterator[str]:
 def adapt_messages(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Return the messages with the keys and formats that the tokenizer's template reads.
 
-    A thought is stored under the key that the template reads, or in the content if the template knows only `</think>`.
+    A thought is stored under the key that the template reads, or in the content if the template keeps its marks there.
     Call arguments are objects, or JSON text for templates that concatenate them; a turn that consists of calls has the
     content "", or None for templates that test for a content.
     """
-    named = [_rename_thought(m, str(tokenizer.chat_template)) for m in messages]
+    named = [_place_thought(m, tokenizer) for m in messages]
     if not any(m.get("tool_calls") for m in named):
         return named
     for form in _message_variants(named):
@@ -244,21 +248,43 @@ def adapt_messages(tokenizer: Any, messages: Sequence[Message], tools: Sequence[
     return named
 
 
-def _rename_thought(message: Message, template: str) -> dict[str, Any]:
-    """Return the message with its thought under the key that the template reads."""
+def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
+    """Return the message with its thought under the key that the template reads, else in the content."""
     own = [name for name in THOUGHTS if name in message]
     if len(own) != 1:
         return dict(message)
+    template, form = str(tokenizer.chat_template), thought_format(tokenizer)
     known = [name for name in THOUGHTS if re.search(rf"(?:\.|['\"]){name}\b", template)]
+    if form is not STANDARD:  # Magistral's template reads `thinking` of a content's parts, not of a message
+        known = [name for name in known if _writes_thought(tokenizer, template, name, _THOUGHT)]
     if own[0] in known:
         return dict(message)
     if known:
         return {known[0] if key == own[0] else key: value for key, value in message.items()}
     thought, content = message[own[0]], message.get("content") or ""
-    if "</think>" not in template or not isinstance(thought, str) or "</think>" in content:
+    unknown = form is STANDARD and THINK_END not in template
+    if unknown or not isinstance(thought, str) or not isinstance(content, str) or form.closing in content:
         return dict(message)
     others = {key: value for key, value in message.items() if key != own[0]}
-    return {**others, "content": f"<think>\n{thought.strip()}\n</think>\n\n{content}"}
+    if form is STANDARD:
+        return {**others, "content": f"<think>\n{thought.strip()}\n</think>\n\n{content}"}
+    if not _writes_thought(tokenizer, template, "content", f"{form.opening}{_THOUGHT}{form.closing}x8answer"):
+        return dict(message)
+    return {**others, "content": f"{form.opening}{thought.strip()}{form.closing}{content}"}
+
+
+_THOUGHT = "x8thought"
+
+
+@functools.lru_cache(maxsize=16)
+def _writes_thought(tokenizer: Any, template: str, key: str, value: str) -> bool:
+    """Return whether the template writes the thought in this value of an assistant message. template: a cache key."""
+    del template
+    turn = {"role": "assistant", "content": "x8answer", key: value}
+    try:
+        return _THOUGHT in chat.render(tokenizer, [{"role": "user", "content": "x8question"}, turn])
+    except DataError:
+        return False
 
 
 def _message_variants(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 
 from posttrain.registry import load_function
+from posttrain.thoughts import end_in
 
 TURNS = ("Wait", "But", "Alternatively", "Hmm", "Let", "Therefore")  # words that begin a new line of thought (DECS)
 
@@ -143,7 +144,7 @@ def necessary_prefix(
     The necessary prefix ends with the first chunk that mentions the answer; without such a chunk or a finished thought,
     nothing is redundant: (-1, end, 1.0).
     """
-    end = completion.find(think_end)
+    end = completion.find(end_in(completion, think_end))
     pieces = chunks(completion[: max(end, 0)], words)
     found = next((number for number, piece in enumerate(pieces) if mentions(piece, answer)), None)
     if found is None:

@@ -45,6 +45,7 @@ def test_necessary_prefix() -> None:
     start, end, share = e.necessary_prefix(THOUGHT + "</think>4", "4")
     assert (THOUGHT + "</think>4")[start:end] == "Wait, check.\nBut no\nline. Hmm\n it is 4.\n"
     assert share == pytest.approx(1 / 3)
+    assert e.necessary_prefix(THOUGHT + "</think>4", "4", think_end="[/THINK]") == (start, end, share)  # as decoded
     assert e.necessary_prefix(THOUGHT + "</think>4", "7")[::2] == (-1, 1.0)
     assert e.necessary_prefix(THOUGHT, "4")[::2] == (-1, 1.0)  # unclosed thought
 
