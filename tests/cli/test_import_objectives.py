@@ -152,6 +152,30 @@ def left_out(draft: Draft) -> dict[str, str]:
         (AXOLOTL | {"rl": "grpo", "vllm": {"tensor_parallel_size": 2}}, "rl", {"rollout.vllm.tensor_parallel": 2}),
         (AXOLOTL | {"rl": "grpo", "trl": {"generation_batch_size": 16, "num_generations": 4}}, "rl",
          {"rollout.prompts_per_step": 4, "batch.minibatches": 8}),
+        # TRL weights the KL term by the ratio unless use_bias_correction_kl is false; RLOO's is in the reward.
+        (GRPO | {"beta": 0.04}, "rl", {"kl.coef": 0.04, "kl.use": "k3_is"}),
+        (GRPO | {"beta": 0.04, "use_bias_correction_kl": False}, "rl", {"kl.coef": 0.04, "kl.use": None}),
+        (GRPO, "rl", {"kl": None}),
+        ("trl rloo --model_name_or_path org/x --dataset_name rows.jsonl --beta 0.1", "rl",
+         {"kl.coef": 0.1, "kl.use": None}),
+        # CISPO's bound of the ratio is epsilon_high, else epsilon.
+        (GRPO | {"loss_type": "cispo"}, "rl", {"loss.ratio_max": 0.2, "loss.clip_low": None}),
+        (GRPO | {"loss_type": "cispo", "epsilon": 3.0}, "rl", {"loss.ratio_max": 3.0, "loss.clip_low": None}),
+        (GRPO | {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 5.0}, "rl", {"loss.ratio_max": 5.0}),
+        # TRL sets the adapter's dropout to 0 in dpo and reward models, and in rl on request.
+        (TRL | {"use_peft": True, "beta": 0.1}, "dpo", {"model.lora.dropout": 0.0}),
+        (TRL | {"use_peft": True, "beta": 0.1, "lora_dropout": 0.1}, "dpo", {"model.lora.dropout": 0.0}),
+        (TRL | {"use_peft": True, "disable_dropout": False}, "reward_model", {"model.lora.dropout": 0.05}),
+        (TRL | {"use_peft": True}, "reward_model", {"model.lora.dropout": 0.0}),
+        (GRPO | {"use_peft": True}, "rl", {"model.lora.dropout": 0.05}),
+        (GRPO | {"use_peft": True, "disable_dropout": True}, "rl", {"model.lora.dropout": 0.0}),
+        # The order of the rows: SFT's shuffle_dataset adds a second shuffle, KTO takes the rows in order.
+        (TRL | {"packing": False, "shuffle_dataset": False}, "sft", {"data.shuffle": None}),
+        (TRL | {"packing": False, "train_sampling_strategy": "sequential"}, "sft", {"data.shuffle": False}),
+        (GRPO | {"shuffle_dataset": False}, "rl", {"data.shuffle": False}),
+        ("trl kto --model_name_or_path org/x --dataset_name rows.jsonl", "dpo", {"data.shuffle": False}),
+        (TRL | {"packing": False, "router_aux_loss_coef": 0.02}, "sft", {"objective.router_aux_loss": 0.02}),
+        (TRL | {"packing": False, "model_init_kwargs": {"dtype": "bfloat16"}}, "sft", {"model.dtype": "bfloat16"}),
         # Adapters: which modules.
         (AXOLOTL | {"adapter": "lora", "lora_target_modules": ["q_proj"], "lora_target_linear": True}, "sft",
          {"model.lora.targets": "all-linear"}),
@@ -212,6 +236,8 @@ def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
     entropy = {"actor_rollout_ref.actor.entropy_coeff": 0.01}
     draft = imported(folder, VERL | entropy | {"algorithm.adv_estimator": "grpo"})
     assert draft.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.01}]
+    trl = imported(folder, GRPO | {"loss_type": "grpo", "entropy_coef": 0.01})  # whose bonus is a mean over tokens
+    assert trl.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.01, "aggregation": "token_mean"}]
     value, bonus = imported(folder, VERL | entropy).plain()["regularisers"]  # verl's default is gae: PPO's critic
     assert (value["use"], value["coef"], bonus) == ("value", 0.1, {"use": "entropy_bonus", "coef": 0.01})
 
@@ -231,6 +257,26 @@ def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
 def test_trls_vllm_correction_is_imported(given: Any, entry: Any, folder: Path) -> None:
     draft = imported(folder, GRPO | {"use_vllm": True} | given)
     assert draft.plain().get("corrections") == (None if entry is None else [entry])
+
+
+def test_trls_masks_of_tokens_and_rows_are_imported(folder: Path) -> None:
+    given = {"use_vllm": True, "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.2}
+    draft = imported(folder, GRPO | given | {"vllm_importance_sampling_mode": "token_mask"})
+    assert sorted(draft.plain()["corrections"], key=lambda entry: entry["use"]) == [
+        {"use": "off_policy_seq_mask", "threshold": 0.5},
+        {"use": "tis", "level": "token", "mode": "mask", "clip_max": 3.0},
+    ]
+    assert draft.plain()["select"] == [{"use": "high_entropy_tokens", "rho": 0.2}]
+    assert left_out(draft) == {}
+
+
+def test_ratios_that_trl_combines_otherwise_are_noted(folder: Path) -> None:
+    vespo = {"vllm_importance_sampling_correction": True, "use_vllm": True, "loss_type": "vespo"}
+    assert any("vespo's ratio of the row" in note for note in imported(folder, GRPO | vespo).notes)
+    gspo = {"importance_sampling_level": "sequence", "beta": 0.1}
+    assert any("the ratio of its row" in note for note in imported(folder, GRPO | gspo).notes)
+    cpo = "trl cpo --model_name_or_path org/x --dataset_name rows.jsonl --label_smoothing 0.1"
+    assert not any("label_smoothing" in note for note in imported(folder, cpo).notes)  # CPO's `sigmoid` reads it
 
 
 def test_axolotls_correction_equals_trls(folder: Path) -> None:

@@ -30,6 +30,10 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
     for path, value in known[names[0]].items():
         draft.set_default(path, value, draft.origin(given.key))
     _put_arguments(draft, names[0])
+    if (
+        names[0] == "cispo"
+    ):  # its bound of the ratio itself is epsilon_high, else epsilon, whose default is that of a clip
+        draft.set_default("loss.ratio_max", 0.2, f"epsilon, {draft.foreign.table.tool}'s default")
 
 
 def _put_arguments(draft: Draft, name: str) -> None:
@@ -69,7 +73,7 @@ def _divergence(draft: Draft, given: Given, _: str) -> None:
 
 def _label_smoothing(draft: Draft, given: Given, target: str) -> None:
     draft.set_default(target, given.value, draft.origin(given.key))
-    if draft.get("loss_type", default="sigmoid") in ("sigmoid", ["sigmoid"]):
+    if draft.at("algorithm") != "cpo" and draft.get("loss_type", default="sigmoid") in ("sigmoid", ["sigmoid"]):
         draft.note("TRL's `sigmoid` does not read label_smoothing; here it makes DPO conservative (cDPO)")
 
 
@@ -100,6 +104,8 @@ def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
     preset = draft.at("algorithm")
     terms: Any = presets.preset(str(preset)).choices.get("regularisers", []) if preset in presets.names() else []
     entropy = {"use": Leaf("entropy_bonus", draft.origin(given.key)), "coef": Leaf(float(given.value), "")}
+    if draft.foreign.table.name == "trl":  # a mean over tokens with every loss
+        entropy["aggregation"] = Leaf("token_mean", "")
     draft.values["regularisers"] = [
         *({key: Leaf(value, f"of {preset}" if key == "use" else "") for key, value in term.items()} for term in terms),
         entropy,
@@ -128,8 +134,41 @@ def _engine_correction(draft: Draft, given: Given, _: str) -> None:
     high = draft.get(f"{of}clip_max", f"{of}cap", default=3.0)
     low = draft.get(f"{of}clip_min")
     values = {**known[named], "clip_max": float(high), **({"clip_min": float(low)} if low is not None else {})}
-    entry = {"use": Leaf("tis", draft.origin(given.key)), **{key: Leaf(value, "") for key, value in values.items()}}
-    draft.values["corrections"] = [entry]
+    _append(draft, "corrections", given, "tis", values)
+    if _read_key(draft, f"{section}loss_type") == "vespo":
+        draft.note(
+            f"{draft.foreign.table.tool} multiplies the ratio of trainer and engine into vespo's ratio of the row; here"
+            " `tis` multiplies the loss"
+        )
+
+
+def _read_key(draft: Draft, key: str) -> Any:
+    """Return the value of a key that another function converts."""
+    return draft.foreign.given[key].value if key in draft.foreign.given else None
+
+
+def _append(draft: Draft, key: str, given: Given, use: str, params: dict[str, Any]) -> None:
+    """Append a component to one of the recipe's lists."""
+    entry = {"use": Leaf(use, draft.origin(given.key)), **{name: Leaf(value, "") for name, value in params.items()}}
+    draft.values.setdefault(key, []).append(entry)
+
+
+def _off_policy_mask(draft: Draft, given: Given, _: str) -> None:
+    _append(draft, "corrections", given, "off_policy_seq_mask", {"threshold": float(given.value)})
+
+
+def _high_entropy(draft: Draft, given: Given, _: str) -> None:
+    _append(draft, "select", given, "high_entropy_tokens", {"rho": float(given.value)})
+
+
+def _kl_ratio(draft: Draft, given: Given, _: str) -> None:
+    """TRL: convert the importance weight of the KL term, which is on by default."""
+    if not draft.get("beta"):
+        draft.leave(given, "without beta there is no KL term")
+        return
+    draft.set_default("kl.use", "k3_is", draft.origin(given.key))
+    if _read_key(draft, "importance_sampling_level") == "sequence":
+        draft.note("TRL weights the KL of a token by the ratio of its row; `kl.use: k3_is` by the token's own ratio")
 
 
 def _estimator(draft: Draft, given: Given, _: str) -> None:
@@ -221,9 +260,12 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "dynamic_sampling": _dynamic_sampling,
     "engine_correction": _engine_correction,
     "entropy_bonus": _entropy_bonus,
+    "high_entropy": _high_entropy,
     "estimator": _estimator,
     "kl_in_loss": _kl_in_loss,
+    "kl_ratio": _kl_ratio,
     "loss_type": _loss_type,
+    "off_policy_mask": _off_policy_mask,
     "rpo": _rpo,
     "smoothing": _label_smoothing,
     "verl_clip": _verl_clip,

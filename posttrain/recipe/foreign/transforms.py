@@ -197,6 +197,14 @@ def _adapter_dir(draft: Draft, given: Given, _: str) -> None:
     draft.note(f"the base of the adapter {value} is the one that its adapter_config.json names")
 
 
+def _no_dropout(draft: Draft, given: Given, _: str) -> None:
+    """TRL: switch off the adapter's dropout, which TRL sets to 0 after it has made the adapter."""
+    if not trains_adapter(draft.foreign):
+        draft.leave(given, "dropout is as in the model's config.json")
+    elif given.value is True:
+        draft.replace("model.lora.dropout", 0.0, draft.origin(given.key))
+
+
 def _betas(draft: Draft, given: Given, _: str) -> None:
     if given.key == "adam_beta2" and draft.foreign.given.get("adam_beta1"):
         return
@@ -338,6 +346,7 @@ TRANSFORMS: dict[str, Transform] = {
     "global_batch": _global_batch,
     "list": _list,
     "megatron_batch": _megatron_batch,
+    "no_dropout": _no_dropout,
     "lora_on": _lora_on,
     "positive": _positive,
     "rows_or_all": _rows_or_all,
