@@ -101,7 +101,8 @@ def count_admitted(kappa: float, mixed: int, solved: int) -> int:
     """
     if kappa <= 0:
         return 0
-    return solved if kappa >= 1 else min(solved, math.floor(kappa * mixed / (1 - kappa)))
+    # 0.2 * 172 / 0.8 is 42.99999999999999
+    return solved if kappa >= 1 else min(solved, math.floor(kappa * mixed / (1 - kappa) + 1e-9))
 
 
 @register(

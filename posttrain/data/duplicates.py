@@ -132,7 +132,8 @@ def _prefix(
 ) -> list[tuple[str, ...]]:
     """Return the rarest shingles, of which two texts with at least `min_similarity` share at least one."""
     ordered = sorted(shingles, key=lambda s: (counts[s], s))
-    return ordered[: len(ordered) - math.ceil(min_similarity * len(ordered)) + 1] if ordered else []
+    shared = math.ceil(min_similarity * len(ordered) - 1e-9)  # 0.55 * 100 is more than 55 in floating point
+    return ordered[: len(ordered) - shared + 1] if ordered else []
 
 
 def _add_to_index(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class SelectiveSampleBuffer(Replay):
     def add(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> list[int]:
         empty = sum(abs(row.advantage) <= TAU for row in fresh)
         weights = self._buffer(stored, request)[1]
-        count = min(empty, int(self.fraction * len(fresh)), sum(weight > 0 for weight in weights))
+        most = math.floor(self.fraction * len(fresh) + 1e-9)  # 0.7 * 90 is 62.99999999999999
+        count = min(empty, most, sum(weight > 0 for weight in weights))
         return sorted(draw_weighted(weights, count, random.Random(request.seed).random))
 
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:

@@ -68,7 +68,7 @@ def difficulty(rewards_naive: Sequence[float | None]) -> float:
 
 def hint_length(ratio: float, length: int) -> int:
     """Return floor(ratio * length) tokens, at most length - 1 and at least 0."""
-    return max(min(math.floor(ratio * length), length - 1), 0)
+    return max(min(math.floor(ratio * length + 1e-9), length - 1), 0)  # 0.29 * 100 is 28.999999999999996
 
 
 @register(

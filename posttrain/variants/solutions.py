@@ -129,7 +129,7 @@ def shortest_fraction(fractions: Sequence[float], right: Sequence[float], fallba
 
 def prefix_tokens(fraction: float, length: int) -> int:
     """Return max(1, floor(fraction * length)) tokens of a solution; 0 of an empty one."""
-    return min(max(1, math.floor(fraction * length)), length)
+    return min(max(1, math.floor(fraction * length + 1e-9)), length)  # 0.29 * 100 is 28.999999999999996
 
 
 @register(
@@ -172,7 +172,7 @@ def prefixed_share(prefixed: float = 3000.0, plain: float = 1000.0) -> float:
 
 def cut_tokens(fraction: float, length: int) -> int:
     """Return floor(fraction * length), at least 1 and at most length - 1; 0 if the trace has fewer than two tokens."""
-    return min(max(math.floor(fraction * length), 1), length - 1) if length > 1 else 0
+    return min(max(math.floor(fraction * length + 1e-9), 1), length - 1) if length > 1 else 0
 
 
 def cut_before_answer(text: str, answer: Any) -> str:

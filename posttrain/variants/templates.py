@@ -217,7 +217,7 @@ def prune_population(
     The ceil(size * keep_ratio) best stay, ties by lower index; protected members come first and always stay.
     """
     order = sorted(range(len(weights)), key=lambda n: (n not in protected, -weights[n], n))
-    count = max(math.ceil(len(weights) * keep_ratio), len(set(protected)))
+    count = max(math.ceil(len(weights) * keep_ratio - 1e-9), len(set(protected)))
     kept = sorted(itertools.islice(order, count))
     mean = sum(weights[n] for n in kept) / len(kept)
     return kept, [*(weights[n] for n in kept), *[mean] * num_new]

@@ -124,3 +124,9 @@ def test_solved_groups_are_admitted_in_order(groups: Groups) -> None:
 def test_number_of_admitted_solved_groups(kappa: float, count: int) -> None:
     """Ten mixed, seven solved: 0.2 * 10 / 0.8 = 2.5, 0.25 * 10 / 0.75 = 3.33, 0.9 * 10 / 0.1 = 90."""
     assert count_admitted(kappa, 10, 7) == count
+
+
+@pytest.mark.parametrize(("kappa", "mixed", "admitted"), [(0.2, 172, 43), (0.2, 171, 42), (0.03, 97, 3), (0.12, 22, 3)])
+def test_solved_groups_have_exactly_their_share(kappa: float, mixed: int, admitted: int) -> None:
+    """43 of 172 + 43 are 0.2, and 0.2 * 172 / 0.8 is less than 43 in floating point."""
+    assert count_admitted(kappa, mixed, 100) == admitted

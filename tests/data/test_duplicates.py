@@ -6,6 +6,7 @@ import itertools
 import random
 
 from posttrain.data.duplicates import (
+    SHINGLE,
     answer,
     find_near_duplicates,
     find_same_except_numbers,
@@ -74,3 +75,12 @@ def test_question_and_answer_text_of_a_row():
     assert (question({"messages": talk}), answer({"messages": talk})) == ("q", "a")
     assert (question({"prompt": talk[:2]}), answer({"prompt": "q", "answer": 4})) == ("q", "4")
     assert answer({"chosen": "x", "rejected": "y"}) == "x\0y" and question({"text": "t"}) == "t"
+
+
+def test_similarity_at_the_threshold_is_found() -> None:
+    """55 of 100 shingles are shared, and 0.55 * 100 is more than 55 in floating point."""
+    names = [f"w{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(100 + SHINGLE - 1)]
+    texts = [" ".join(names), " ".join(names[: 55 + SHINGLE - 1])]
+    assert [(p.first, p.second, p.similarity) for p in find_near_duplicates(texts, min_similarity=0.55)] == [
+        (1, 0, 0.55)
+    ]

@@ -68,3 +68,9 @@ def test_replay_ends_at_until() -> None:
 def test_invalid_bounds_raise(kind: type, wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         kind(**wrong)
+
+
+def test_fraction_of_a_step_is_exact() -> None:
+    """0.7 * 90 is 62.99999999999999 in floating point."""
+    drawn = SelectiveSampleBuffer(fraction=0.7).add([row(0.0, 1)] * 90, [row(1.0)] * 90, at(1))
+    assert len(drawn) == 63

@@ -14,6 +14,9 @@ import torch
 from posttrain.batch import Rollout, RolloutBatch, Variant
 from posttrain.train import collect, rl, variants
 from posttrain.train.collate import Sequences
+from posttrain.variants.help import hint_length
+from posttrain.variants.solutions import cut_tokens, prefix_tokens
+from posttrain.variants.templates import prune_population
 
 Values = dict[str, Any]
 
@@ -500,3 +503,9 @@ def test_no_variant_exceeds_its_reserved_length(
     ran(values_of(algorithm=name, rewards=[{"use": "rewards.py:digits", "correct": True}]))
     longest = max(len(r.prompt.ids) + len(r.ids) for rollouts in seen.rollouts for r in rollouts)
     assert longest <= rooms[0] + 10 + 8  # the longest prompt of these rows, and max_new_tokens
+
+
+def test_shares_of_a_length_are_exact() -> None:
+    """0.29 * 100 is less than 29, and 0.07 * 100 more than 7, in floating point."""
+    assert prefix_tokens(0.29, 100) == cut_tokens(0.29, 100) == hint_length(0.29, 100) == 29
+    assert len(prune_population([1.0] * 100, 0.07)[0]) == 7
