@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.rollout import engine_process, vllm_process
 
-GENERATE = "/inference/v1/generate"
+GENERATE = vllm_process.GENERATE
 
 
 class StandIn:
@@ -103,10 +103,7 @@ class StandIn:
 
     def samples(self, *found: tuple[list[int], str]) -> None:
         """Answer requests with these (ids, finish reason)."""
-        choices = [
-            {"finish_reason": why, "token_ids": ids, "logprobs": {"content": [{"logprob": -i / 3} for i in ids]}}
-            for ids, why in found
-        ]
+        choices = [{"finish_reason": why, "token_ids": ids, "logprobs": [-i / 3 for i in ids]} for ids, why in found]
         self.answers[GENERATE] = lambda _: (200, {"choices": choices})
 
     def bodies(self, path: str) -> list[Any]:
@@ -165,8 +162,7 @@ def transformers_server(
     def generate(body: Any) -> tuple[int, Any]:
         values = body["sampling_params"]
         if "prompt_logprobs" in values:
-            scores = zip(body["token_ids"][1:], loop.run(client.score(body["token_ids"])), strict=True)
-            return 200, {"prompt_logprobs": [None, *({str(token): {"logprob": logp}} for token, logp in scores)]}
+            return 200, {"prompt_logprobs": loop.run(client.score(body["token_ids"]))}
         client.spec = EngineSpec(Vllm(), torch_dtype, window, rank, tuple(values["stop_token_ids"] or ()))
         asked = Request(
             0,
@@ -183,7 +179,7 @@ def transformers_server(
                 {
                     "finish_reason": "abort" if sample.finish == "paused" else sample.finish,
                     "token_ids": sample.ids,
-                    "logprobs": sample.logps and {"content": [{"logprob": logp} for logp in sample.logps]},
+                    "logprobs": sample.logps,
                 }
                 for sample in found
             ]

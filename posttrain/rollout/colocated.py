@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +23,12 @@ import torch
 
 from posttrain.batch import PromptImages
 from posttrain.errors import EngineError
-from posttrain.images import open_image
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall, close_all, make_completion
 from posttrain.rollout.requests import Request
+from posttrain.rollout.vllm_samples import engine_prompt, prompt_logprobs, sampled_logprobs
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.scratch import Scratch
 
@@ -107,14 +107,11 @@ class ColocatedClient(EngineClient):
 
     def _completion(self, sample: Any, logprobs: bool) -> Completion:
         """Return a sample of vLLM's RequestOutput as a Completion."""
-        flat, aborted = sample.logprobs, sample.finish_reason == "abort"
-        finish = "paused" if self.pausing and aborted else sample.finish_reason
-        read_logps = (lambda: [flat.logprobs[i] for i in flat.start_indices]) if logprobs else None
-        return make_completion(finish, sample.token_ids, read_logps)
+        finish = "paused" if self.pausing and sample.finish_reason == "abort" else sample.finish_reason
+        return make_completion(finish, sample.token_ids, partial(sampled_logprobs, sample) if logprobs else None)
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        reported = (await self._call(self._answer(ids, vllm_start.SCORING, adapter=adapter))).prompt_logprobs
-        return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
+        return prompt_logprobs(await self._call(self._answer(ids, vllm_start.SCORING, adapter=adapter)), ids)
 
     async def _answer(
         self,
@@ -134,7 +131,7 @@ class ColocatedClient(EngineClient):
             try:
                 answer = await self.llm.add_request(
                     str(next(self.numbers)),
-                    engine_prompt(ids, images),
+                    engine_prompt(images.shorten(tuple(ids)), images.shown) if images else engine_prompt(ids, ()),
                     params,
                     lora_request=self.adapters.get(adapter or next(iter(self.adapters), "")),  # None for `base`
                 )
@@ -260,15 +257,3 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait({task})
-
-
-_picture = functools.lru_cache(maxsize=16)(open_image)  # requests of one prompt follow each other
-
-
-def engine_prompt(ids: Sequence[int], images: PromptImages | None) -> dict[str, Any]:
-    """Return a prompt for vLLM: token ids as its renderer would make them of text. With images: one token per image,
-    which vLLM's own processor expands, and the images."""
-    if images is None:
-        return {"type": "token", "prompt_token_ids": list(ids)}
-    pictures = [_picture(image) for image in images.shown]
-    return {"prompt_token_ids": list(images.shorten(tuple(ids))), "multi_modal_data": {"image": pictures}}

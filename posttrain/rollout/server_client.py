@@ -45,12 +45,10 @@ CONNECT_RETRY_S = 120.0  # for a server that does not listen: it may be restarti
 START_S = 1800.0  # the same for a server process that this run started, as long as it lives
 RETRY_S = 0.5
 CONNECT_S = 10.0
-FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer with all samples of the request
 EXIT_WAIT_S = 1.0  # for a process to end after its connections have closed
 DRAIN_S = 0.2  # between two pauses: a request may arrive after the first
 HEALTH_S = 10.0  # for a server to answer its health check
 FILES = 65536
-GENERATE = "/inference/v1/generate"
 RESUME = "go on with the same command and --resume"
 
 
@@ -234,7 +232,7 @@ class ServerClient(EngineClient):
     def _completion(self, choice: Mapping[str, Any], logprobs: bool) -> Completion:
         """Return a `choice` of vLLM's answer as a Completion; an aborted one is paused."""
         finish = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
-        read_logps = (lambda: [entry["logprob"] for entry in choice["logprobs"]["content"]]) if logprobs else None
+        read_logps = (lambda: choice["logprobs"]) if logprobs else None
         return make_completion(finish, choice["token_ids"], read_logps, where=self.name)
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -244,8 +242,7 @@ class ServerClient(EngineClient):
         except RequestFailed as error:  # a server that fails the probe of a sync cannot be trusted
             raise self._mark_lost(ServerLost.of(error.problems)) from error
         with self._parse_response():
-            reported = answer["prompt_logprobs"][1:]
-            return [entry[str(token)]["logprob"] for entry, token in zip(reported, ids[1:], strict=True)]
+            return [float(logp) for logp, _ in zip(answer["prompt_logprobs"], ids[1:], strict=True)]
 
     @contextlib.contextmanager
     def _parse_response(self) -> Iterator[None]:
@@ -261,20 +258,13 @@ class ServerClient(EngineClient):
     ) -> dict[str, Any]:
         """Request samples of token ids. An image is sent as a PNG of what the trainer's processor gets, with one
         placeholder token each."""
-        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": {**sampling, "output_kind": FINAL_ONLY}}
+        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": dict(sampling)}
         if self.adapter:
-            body["model"] = self.adapter
+            body["adapter"] = self.adapter
         if images is not None:
-            if not self.about.get("takes_images"):
-                raise EngineError(
-                    f"vLLM {self.about.get('vllm')} takes no images with tokens on a server",
-                    where=self.name,
-                    hint="take vLLM 0.32, or the engine beside the trainer (no `rollout.vllm.server`)",
-                )
-            urls = [png_url(open_image(image)) for image in images.shown]
             body["token_ids"] = list(images.shorten(tuple(ids)))
-            body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
-        return await self._ask("POST", GENERATE, body)
+            body["images"] = [png_url(open_image(image)) for image in images.shown]
+        return await self._ask("POST", vllm_process.GENERATE, body)
 
     async def pause(self) -> None:
         """Interrupt requests until none is in progress. vLLM also drops its prefix cache: weights change next."""
@@ -397,7 +387,7 @@ class ServerClient(EngineClient):
             return self._busy_error(values.get("works_for"))
         message = values.get("error", values)
         message = message.get("message", message) if isinstance(message, dict) else message
-        kind = EngineError if status < 500 else RequestFailed if path == GENERATE else ServerLost
+        kind = EngineError if status < 500 else RequestFailed if path == vllm_process.GENERATE else ServerLost
         return kind(f"vLLM refused a request with status {status}: {message}", where=self.name)
 
     def _busy_error(self, who: str | None) -> EngineError:

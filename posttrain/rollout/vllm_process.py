@@ -17,19 +17,21 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.images import Image
 from posttrain.rollout.compile_cache import kernel_cache
 from posttrain.rollout.engine_process import end_with
+from posttrain.rollout.vllm_samples import engine_prompt, prompt_logprobs, sampled_logprobs
 from posttrain.run.environment import package_version
 
 KEY_VARIABLE = "VLLM_API_KEY"
 SESSION_HEADER = "x-posttrain-session"
-SESSION, ABOUT = "/posttrain/session", "/posttrain/about"
+SESSION, ABOUT, GENERATE = "/posttrain/session", "/posttrain/about", "/posttrain/generate"
 ALLOWED_PATHS = {
-    "/inference/v1/generate",
+    GENERATE,
     "/pause",
     "/resume",
     "/init_weight_transfer_engine",
@@ -65,8 +67,6 @@ def main(parent: int) -> None:
     parser, serve = FlexibleArgumentParser(), ServeSubcommand()
     serve.subparser_init(parser.add_subparsers())
     arguments = parser.parse_args()
-    if hasattr(arguments, "enable_scale_out"):  # versions with this option serve token ids only if it is set
-        arguments.enable_scale_out = True
     serve.validate(arguments)
     serve.cmd(arguments)
 
@@ -113,6 +113,8 @@ class Guard:
             await _reply(send, 404, {"error": f"nothing is served at {path}"})
         elif not self.session or headers.get(SESSION_HEADER) != self.session:
             await _reply(send, 410, {"error": "no such session"})
+        elif path == GENERATE:
+            await _reply(send, *await answer_generate(scope["app"].state, receive))
         else:
             await self.app(scope, receive, send)
 
@@ -137,6 +139,64 @@ class Guard:
             end_group()
 
 
+async def answer_generate(state: Any, receive: Receive) -> tuple[int, dict[str, Any]]:
+    """Return the status and the answer of a request that `ServerClient` sends for samples of token ids, or for the
+    log-probs of a prompt.
+
+    vLLM's own endpoint for token ids makes several objects per log-prob, in the process that also reads the engine
+    core's messages: seconds in a step of 100,000 tokens. The session's end aborts the request.
+    """
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    sampling = asyncio.ensure_future(sample(state, json.loads(body)))
+    disconnected = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({sampling, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return (200, sampling.result()) if sampling.done() else (499, {})  # nobody reads the latter
+    except Exception as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & {"ValueError", "TypeError", "VLLMClientError"}:  # the request's fault; the last one after vLLM 0.23
+            return 400, {"error": str(error)}
+        return 500, {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        for task in (sampling, disconnected):
+            task.cancel()
+
+
+async def sample(state: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's samples for a request of `ServerClient` in plain lists.
+
+    request: `token_ids`, `images` (data URLs, with one token each), `sampling_params` (arguments of vLLM's
+    SamplingParams) and `adapter`. Raises ValueError for a request that cannot be served.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    values, adapter, ids = request["sampling_params"], request.get("adapter"), request["token_ids"]
+    if bias := values.get("logit_bias"):  # JSON has made texts of the token ids
+        values = {**values, "logit_bias": {int(token): value for token, value in bias.items()}}
+    adapters = state.openai_serving_models.lora_requests
+    if adapter is not None and adapter not in adapters:
+        raise ValueError(f"the server has no adapter {adapter}")
+    prompt = engine_prompt(ids, [Image(url) for url in request.get("images", ())])
+    params = SamplingParams(**values, output_kind=RequestOutputKind.FINAL_ONLY)
+    outputs = state.engine_client.generate(prompt, params, secrets.token_hex(8), lora_request=adapters.get(adapter))
+    (output,) = [output async for output in outputs]
+    return {
+        "choices": [
+            {
+                "token_ids": list(one.token_ids),
+                "logprobs": None if one.logprobs is None else sampled_logprobs(one),
+                "finish_reason": one.finish_reason,
+            }
+            for one in output.outputs
+        ],
+        "prompt_logprobs": None if output.prompt_logprobs is None else prompt_logprobs(output, ids),
+    }
+
+
 def about(state: Any) -> dict[str, Any]:
     """Return what vLLM was started with, for the run to compare with its own settings."""
     config = state.vllm_config
@@ -151,17 +211,7 @@ def about(state: Any) -> dict[str, Any]:
         "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
         "lora_rank": lora.max_lora_rank if lora else None,
         "workers": config.parallel_config.world_size,
-        "takes_images": takes_images(),
     }
-
-
-def takes_images() -> bool:
-    """Return whether this vLLM accepts images together with token ids."""
-    try:
-        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-    except ImportError:  # older versions
-        return False
-    return "content_parts" in GenerateRequest.model_fields
 
 
 def boot_id() -> str:

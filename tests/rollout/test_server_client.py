@@ -67,12 +67,12 @@ def test_token_ids_and_log_probs_are_exact(fake: Any, client: ServerClient) -> N
         Completion((7, 8, 2), (-7 / 3, -8 / 3, -2 / 3), "stop"),
         Completion((9,), (-3.0,), "length"),
     ]
-    (body,) = fake.bodies("/inference/v1/generate")
-    assert body["token_ids"] == [5, 6] and "model" not in body
+    (body,) = fake.bodies(vllm_process.GENERATE)
+    assert body["token_ids"] == [5, 6] and body.keys() == {"token_ids", "sampling_params"}
     assert body["sampling_params"] == {
         **{"n": 2, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 9, "seed": 7, "stop": None},
         **{"stop_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True, "detokenize": False},
-        **{"skip_special_tokens": False, "logprobs": 0, "flat_logprobs": True, "output_kind": 2},
+        **{"skip_special_tokens": False, "logprobs": 0, "flat_logprobs": True},
     }
 
 
@@ -91,14 +91,13 @@ def test_greedy_samples_are_generated_once(fake: Any, client: ServerClient) -> N
     fake.samples(([7, 2], "stop"))
     found = loop.run(client.complete(REQUEST, SAMPLED.model_copy(update={"temperature": 0.0, "stop": ["x"]})))
     assert len(found) == 2 and found[0] == found[1]
-    (body,) = fake.bodies("/inference/v1/generate")
+    (body,) = fake.bodies(vllm_process.GENERATE)
     assert body["sampling_params"]["n"] == 1 and body["sampling_params"]["stop"] == ["x"]
     assert body["sampling_params"]["detokenize"] is True, "a stop string is looked for in text"
 
 
 def test_probe_requests_prompt_log_probs(fake: Any, client: ServerClient) -> None:
-    reported = [None, {"6": {"logprob": -0.25}, "9": {"logprob": -0.1}}, {"5": {"logprob": -1 / 3}}]
-    fake.answers["/inference/v1/generate"] = lambda _: (200, {"prompt_logprobs": reported})
+    fake.answers[vllm_process.GENERATE] = lambda _: (200, {"prompt_logprobs": [-0.25, -1 / 3]})
     assert loop.run(client.score((4, 6, 5))) == [-0.25, -1 / 3]
 
 
@@ -109,15 +108,13 @@ def test_pause_returns_requests_that_arrive_while_paused(fake: Any, client: Serv
     def generate(_: Any) -> tuple[int, Any]:
         first.set()
         assert pauses.acquire(timeout=10) and pauses.acquire(timeout=10)
-        return 200, {
-            "choices": [{"finish_reason": "abort", "token_ids": [7], "logprobs": {"content": [{"logprob": 0}]}}]
-        }
+        return 200, {"choices": [{"finish_reason": "abort", "token_ids": [7], "logprobs": [0]}]}
 
     def pause(_: Any) -> tuple[int, Any]:
         pauses.release()
         return 200, {}
 
-    fake.answers |= {"/inference/v1/generate": generate, "/pause?mode=abort": pause}
+    fake.answers |= {vllm_process.GENERATE: generate, "/pause?mode=abort": pause}
     future = loop.submit(client.complete(REQUEST, SAMPLED))
     assert first.wait(10)
     loop.run(client.pause())
@@ -130,7 +127,7 @@ def test_adapters_are_named_in_requests(fake: Any, client: ServerClient, tmp_pat
     for version in (0, 1):
         loop.run(client.load_adapters({"default": tmp_path}, version))
         loop.run(client.complete(REQUEST, SAMPLED))
-    assert [body["model"] for body in fake.bodies("/inference/v1/generate")] == ["version-0", "version-1"]
+    assert [body["adapter"] for body in fake.bodies(vllm_process.GENERATE)] == ["version-0", "version-1"]
     assert fake.bodies("/v1/unload_lora_adapter") == [{"lora_name": "version-0"}]
     assert [body["lora_path"] for body in fake.bodies("/v1/load_lora_adapter")] == [str(tmp_path)] * 2
     assert len(fake.bodies("/reset_prefix_cache")) == 2
@@ -179,7 +176,7 @@ def test_weight_updates_are_announced_in_vllms_format(fake: Any, client: ServerC
 def test_invalid_answers_raise_with_one_sentence(
     fake: Any, client: ServerClient, answer: tuple[int, Any], told: str
 ) -> None:
-    fake.answers["/inference/v1/generate"] = lambda _: answer
+    fake.answers[vllm_process.GENERATE] = lambda _: answer
     with pytest.raises(EngineError, match=told) as error:
         loop.run(client.complete(REQUEST, SAMPLED))
     assert error.value.problems[0].where == fake.url
@@ -189,7 +186,7 @@ def test_invalid_answers_raise_with_one_sentence(
 def test_only_unhealthy_servers_are_lost(fake: Any, client: ServerClient, healthy: bool) -> None:
     """A server that fails at a request for samples but passes its health check stays. It is lost if it fails that too,
     or fails at the probe; each later request raises a new error whose traceback does not grow."""
-    fake.answers["/inference/v1/generate"] = lambda _: (500, {"error": "too long"})
+    fake.answers[vllm_process.GENERATE] = lambda _: (500, {"error": "too long"})
     fake.answers["/health"] = lambda _: (200 if healthy else 503, {})
     with pytest.raises(RequestFailed if healthy else ServerLost, match="status 500: too long"):
         loop.run(client.complete(REQUEST, SAMPLED))
@@ -205,8 +202,8 @@ def test_only_unhealthy_servers_are_lost(fake: Any, client: ServerClient, health
 
 
 def test_fewer_log_probs_than_tokens_raises(fake: Any, client: ServerClient) -> None:
-    choice = {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}}
-    fake.answers["/inference/v1/generate"] = lambda _: (200, {"choices": [choice]})
+    choice = {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": [-1.0]}
+    fake.answers[vllm_process.GENERATE] = lambda _: (200, {"choices": [choice]})
     with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
         loop.run(client.complete(REQUEST, SAMPLED))
 
@@ -291,7 +288,7 @@ def test_more_requests_than_open_files_allowed(monkeypatch: pytest.MonkeyPatch) 
 def test_server_without_any_answer_for_timeout_s_ends_the_run(fake: Any) -> None:
     """The timeout counts from the server's last answer to any request, not from the start of the hanging request."""
     free = threading.Event()
-    fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
+    fake.answers[vllm_process.GENERATE] = lambda _: (free.wait(20), (200, {}))[1]
     one = client_of(fake, timeout_s=2)
     loop.run(one.open(WANTED))
     future = loop.submit(one.complete(REQUEST, SAMPLED))
@@ -310,14 +307,14 @@ def test_server_without_any_answer_for_timeout_s_ends_the_run(fake: Any) -> None
 def test_server_exit_during_a_request_raises_with_its_last_output(fake: Any) -> None:
     """The session's connection ends: waiting requests raise immediately, with the last lines of the process's log."""
     free = threading.Event()
-    fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
+    fake.answers[vllm_process.GENERATE] = lambda _: (free.wait(20), (200, {}))[1]
     one = client_of(fake, memory_hint="lower gpu_memory")
     loop.run(one.open(WANTED))
     ended = SimpleNamespace(describe_exit=lambda _: "vLLM on GPU 1 was killed by SIGKILL", read_error=lambda: "")
     one.process = ended  # type: ignore[assignment]
     ended.close = lambda: None
     future = loop.submit(one.complete(REQUEST, SAMPLED))
-    while not fake.bodies("/inference/v1/generate"):
+    while not fake.bodies(vllm_process.GENERATE):
         time.sleep(0.01)
     began = time.monotonic()
     fake.over.set()
@@ -337,9 +334,9 @@ def test_server_exit_during_a_request_raises_with_its_last_output(fake: Any) -> 
 
 def test_cancelled_request_is_not_awaited(fake: Any, client: ServerClient) -> None:
     free = threading.Event()
-    fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
+    fake.answers[vllm_process.GENERATE] = lambda _: (free.wait(20), (200, {}))[1]
     future = loop.submit(client.complete(REQUEST, SAMPLED))
-    while not fake.bodies("/inference/v1/generate"):
+    while not fake.bodies(vllm_process.GENERATE):
         time.sleep(0.01)
     future.cancel()
     began = time.monotonic()

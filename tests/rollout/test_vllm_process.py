@@ -15,8 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 
 from posttrain.errors import RecipeError
+from posttrain.images import png_url
 from posttrain.rollout import local_server, vllm_process
 from posttrain.rollout.local_server import LocalServer, options
 from posttrain.rollout.vllm_process import ABOUT, ALLOWED_PATHS, SESSION, SESSION_HEADER, Guard
@@ -78,7 +80,7 @@ def test_one_run_at_a_time_uses_the_server(exit_signals: list[int]) -> None:
         holding = asyncio.create_task(ask(guard, SESSION, disconnect=disconnected, x_posttrain_who="node1" + "x" * 500))
         while not guard.session:
             await asyncio.sleep(0)
-        for path in ALLOWED_PATHS:
+        for path in ALLOWED_PATHS - {vllm_process.GENERATE}:  # which is answered here, not by vLLM
             assert await ask(guard, path, **{SESSION_HEADER: guard.session}) == (200, b"vllm")
             assert (await ask(guard, path, **{SESSION_HEADER: "another"}))[0] == 410
         for path in ("/collective_rpc", "/server_info", "/sleep", "/docs", "/v1/completions", "/adapters"):
@@ -104,6 +106,133 @@ def test_session_sends_heartbeats(exit_signals: list[int], monkeypatch: pytest.M
         return await ask(Guard(application), SESSION, disconnect=disconnected)
 
     assert len(asyncio.run(some())[1].splitlines()) > 2 and exit_signals == [1]
+
+
+@pytest.fixture
+def _vllm_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's classes that a request for samples needs, where vLLM is not installed."""
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace, sampling_params=kinds))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+
+
+def generate(work: Callable[..., Any], body: Any, connection: list[Any], adapters: Any = None) -> tuple[int, Any]:
+    """Return the answer to a request. work: AsyncLLM's `generate`. connection: messages after the request's body, one
+    of which may be an event to wait for; then nothing comes."""
+
+    async def answer() -> tuple[int, Any]:
+        sent = json.dumps(body).encode()
+        messages = [
+            {"type": "http.request", "body": sent[:10], "more_body": True},
+            {"type": "http.request", "body": sent[10:]},
+            *connection,
+        ]
+
+        async def receive() -> Any:
+            if not messages:
+                await asyncio.sleep(30)
+            return messages.pop(0)
+
+        engine = SimpleNamespace(generate=work)
+        state = SimpleNamespace(
+            engine_client=engine, openai_serving_models=SimpleNamespace(lora_requests=adapters or {})
+        )
+        return await vllm_process.answer_generate(state, receive)
+
+    return asyncio.run(answer())
+
+
+@pytest.mark.usefixtures("_vllm_types")
+def test_samples_are_answered_in_plain_lists() -> None:
+    """Tokens, log-probs and end of each sample; a bias has numbers as token ids; the adapter is vLLM's object."""
+    asked: list[Any] = []
+
+    async def work(prompt: Any, params: Any, _: str, lora_request: Any) -> Any:
+        asked.append((prompt, vars(params), lora_request))
+        flat = SimpleNamespace(logprobs=[-0.25, -9.0, -1 / 3], start_indices=[0, 2])
+        ended = SimpleNamespace(token_ids=(7, 2), logprobs=flat, finish_reason="stop")
+        short = SimpleNamespace(token_ids=(9,), logprobs=None, finish_reason="length")
+        yield SimpleNamespace(outputs=[ended, short], prompt_logprobs=None)
+
+    body = {"token_ids": [5, 6], "sampling_params": {"n": 2, "logit_bias": {"4": -100.0}}, "adapter": "version-1"}
+    status, found = generate(work, body, [], {"version-1": "an adapter"})
+    assert (status, found) == (
+        200,
+        {
+            "choices": [
+                {"token_ids": [7, 2], "logprobs": [-0.25, -1 / 3], "finish_reason": "stop"},
+                {"token_ids": [9], "logprobs": None, "finish_reason": "length"},
+            ],
+            "prompt_logprobs": None,
+        },
+    )
+    ((prompt, params, adapter),) = asked
+    assert prompt == {"type": "token", "prompt_token_ids": [5, 6]} and adapter == "an adapter"
+    assert params == {"n": 2, "logit_bias": {4: -100.0}, "output_kind": "final"}
+
+
+@pytest.mark.usefixtures("_vllm_types")
+def test_images_arrive_as_the_client_sent_them() -> None:
+    picture, asked = Pillow.new("RGB", (30, 20), (30, 90, 200)), list[Any]()
+
+    async def work(prompt: Any, *_: Any, **__: Any) -> Any:
+        asked.append(prompt)
+        yield SimpleNamespace(outputs=[], prompt_logprobs=None)
+
+    body = {"token_ids": [5, 6], "sampling_params": {}, "images": [png_url(picture)]}
+    assert generate(work, body, [])[0] == 200
+    (shown,) = asked[0]["multi_modal_data"]["image"]
+    assert asked[0]["prompt_token_ids"] == [5, 6] and shown.size == (30, 20) and shown.tobytes() == picture.tobytes()
+
+
+@pytest.mark.usefixtures("_vllm_types")
+def test_prompt_log_probs_are_those_of_the_prompts_tokens() -> None:
+    async def work(*_: Any, lora_request: Any) -> Any:
+        assert lora_request is None
+        entry = [None, {6: SimpleNamespace(logprob=-0.5), 3: SimpleNamespace(logprob=-0.1)}]
+        yield SimpleNamespace(outputs=[], prompt_logprobs=entry)
+
+    status, found = generate(work, {"token_ids": [5, 6], "sampling_params": {}}, [])
+    assert status == 200 and found == {"choices": [], "prompt_logprobs": [-0.5]}
+
+
+@pytest.mark.usefixtures("_vllm_types")
+@pytest.mark.parametrize(
+    ("error", "adapter", "status", "said"),
+    [
+        (ValueError("out of the vocabulary"), None, 400, "out of the vocabulary"),
+        (RuntimeError("CUDA error"), None, 500, "RuntimeError: CUDA error"),
+        (None, "version-9", 400, "the server has no adapter version-9"),
+    ],
+)
+def test_failed_request_is_answered_with_its_error(
+    error: Exception | None, adapter: str | None, status: int, said: str
+) -> None:
+    """400 for the request's own fault, 500 for vLLM's: after the latter the client asks whether the server is well."""
+
+    async def work(*_: Any, **__: Any) -> Any:
+        if error is not None:
+            raise error
+        yield
+
+    body = {"token_ids": [5], "sampling_params": {}} | ({"adapter": adapter} if adapter else {})
+    assert generate(work, body, []) == (status, {"error": said})
+
+
+@pytest.mark.usefixtures("_vllm_types")
+def test_request_of_a_closed_connection_is_aborted() -> None:
+    aborted: list[bool] = []
+
+    async def work(*_: Any, **__: Any) -> Any:
+        try:
+            await asyncio.sleep(30)
+            yield
+        except asyncio.CancelledError:
+            aborted.append(True)
+            raise
+
+    status, _ = generate(work, {"token_ids": [5], "sampling_params": {}}, [{"type": "http.disconnect"}])
+    assert status == 499 and aborted == [True]
 
 
 def test_arguments_become_command_line_options() -> None:
