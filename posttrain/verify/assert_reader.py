@@ -315,5 +315,9 @@ def _compile(node: ast.expr) -> CodeType:
 
 
 def evaluate_compiled(code: CodeType, constants: Sequence[Any], **names: Any) -> Any:
+    """Evaluate a compiled expression of a test without Python's builtins, except those of BUILTINS.
+
+    constants: values of the constants that the expression names by index. Raises any exception of the expression.
+    """
     names |= {"__builtins__": {}, "_constants": constants, "_known": KNOWN, **BUILTINS}
     return eval(code, names)
