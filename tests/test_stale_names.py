@@ -97,8 +97,8 @@ def list_tracked(*endings: str) -> list[str]:
 
 
 def test_names_used_in_code_exist() -> None:
-    trees = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in list_tracked("*.py")}
-    found = {(file, name) for file, tree in trees.items() for name in find_stale(tree)}
+    texts = ((file, (ROOT / file).read_text(encoding="utf-8")) for file in list_tracked("*.py"))
+    found = {(file, name) for file, text in texts for name in find_stale(ast.parse(text))}
     assert found - MEANT == set(), "a function or module has another name or place now"
 
 

@@ -10,12 +10,16 @@ takes 2.5 times as long, and all of the type conversion below would still be nee
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from yaml.composer import Composer
+from yaml.resolver import Resolver
 
 from posttrain.errors import Problem, RecipeError
 from posttrain.path_resolution import check_not_special
@@ -40,6 +44,32 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that resolves only the merge key `<<`; scalars are converted below."""
 
     yaml_implicit_resolvers = {"<": [(f"{_STANDARD}merge", re.compile(r"<<$"))]}  # noqa: RUF012 (PyYAML's own shape)
+
+
+try:
+    from yaml.cyaml import CParser
+except ImportError:  # PyYAML was built without libyaml
+    _compose = functools.partial(yaml.compose, Loader=_Loader)
+else:
+
+    class _FastLoader(Composer, CParser, Resolver):
+        """_Loader with the parser of libyaml, which takes a tenth of the time. The composer is PyYAML's: that of
+        libyaml has no limit on its recursion."""
+
+        yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            Composer.__init__(self)
+            Resolver.__init__(self)
+
+    def _compose(text: str) -> yaml.Node | None:
+        """Compose the nodes of a text. PyYAML's parser reads what libyaml may accept in its stead (tabs, `?` and marks
+        of byte order), and reads again what libyaml refuses, for its error."""
+        if not re.search("[\t?\ufeff]", text):
+            with contextlib.suppress(yaml.YAMLError):
+                return _FastLoader(text).get_single_node()
+        return yaml.compose(text, Loader=_Loader)
 
 
 def display_path(path: Path) -> str:
@@ -127,7 +157,7 @@ class _Builder:
     def compose(self) -> yaml.Node | None:
         where = self.fixed.mark if self.fixed else self.name
         try:
-            return yaml.compose(self.text, Loader=_Loader)
+            return _compose(self.text)
         except yaml.YAMLError as error:
             raise _syntax_error(error, self.text, where, self.fixed) from None
         except RecursionError:
@@ -217,7 +247,7 @@ class _Builder:
     def scalar(self, node: yaml.Node) -> Node:
         """Convert a scalar, with environment variables substituted."""
         assert isinstance(node, yaml.ScalarNode)
-        quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.is_untagged(node))
+        quoted = bool(node.style) or (node.tag == f"{_STANDARD}str" and not self.is_untagged(node))
         text = self.substitute_variables(node)
         if (
             not quoted
@@ -261,7 +291,7 @@ def _inside(node: yaml.Node) -> list[yaml.Node]:
 
 def _is_empty(node: yaml.Node) -> bool:
     """Return whether a value is missing after `key:` (an explicit `null` is not empty)."""
-    return isinstance(node, yaml.ScalarNode) and node.value == "" and node.style is None
+    return isinstance(node, yaml.ScalarNode) and node.value == "" and not node.style
 
 
 _PLAIN_WORDS = (

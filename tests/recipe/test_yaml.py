@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from posttrain.errors import RecipeError
+from posttrain.path_resolution import shipped_folder
+from posttrain.recipe import presets
+from posttrain.recipe import yaml as reader
 from posttrain.recipe.tree import Origin, follow, plain
 from posttrain.recipe.yaml import parse, parse_value, scalar
 
@@ -134,3 +138,18 @@ def test_command_line_values_are_typed() -> None:
     assert plain(parse_value("{a: 1e-3, b: [x, null]}", origin)) == {"a": 1e-3, "b": ["x", None]}
     with pytest.raises(RecipeError, match=r"^command line  not readable as YAML"):
         parse_value("[1,", origin)
+
+
+def test_both_parsers_read_the_same_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libyaml, and PyYAML's own parser: values and positions of all presets and shipped recipes are equal."""
+    found = [*presets.FOLDER.glob("*.yaml"), *shipped_folder("recipes").rglob("*.yaml")]
+    assert len(found) > 200
+    fast = [reader.read(path) for path in found]
+    monkeypatch.setattr(reader, "_compose", lambda text: yaml.compose(text, Loader=reader._Loader))
+    assert fast == [reader.read(path) for path in found]
+
+
+@pytest.mark.parametrize("text", ["{a: b?}", "a\t: 1\n", "{a: c? d}"])
+def test_text_that_libyaml_accepts_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="not readable as YAML"):
+        parse(text, "x.yaml")
