@@ -47,6 +47,11 @@ def _short_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _forked_workers(forked_workers: None) -> None:
+    """Workers of rewards are forks; tests/verify tests how they start and end."""
+
+
 @pytest.fixture
 def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run packed rows through one kernel, as on a GPU, to examine the graphs."""
