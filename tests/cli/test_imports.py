@@ -83,7 +83,7 @@ def test_run_reports_the_same_before_torch_is_loaded(folder: Path) -> None:
     (folder / "mine.py").write_text("import os; os._exit(0)" + REWARD)
     checked, run = posttrain(folder, "recipe", "validate", "r.yaml"), posttrain(folder, "rl", "r.yaml")
     assert (run.returncode, run.stderr) == (2, checked.stderr)
-    assert sorted(path.name for path in folder.iterdir()) == ["mine.py", "r.yaml", "rows.jsonl"]
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"mine.py", "r.yaml", "rows.jsonl"}
 
 
 def test_output_of_an_import_is_not_part_of_the_result(folder: Path) -> None:
