@@ -11,7 +11,6 @@ takes 2.5 times as long, and all of the type conversion below would still be nee
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import yaml
 from yaml.composer import Composer
-from yaml.resolver import Resolver
 
 from posttrain.errors import Problem, RecipeError
 from posttrain.path_resolution import check_not_special
@@ -46,30 +44,26 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {"<": [(f"{_STANDARD}merge", re.compile(r"<<$"))]}  # noqa: RUF012 (PyYAML's own shape)
 
 
-try:
-    from yaml.cyaml import CParser
-except ImportError:  # PyYAML was built without libyaml
-    _compose = functools.partial(yaml.compose, Loader=_Loader)
-else:
+if yaml.__with_libyaml__:
 
-    class _FastLoader(Composer, CParser, Resolver):
+    class _FastLoader(Composer, yaml.CSafeLoader):
         """_Loader with the parser of libyaml, which takes a tenth of the time. The composer is PyYAML's: that of
         libyaml has no limit on its recursion."""
 
         yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
         def __init__(self, text: str) -> None:
-            CParser.__init__(self, text)
+            yaml.CSafeLoader.__init__(self, text)
             Composer.__init__(self)
-            Resolver.__init__(self)
 
-    def _compose(text: str) -> yaml.Node | None:
-        """Compose the nodes of a text. PyYAML's parser reads what libyaml may accept in its stead (tabs, `?` and marks
-        of byte order), and reads again what libyaml refuses, for its error."""
-        if not re.search("[\t?\ufeff]", text):
-            with contextlib.suppress(yaml.YAMLError):
-                return _FastLoader(text).get_single_node()
-        return yaml.compose(text, Loader=_Loader)
+
+def _compose(text: str) -> yaml.Node | None:
+    """Compose the nodes of a text. PyYAML's parser reads what libyaml may accept in its stead (tabs, `?` and marks of
+    byte order), and reads again what libyaml refuses, for its error."""
+    if yaml.__with_libyaml__ and not re.search("[\t?\ufeff]", text):
+        with contextlib.suppress(yaml.YAMLError):
+            return _FastLoader(text).get_single_node()
+    return yaml.compose(text, Loader=_Loader)
 
 
 def display_path(path: Path) -> str:
