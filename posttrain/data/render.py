@@ -36,6 +36,7 @@ _CONVERSATION_COLUMNS = (
 )
 TRAILING_MESSAGES = "messages after the last trained turn are left out"
 LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need about 500 bytes per character
+TEMPLATE_VARIABLES = "LOOK: the chat template gets no variables from the column `chat_template_kwargs`"
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 
 
@@ -199,6 +200,8 @@ def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Se
         *_CONVERSATION_COLUMNS,
         *(beside if row.get("messages") is not None and not section.prompt_template else ()),
     ]
+    if section.chat and row.get("chat_template_kwargs"):
+        texts = _add_notes(texts, (TEMPLATE_VARIABLES,))
     given = [c for c in names if row.get(c) and isinstance(row[c], str | list | Mapping) and c not in used]
     if not given:
         return texts

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.data.messages import are_messages, describe_value, get_answer, parse_messages
-from posttrain.errors import DataError, did_you_mean, nearest
+from posttrain.errors import DataError, count_noun, did_you_mean, nearest
 
 Row = dict[str, Any]
 
@@ -153,6 +153,9 @@ def _split_answer(messages: list[Row], shared: int, prompt: Any, side: str, wher
     if len(answer) != 1 or answer[0]["role"] != "assistant":
         roles = ", ".join(m["role"] for m in answer) or "nothing"
         raise DataError(f"`{side}` must be one assistant message after the prompt, not: {roles}", where=where)
+    if shared and messages[0]["role"] == "assistant":
+        what = f"`chosen` and `rejected` both begin with {count_noun(shared, 'same message')} after the prompt"
+        raise DataError(what, where=where, hint="move them to the end of `prompt`, which both sides answer")
     if shared and not _same_prompt(messages[:shared], prompt):
         raise DataError(f"`{side}` begins with another conversation than `prompt`", where=where)
     return get_answer(answer)

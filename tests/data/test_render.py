@@ -12,6 +12,7 @@ import pytest
 
 from posttrain import chat
 from posttrain.data.render import (
+    TEMPLATE_VARIABLES,
     TRAILING_MESSAGES,
     Example,
     encode,
@@ -161,6 +162,15 @@ def test_sides_of_pairs_can_be_tool_calls(tiny: Any) -> None:
 def test_text_columns_used_in_no_message_are_reported(tiny: Any, row: dict[str, Any], lost: list[str]) -> None:
     (text,) = example_texts(row, tiny, section())
     assert sorted(text.notes) == [f"LOOK: the column `{column}` is in no message" for column in lost]
+
+
+def test_row_with_variables_for_the_template_is_reported(tiny: Any) -> None:
+    """TRL hands `chat_template_kwargs` to the template; here a row with `enable_thinking: false` renders as without."""
+    row, notes = {**ROW, "chat_template_kwargs": {"enable_thinking": False}}, (TEMPLATE_VARIABLES,)
+    assert example_texts(row, tiny, section())[0].notes == notes
+    assert [text.notes for text in pair_texts({**row, "chosen": "a", "rejected": "b"}, tiny, section())] == [notes] * 2
+    assert example_texts({**row, "chat_template_kwargs": {}}, tiny, section())[0].notes == ()
+    assert example_texts(row, tiny, section(chat=False))[0].notes == ()
 
 
 def test_column_in_the_prompt_template_counts_as_used(tiny: Any) -> None:

@@ -124,6 +124,9 @@ def test_pairs_that_cannot_be_compared() -> None:
         DataError, match="`chosen` must be one assistant message after the prompt, not: assistant, user"
     ):
         shaped({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
+    begun = [assistant("a look"), {"role": "tool", "content": "3"}]
+    with pytest.raises(DataError, match="both begin with 2 same messages after the prompt"):
+        shaped({"prompt": [USER], "chosen": [*begun, assistant("a")], "rejected": [*begun, assistant("b")]})
     with pytest.raises(DataError, match="begins with another conversation than `prompt`"):
         shaped({"prompt": "z", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]})
 

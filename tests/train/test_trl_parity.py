@@ -12,12 +12,14 @@ Where the two differ on purpose, a test below measures the difference:
   updates, here each divides by its own.
 - KL: TRL weighs k3 by the ratio unless `use_bias_correction_kl` is off; here that is `kl.use: k3_is`, `k3` is without
   it. With the ratio of a sequence (`gspo`) TRL weighs by that, `k3_is` by the token's own.
+- RLOO with `mask_truncated`: the reward of a truncated row contains its KL here, not in TRL.
 - Log-ratios beyond +-20 are cut off here; TRL lets them overflow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,19 +89,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
     class FixedLogps:
         logps: Tensor | None = None  # None: the model's log-probs
+        entropy: Tensor | None = None  # None: zeros
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             if self.logps is None:
                 return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-            return self.logps, torch.zeros_like(self.logps), None
+            return self.logps, torch.zeros_like(self.logps) if self.entropy is None else self.entropy, None
 
     class Grpo(FixedLogps, GRPOTrainer): ...  # type: ignore[misc]
 
     class Gmpo(FixedLogps, GMPOTrainer): ...  # type: ignore[misc]
 
-    def fixed_rollouts(prompts: list[str], _trainer: Any) -> dict[str, Any]:
+    def fixed_rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
         ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": done, "logprobs": None}
+        sampled = getattr(trainer, "sampled", None)  # log-probs of the engine
+        rows = None if sampled is None else [row[:n].tolist() for row, n in zip(sampled, LENGTHS, strict=True)]
+        return {"prompt_ids": ids, "completion_ids": done, "logprobs": rows}
 
     def reward(name: str) -> Callable[..., list[float | None]]:
         def column(**columns: Any) -> list[float | None]:
@@ -171,6 +176,11 @@ def logps(method: str) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(2)
     new, old, ref = (torch.randn((3, ROWS, max(LENGTHS)), generator=draw, dtype=torch.float64)).unbind()
     return {"new": new - 3, "old": new - 3 + SPREAD.get(method, 0.3) * old, "ref": new - 3 + 0.5 * ref}
+
+
+def noise() -> Tensor:
+    """Return normal random numbers [N,T]."""
+    return torch.randn((ROWS, max(LENGTHS)), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
 def trl_step(
@@ -284,6 +294,99 @@ def test_two_sided_clip(made: Made) -> None:
     assert_close(ours_by_logp, by_logp)
     plain, _ = our_step(ours("grpo"), our_batch(), given)
     assert not torch.isclose(found, plain)
+
+
+@pytest.mark.parametrize("method", ["grpo", "gspo", "cispo", "sapo", "luspo", "bnpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("clip_min", [None, 0.6])
+def test_correction_of_the_engine_matches_trl(
+    made: Made, method: str, level: str, mode: str, clip_min: float | None
+) -> None:
+    """TRL's `vllm_importance_sampling_*`, on rollouts whose log-probs of the engine differ from the trainer's."""
+    trainer, given = made(method), logps(method)
+    trainer.sampled = given["old"] + 0.4 * noise()
+    trainer.use_vllm, trainer._last_loaded_step, trainer.logps = True, 0, given["old"]  # step 0: there is no vLLM
+    trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, f"{level}_{mode}"
+    trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min = 1.5, clip_min
+    batch = scored(trainer)
+    weights = batch["importance_sampling_ratio"]
+    assert (weights == (1.5 if mode == "truncate" else 0.0)).any() and weights.unique().numel() > 3
+    expected, by_logp = trl_step(trainer, batch, given)
+    entry = {"use": "tis", "level": level, "mode": mode, "clip_max": 1.5, "clip_min": clip_min}
+    rows = our_batch().replace(rollout_logp=trainer.sampled)
+    found, ours_by_logp = our_step(ours(method, corrections=[entry]), rows, given)
+    assert_close(found, expected)
+    assert_close(ours_by_logp, by_logp)
+
+
+@pytest.mark.parametrize("method", ["grpo", "dapo", "gspo", "cispo", "vespo"])
+def test_masks_of_rows_and_tokens_match_trl(made: Made, method: str) -> None:
+    """TRL's `off_policy_mask_threshold` and `top_entropy_quantile`, with a KL term that they leave on all tokens."""
+    beta = 0.0 if method == "gspo" else 0.5
+    trainer, given = made(method, off_policy_mask_threshold=0.05, top_entropy_quantile=0.5), logps(method)
+    given["old"] = given["new"] + 0.3 * noise()
+    batch = scored(trainer)
+    trainer.entropy = noise().abs().float()
+    expected, by_logp = trl_step(trainer, batch, given, beta)
+    objective = ours(
+        method,
+        corrections=[{"use": "off_policy_seq_mask", "threshold": 0.05}],
+        select=[{"use": "high_entropy_tokens", "rho": 0.5}],
+        kl={"coef": beta, **({"use": "k3_is"} if beta else {})},
+    )
+    rows = our_batch().replace(rollout_logp=given["old"], entropy=trainer.entropy)
+    found, ours_by_logp = our_step(objective, rows, given)
+    assert_close(found, expected)
+    assert_close(ours_by_logp, by_logp)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rloo_matches_trl(beta: float, normalize: bool, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    model, tokenizer = tiny.build(0)
+    done, given = completions(tokenizer), logps("rloo")
+    given["old"] = given["new"] + 0.05 * noise()
+
+    class Rloo(RLOOTrainer):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> Any:
+            known = given["ref"] if model is self.ref_model else self.logps
+            return known, torch.zeros_like(known), None
+
+        def _generate(self, prompts: list[str]) -> Any:
+            return tokenizer(prompts)["input_ids"], done, [""] * ROWS
+
+    settings = {"per_device_train_batch_size": ROWS, "num_generations": SIZE, "max_completion_length": LIMIT}
+    trainer: Any = Rloo(
+        model=model,
+        args=RLOOConfig(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, beta=0.0,
+            normalize_advantages=normalize, **settings,
+        ),
+        reward_funcs=lambda right, **_: right,
+        train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.beta, trainer.ref_model, trainer.logps = beta, object(), given["old"]
+    trainer.model.train()
+    rewards = {"right": REWARDS["right"]}
+    batch = trainer._generate_and_score_completions(rows_of_data(rewards))
+    trainer.logps = given["new"].clone().requires_grad_()
+    expected = trainer._compute_loss(trainer.model, batch)
+    kl = {"use": "k1", "coef": beta, "where": "reward"} if beta else {"coef": 0.0}
+    objective = preset_objective("rloo", rollout={"max_new_tokens": LIMIT}, kl=kl, advantage={"normalize": normalize})
+    rows = our_batch().replace(
+        rewards=torch.tensor([float("nan") if r is None else r for r in rewards["right"]], dtype=torch.float64)
+    )
+    assigned = objective.compute_advantages(rows.replace(old_logp=given["old"], ref_logp=given["ref"]))
+    assert assigned.advantages is not None
+    assert_close(assigned.advantages, batch["advantages"])
+    found, by_logp = our_step(objective, rows, given)
+    assert_close(found, expected.detach())
+    assert_close(by_logp, torch.autograd.grad(expected, trainer.logps)[0])
 
 
 @pytest.mark.parametrize("method", ["grpo", "gspo", "dapo"])
