@@ -286,14 +286,40 @@ PARTS_TEMPLATE = """\
 """
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
-def test_a_thought_that_the_template_reads_from_no_key_is_trained_on_in_the_models_marks(key: str) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "4", "reasoning_content": "2 and 2"},
+        {"content": "4", "thinking": "2 and 2"},
+        {"content": "<think>\n2 and 2\n</think>\n\n4"},  # as completions are recorded
+    ],
+)
+def test_a_thought_that_the_template_reads_from_no_key_is_trained_on_in_the_models_marks(answer: Any) -> None:
     tokenizer = make_tokenizer("magistral")
     tokenizer.chat_template = PARTS_TEMPLATE
-    answer = {"role": "assistant", "content": "4", key: "2 and 2"}
-    row = {"uid": "r", "messages": [{"role": "user", "content": "2+2?"}, answer]}
+    row = {"uid": "r", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", **answer}]}
     (text,) = example_texts(row, tokenizer, Data(source="x"))
     assert [(piece.text, piece.trained) for piece in text.pieces] == [
         ("<|user|>2+2?<|assistant|>", False),
         ("[THINK]2 and 2[/THINK]4<eos>", True),
     ]
+
+
+def test_recorded_completions_are_trained_on_in_the_channels_of_harmony() -> None:
+    tokenizer = make_tokenizer("gpt-oss")
+    tokenizer.chat_template = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{{- '<|start|>user<|message|>' + message.content + '<|end|>' -}}{%- else -%}
+{%- if message.thinking -%}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' -}}
+{%- endif -%}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}
+"""
+    answer = {"role": "assistant", "content": "<think>2 and 2</think>4"}
+    row = {"uid": "r", "messages": [{"role": "user", "content": "2+2?"}, answer]}
+    (text,) = example_texts(row, tokenizer, Data(source="x"))
+    assert text.pieces[-1].text == f"{ANALYSIS}2 and 2<|end|>{FINAL}4<|return|>"
+    assert thoughts.decode(tokenizer, [encode(tokenizer, text.pieces[-1].text)]) == ["<think>2 and 2</think>4"]

@@ -249,11 +249,19 @@ def adapt_messages(tokenizer: Any, messages: Sequence[Message], tools: Sequence[
 
 
 def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
-    """Return the message with its thought under the key that the template reads, else in the content."""
+    """Return the message with its thought under the key that the template reads, else in the content.
+
+    `<think>...</think>` in the content is such a thought too if the model marks its thoughts in another way.
+    """
+    template, form, given = str(tokenizer.chat_template), thought_format(tokenizer), message
     own = [name for name in THOUGHTS if name in message]
+    if not own and form is not STANDARD and message["role"] == "assistant":
+        found = _TAGGED.fullmatch(str(message.get("content")))
+        if found and not (message.get("tool_calls") and found["answer"]):  # gpt-oss: no text beside a call
+            message = {**message, "content": found["answer"], THOUGHTS[0]: found["thought"]}
+            own = [THOUGHTS[0]]
     if len(own) != 1:
         return dict(message)
-    template, form = str(tokenizer.chat_template), thought_format(tokenizer)
     known = [name for name in THOUGHTS if re.search(rf"(?:\.|['\"]){name}\b", template)]
     if form is not STANDARD:  # Magistral's template reads `thinking` of a content's parts, not of a message
         known = [name for name in known if _writes_thought(tokenizer, template, name, _THOUGHT)]
@@ -264,16 +272,17 @@ def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
     thought, content = message[own[0]], message.get("content") or ""
     unknown = form is STANDARD and THINK_END not in template
     if unknown or not isinstance(thought, str) or not isinstance(content, str) or form.closing in content:
-        return dict(message)
+        return dict(given)
     others = {key: value for key, value in message.items() if key != own[0]}
     if form is STANDARD:
         return {**others, "content": f"<think>\n{thought.strip()}\n</think>\n\n{content}"}
     if not _writes_thought(tokenizer, template, "content", f"{form.opening}{_THOUGHT}{form.closing}x8answer"):
-        return dict(message)
+        return dict(given)
     return {**others, "content": f"{form.opening}{thought.strip()}{form.closing}{content}"}
 
 
 _THOUGHT = "x8thought"
+_TAGGED = re.compile(r"\s*<think>\s*(?P<thought>.*?)\s*</think>\s*(?P<answer>.*)", re.DOTALL)
 
 
 @functools.lru_cache(maxsize=16)
