@@ -13,14 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from posttrain.errors import MissingExtra, ModelError, RecipeError
 from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
-from posttrain.train.optimizers import MasterAdamW, MuonAdamW, OffloadedAdamW, OffloadedMasterAdamW, layer_matrices
+from posttrain.train.optimizers import (
+    LocalAdamW,
+    MasterAdamW,
+    MuonAdamW,
+    OffloadedAdamW,
+    OffloadedMasterAdamW,
+    layer_matrices,
+)
 
 PAGED = "paged_adamw_8bit"
 OUTSIDE = "outside_adapters"  # metric name of trained weights outside of several adapters
@@ -64,7 +71,7 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     settings["fused"] = trained[0].device.type == "cuda" or None  # avoids a temporary copy of all second moments
     if section.use == "muon":
         return _muon(model, section, groups, settings)
-    kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (AdamW, MasterAdamW)
+    kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (LocalAdamW, MasterAdamW)
     kind = kinds[any(p.dtype in HALF for p in trained)]
     return kind(groups, **settings)
 

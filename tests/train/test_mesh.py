@@ -4,7 +4,7 @@ rank does."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import RecipeError
 from posttrain.models import load, tiny
 from posttrain.recipe.sections import Model, Parallel
+from posttrain.recipe.training_sections import Optim
 from posttrain.run.metrics import read_metrics
-from posttrain.train import sft, sharding
+from posttrain.train import optim, sft, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.mesh import check_mesh, shard_ranks
 
@@ -181,16 +184,50 @@ def test_replicas_reduce_gradients_once_per_update(sft_recipe: Any, opened: Any,
     assert told == [False, False, False, True] * 2
 
 
-def test_pass_over_half_precision_layers_has_half_precision_products() -> None:
-    """The packing trial opens no autocast for weights that are float32 on each rank."""
+@pytest.fixture
+def shard_alone() -> Iterator[Callable[..., None]]:
+    """Shard a model in this process, the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = load.load(Model(path="tiny"), Path(), training=True).model
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        sharding.shard(model, mesh, torch.bfloat16, set())
-        assert model.dtype == torch.float32 and use_packed_attention(model)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    yield lambda model, half=None: sharding.shard(model, mesh, half, set())
+    dist.destroy_process_group()
+
+
+def test_pass_over_half_precision_layers_has_half_precision_products(shard_alone: Any) -> None:
+    """The packing trial opens no autocast for weights that are float32 on each rank."""
+    model = load.load(Model(path="tiny"), Path(), training=True).model
+    shard_alone(model, torch.bfloat16)
+    assert model.dtype == torch.float32 and use_packed_attention(model)
+
+
+class OperandTypes(TorchDispatchMode):
+    """Collects the tensor subclasses that operations are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[type]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= set(types)
+        return func(*args, **(kwargs or {}))
+
+
+def test_divided_weights_are_updated_as_ordinary_tensors(shard_alone: Any) -> None:
+    """AdamW's kernel takes all weights at once, for which DTensors take seconds."""
+    divided, whole = (tiny.build(0)[0] for _ in range(2))
+    shard_alone(divided)
+    optimizers = [optim.build(model, Optim(lr=1e-2)) for model in (divided, whole)]
+    for step in range(3):
+        for one, other in zip(divided.parameters(), whole.parameters(), strict=True):
+            other.grad = torch.randn(other.shape, generator=torch.Generator().manual_seed(step))
+            one.grad = sharding.shard_like(other.grad, one)
+        with OperandTypes() as operands:
+            optimizers[0].step()
+        optimizers[1].step()
+    assert DTensor not in operands.found, "after the first step, which makes the moments"
+    assert all(isinstance(state["exp_avg"], DTensor) for state in optimizers[0].state.values())
+    for one, other in zip(divided.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other)
 
 
 def test_mesh_sizes_must_match_the_number_of_ranks() -> None:
