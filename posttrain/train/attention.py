@@ -31,7 +31,7 @@ from posttrain.models.rounding_bounds import relative_gap
 from posttrain.rollout.hf import eval_mode
 from posttrain.train.context_split import gather_line, is_split
 from posttrain.train.packed_line import Packed, attend_in_blocks, blocks_of
-from posttrain.train.sharding import as_forward
+from posttrain.train.sharding import as_forward, dtype_of_products
 
 NAME = "posttrain_packed"
 PADDED_NOTE = "rows are padded: the attention of this model cannot separate packed rows"
@@ -296,7 +296,7 @@ def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tenso
     after_first, after_second = (_probe_states(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
     alone = _probe_states(causal, [PROBE]) if alone is None else alone
     # tolerances for rounding: expert matmuls depend on the number of tokens, half precision affects everything
-    max_same, max_alone = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
+    max_same, max_alone = (2e-2, 0.1) if dtype_of_products(causal) in HALF else (1e-4, 1e-3)
     return relative_gap(after_second, after_first) < max_same and relative_gap(alone, after_first) < max_alone
 
 

@@ -40,8 +40,9 @@ from posttrain.train import (
     sharding,
     trl_trainer,
 )
-from posttrain.train.attention import WINDOW, Packed, short_windows, use_packed_attention
+from posttrain.train.attention import WINDOW, Packed, cannot_split_error, short_windows, use_packed_attention
 from posttrain.train.collate import IGNORED, Sequences
+from posttrain.train.context_split import is_split
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
@@ -167,9 +168,12 @@ def make_packing_collator(loaded: LoadedModel) -> Collator:
 
     An optimiser step has the same rows as without packing. Positions start at 0 in each row, and a row's first token is
     not a target. Attention stays within a row: by its borders if the architecture supports packed attention (the model
-    is switched to it here), otherwise by the mask that transformers derives from the positions.
+    is switched to it here), otherwise by the mask that transformers derives from the positions. Raises ModelError if
+    ranks divide packed lines, which needs the borders.
     """
     with_borders = use_packed_attention(loaded.model)
+    if not with_borders and is_split(causal_of(loaded.model)):
+        raise cannot_split_error()
 
     def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         lengths = [len(row["input_ids"]) for row in rows]

@@ -44,6 +44,7 @@ from posttrain.train.mesh import check_mesh, context_group, expert_mesh, shard_m
 from posttrain.train.tensor_split import Divider, Part
 
 T = TypeVar("T")
+_GATHERED = "posttrain_gathered_dtype"  # attribute of a sharded model
 PASS = "run_as_forward"  # method of a sharded model that runs a function with the model's root weights gathered
 
 
@@ -173,6 +174,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
     # Modules around the layers compute in `half` as well, inside or outside of autocast.
     setattr(model, PASS, partial(run_in_dtype, mesh.device_type, half))
+    setattr(model, _GATHERED, half)
     register_fsdp_forward_method(model, PASS)
 
 
@@ -196,6 +198,15 @@ def run_in_dtype(device: str, half: torch.dtype | None, function: Callable[[], T
 def as_forward(model: Any, function: Callable[[], T]) -> T:
     """Call `function` as a forward pass of `model`, so that it may use embeddings and head directly."""
     return getattr(model, PASS)(function) if isinstance(model, FSDPModule) else function()
+
+
+def dtype_of_products(model: Any) -> torch.dtype:
+    """Return the dtype of the matrix products of a pass of `model` (`as_forward`).
+
+    It is the dtype of the weights; a sharded model with weights in float32 gathers its layers in half precision.
+    """
+    dtype: torch.dtype = getattr(model, _GATHERED, None) or model.dtype
+    return dtype
 
 
 def sum_over_copies(model: Any, now: bool) -> None:

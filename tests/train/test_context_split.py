@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from posttrain.batch import concatenate_ranges
 from posttrain.errors import ModelError
 from posttrain.models import tiny
-from posttrain.train import attention
+from posttrain.train import attention, sft
 from posttrain.train.attention import packed_attention
 from posttrain.train.context_split import part_of_line
 from posttrain.train.packed_line import Packed
@@ -61,9 +64,12 @@ def test_unpackable_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny.build()[0]
     model.config._attn_implementation = "eager"
     assert not attention.enable_packing(model, CPU)
-    monkeypatch.setattr(attention, "is_split", lambda _: True)
-    with pytest.raises(ModelError, match=r"model\.parallel\.context divides packed rows"):
-        attention.enable_packing(model, CPU)
+    for module in (attention, sft):
+        monkeypatch.setattr(module, "is_split", lambda _: True)
+    loaded: Any = SimpleNamespace(model=model)
+    for enable in (lambda: attention.enable_packing(model, CPU), lambda: sft.make_packing_collator(loaded)):
+        with pytest.raises(ModelError, match=r"model\.parallel\.context divides packed rows"):
+            enable()
 
 
 def test_causal_attention_work_is_balanced() -> None:
