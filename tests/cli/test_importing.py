@@ -88,6 +88,14 @@ def test_incomplete_recipe_is_written_and_reported(call: Call, folder: Path) -> 
         (("x.yaml", "--from", "axolot"), "a: 1\n", "did you mean `axolotl`?"),
         (("x.sh",), "swift infer --model m\n", "`infer` trains nothing"),
         (("x.yaml",), "model_name_or_path: m\n", "name it: --stage sft"),
+        # With their `beta` these would be DPO.
+        (("x.sh",), "trl distillation --model_name_or_path m --beta 0.5\n", "`distillation` of TRL is not converted"),
+        (("x.sh",), "python trl/examples/scripts/online_dpo.py --model_name_or_path m --beta 0.1\n", "`online_dpo` of"),
+        (
+            ("x.yaml", "--from", "trl"),
+            "model_name_or_path: m\nteacher_model_name_or_path: t\nbeta: 1.0\n",
+            "whose `kl.reference` is the teacher",
+        ),
         (("x.yaml", "--stage", "sfd"), "a: 1\n", "no stage `sfd`"),
         (("x.yaml", "--output", "r.yaml"), "a: 1\n", "r.yaml exists and is not overwritten"),
         (("x.yaml",), "a: [1\n", "not readable as YAML"),

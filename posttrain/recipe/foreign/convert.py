@@ -70,12 +70,15 @@ def _stage_of(foreign: Foreign) -> str:
     rules = foreign.table.stages
     for word in reversed(foreign.command):
         for name in (word, word.rpartition(".")[2], Path(word).stem, *re.split(r"[._/]", Path(word).stem)):
+            _refuse_unsupported(foreign, name)
             if name in rules.get("commands", {}):
                 if not rules["commands"][name]:
                     raise RecipeError(
                         f"`{name}` trains nothing", where=display_path(foreign.path), hint="give the training command"
                     )
                 return str(rules["commands"][name])
+    for key in foreign.given:
+        _refuse_unsupported(foreign, key)
     for key, by_value in rules.get("values", {}).items():
         value = foreign.given[key].value if key in foreign.given else None
         if value is not None and (named := by_value.get(_text(value))):
@@ -99,6 +102,15 @@ def _stage_of(foreign: Foreign) -> str:
         allowed=f"--stage: {', '.join(dict.fromkeys(filter(None, rules.get('commands', {}).values())))}",
         hint="name it: --stage sft",
     )
+
+
+def _refuse_unsupported(foreign: Foreign, name: str) -> None:
+    """Raise RecipeError for a command or key of a method that is not converted; its other keys would make it another
+    method."""
+    if hint := foreign.table.stages.get("unsupported", {}).get(name):
+        raise RecipeError(
+            f"`{name}` of {foreign.table.tool} is not converted", where=display_path(foreign.path), hint=hint
+        )
 
 
 def _text(value: Any) -> str:

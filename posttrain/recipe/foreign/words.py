@@ -63,9 +63,9 @@ class Table:
     """The vocabulary of one tool.
 
     marks: keys that identify its files; commands, files: words that identify its command lines and file paths. stages:
-    how its files name what they train. defaults: by stage and algorithm, where they differ from ours; null: the
-    algorithm has no such key. lora: defaults of its adapters. rewards: its named rewards. older: older names of its
-    keys.
+    how its files name what they train; its `unsupported`: commands and keys of methods that are not converted, with a
+    hint. defaults: by stage and algorithm, where they differ from ours; null: the algorithm has no such key. lora:
+    defaults of its adapters. rewards: its named rewards. older: older names of its keys.
     """
 
     name: str
