@@ -32,6 +32,10 @@ class ThoughtFormat:
     tokens: tuple[str, ...]
     edits: Callable[[str], list[Edit]]
 
+    def is_in(self, template: str) -> bool:
+        """Return whether the source of a chat template has these marks."""
+        return all(text in template for text in self.tokens or (self.opening, self.closing))
+
     def standardize(self, text: str) -> str:
         """Return a text of the model with its thoughts as `<think>...</think>`."""
         parts, at = [], 0
@@ -140,6 +144,15 @@ def thought_format(tokenizer: Any) -> ThoughtFormat:
     return _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))[0]
 
 
+def written_format(tokenizer: Any) -> ThoughtFormat:
+    """Return the format in which texts for the model are written: that of its chat template, else `<think>`.
+
+    Tokens of the vocabulary do not suffice: a model that was never trained to use them may have learned `<think>`.
+    """
+    form = thought_format(tokenizer)
+    return form if form.is_in(str(getattr(tokenizer, "chat_template", ""))) else STANDARD
+
+
 @functools.lru_cache(maxsize=4)
 def _detect(tokenizer: Any, size: int, template: str) -> tuple[ThoughtFormat, frozenset[int] | None]:
     """Return the format, and the ids of the special tokens that decoding drops; None: all special tokens.
@@ -151,8 +164,7 @@ def _detect(tokenizer: Any, size: int, template: str) -> tuple[ThoughtFormat, fr
     vocabulary = {token.content for token in added.values()}
 
     def evidence(form: ThoughtFormat) -> tuple[bool, bool]:
-        tokens = form.tokens or (form.opening, form.closing)
-        return all(text in template for text in tokens), vocabulary.issuperset(tokens)
+        return form.is_in(template), vocabulary.issuperset(form.tokens or (form.opening, form.closing))
 
     best = max(FORMATS, key=evidence)  # the first of equals
     special = {i: token.content for i, token in added.items() if token.special}

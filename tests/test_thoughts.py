@@ -164,6 +164,13 @@ def test_the_vocabulary_decides_without_a_template() -> None:
     core.add_special_tokens(["[THINK]", "[/THINK]", "</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
     assert thoughts.decode(tokenizer, [[0, 2, 1, 2, 3]]) == ["<think> a </think> a"]
+    assert thoughts.written_format(tokenizer) is thoughts.STANDARD  # the model may have learned <think> as text
+
+
+def test_thoughts_are_written_as_the_template_does() -> None:
+    tokenizer = make_tokenizer("magistral")
+    assert thoughts.written_format(tokenizer).localize("a</think>b") == "a[/THINK]b"
+    assert thoughts.written_format(make_tokenizer("qwen")) is thoughts.STANDARD
 
 
 def test_a_model_without_marks_is_decoded_as_before() -> None:

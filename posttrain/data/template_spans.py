@@ -19,7 +19,7 @@ from typing import Any
 from posttrain import chat
 from posttrain.errors import DataError
 from posttrain.images import MARK
-from posttrain.thoughts import FORMATS, STANDARD, THINK_END, thought_format
+from posttrain.thoughts import FORMATS, STANDARD, THINK_END, written_format
 
 Message = Mapping[str, Any]
 
@@ -253,7 +253,7 @@ def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
 
     `<think>...</think>` in the content is such a thought too if the model marks its thoughts in another way.
     """
-    template, form, given = str(tokenizer.chat_template), thought_format(tokenizer), message
+    template, form, given = str(tokenizer.chat_template), written_format(tokenizer), message
     own = [name for name in THOUGHTS if name in message]
     if not own and form is not STANDARD and message["role"] == "assistant":
         found = _TAGGED.fullmatch(str(message.get("content")))

@@ -38,6 +38,7 @@ from posttrain.thoughts import (
     decode_marks,
     opening_mark,
     thought_format,
+    written_format,
 )
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse_calls
@@ -191,7 +192,7 @@ class Conversation:
         raw = self._decode_turn(sampled) if self.offer else text
         content = escape_placeholders(f"{THINK_START}{raw}" if opened else raw)
         message: Message = {"role": "assistant", "content": content}
-        if thought_format(self.loaded.tokenizer) is not STANDARD and THINK_END in content:
+        if written_format(self.loaded.tokenizer) is not STANDARD and THINK_END in content:
             thought, _, answer = content.rpartition(THINK_END)  # the template writes other marks than <think>
             message = {**message, "content": answer, "reasoning_content": thought.removeprefix(THINK_START)}
         self.messages.append(message)

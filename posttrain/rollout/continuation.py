@@ -104,7 +104,7 @@ class Shape:
 
     def localize(self, text: str) -> str:
         """Return a text with `<think>` and `</think>` as the model writes them."""
-        return thoughts.thought_format(self.tokenizer).localize(text)
+        return thoughts.written_format(self.tokenizer).localize(text)
 
 
 # kind -> (arguments of the coroutine function, signature of a class's `learn`)
@@ -183,7 +183,7 @@ def _describe_rollout(
 def _count_added_tokens(params: Mapping[str, Any], tokenizer: Any) -> int:
     """Return the number of tokens by which a row may exceed prompt + max_new_tokens: those of the texts among a shape's
     parameters, and its `answer_tokens`."""
-    localize = thoughts.thought_format(tokenizer).localize
+    localize = thoughts.written_format(tokenizer).localize
     texts = [localize(value) for value in params.values() if isinstance(value, str)]
     added = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
     return added + int(params.get("answer_tokens") or 0)

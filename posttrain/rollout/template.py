@@ -135,7 +135,7 @@ def rewrites(tokenizer: Any, role: Literal["tool", "user"]) -> str:
     """Return how the template changes a turn once a message of `role` follows; "" if the turn stays as written."""
     prompt = chat.render(tokenizer, _START, generation_prompt=True)
     thought = "x8thought</think>x8answer" if thoughts.opening_mark(prompt) else "<think>x8thought</think>x8answer"
-    thought = thoughts.thought_format(tokenizer).localize(thought)
+    thought = thoughts.written_format(tokenizer).localize(thought)
     for content, what in (("x8answer", "writes it differently"), (thought, "drops or rewrites its thought")):
         turn = {"role": "assistant", "content": content}
         reply: Message = {"role": role, "content": "x8reply"}
