@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import re
 import types
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from posttrain.recipe.limits import MAX_COUNT
-from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.section import ComponentSection, Idle
 from posttrain.recipe.stages import STAGES, Stage
 from posttrain.recipe.tree import Node, child
 
@@ -152,6 +153,19 @@ def keys_by_last_part(stage: type[Stage]) -> dict[str, list[str]]:
     return {
         key: [path for path in paths if not path.startswith("eval.")] or paths for key, paths in paths_by_key.items()
     }
+
+
+def in_use(paths: list[str], stage: type[Stage], tree: Node) -> list[str]:
+    """Return the dotted keys in sections that the recipe writes or that every run has; all, if there are none."""
+    absent = {
+        plain_path(key)
+        for key, _, field in walk(stage)
+        if key not in tree.mapping
+        and not field.is_required()
+        and (not field.get_default(call_default_factory=True) or any(isinstance(mark, Idle) for mark in field.metadata))
+    }
+    parents = {path: list(itertools.accumulate(path.split("."), "{}.{}".format)) for path in paths}
+    return [path for path in paths if absent.isdisjoint(parents[path][:-1])] or paths
 
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

@@ -260,7 +260,7 @@ def _unknown_key(node: Node, path: Sequence[str | int], stage: type[Stage], tree
     parent, _ = follow(tree, parent_path)
     known = keys.known_at(stage, parent_path, parent)
     what = f"{shown_path}: unknown key"
-    hint = _of_another_tool(node, path, stage) or _hint_for(key, parent_path, parent, known, stage)
+    hint = _of_another_tool(node, path, stage) or _hint_for(key, parent_path, tree, known, stage)
     return Problem(node.at_key.mark, what, f"known here: {', '.join(known)}" if known else "", hint)
 
 
@@ -271,12 +271,13 @@ def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) 
     return suggest_override(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
 
 
-def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
+def _hint_for(key: str, above: Sequence[str | int], tree: Node, known: list[str], stage: type[Stage]) -> str:
     """Suggest what to write for an unknown key: another tool's key, a typing error, a key of another section or
     stage."""
     name = stage.model_fields["stage"].default
     section = ".".join(str(part) for part in above if not isinstance(part, int))
     elsewhere = keys.keys_by_last_part(stage).get(key) if not section or key not in keys.GENERIC_KEYS else None
+    elsewhere = elsewhere and keys.in_use(elsewhere, stage, tree)
     if hint := replacement_hint(key, name) or (section and replacement_hint(f"{section}_{key}", name)):
         return hint
     if near := nearest(key, known, alike=0.9):  # typing error, even if the key exists in another section
@@ -288,7 +289,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     if elsewhere:
         above_it = [path.rpartition(".")[0] for path in elsewhere[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
-    if hint := _other_component(key, keys.section_at(stage, above), parent):
+    if hint := _other_component(key, keys.section_at(stage, above), follow(tree, above)[0]):
         return hint
     path = f"{section}.{key}".lstrip(".")
     users = [other for other, model in keys.BY_NAME.items() if other != name and path in keys.all_paths(model)]

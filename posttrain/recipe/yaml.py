@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +87,18 @@ class Document:
     notes: list[Problem] = field(default_factory=list)
 
 
+def not_utf8_error(cause: UnicodeDecodeError, path: Path) -> RecipeError:
+    """Return the error that names the line of the first invalid byte of a file and the command that converts it."""
+    content, start = cause.object, cause.start
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        what, place, hint, encoding = "it begins like UTF-16", "", "", "UTF-16"
+    else:
+        what, place = f"byte 0x{content[start]:02x}", f":{len(content[: start + 1].splitlines())}"
+        hint, encoding = "if it is Latin-1: ", "LATIN1"
+    hint += f"iconv -f {encoding} -t UTF-8 {shlex.quote(path.name)} > {shlex.quote(f'utf8-{path.name}')}"
+    return RecipeError(f"not UTF-8: {what}", where=f"{display_path(path)}{place}", hint=hint)
+
+
 def read(path: Path) -> Document:
     """Read a YAML file. Raises RecipeError with the line if it cannot be parsed; other faults are in `problems`."""
     name = display_path(path)
@@ -95,7 +108,7 @@ def read(path: Path) -> Document:
             content = stream.read(MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError("the file is not UTF-8 text", where=name, allowed=str(error)) from None
+        raise not_utf8_error(error, path) from None
     except OSError as error:
         raise RecipeError(f"the file cannot be read: {error.strerror}", where=name) from None
     if len(content) > MAX_BYTES:

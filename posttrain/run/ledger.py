@@ -10,7 +10,7 @@ from posttrain.run.progress import duration
 NAMES = {
     "trained": "trained on",
     "without_update": "in steps without an update",
-    "without_signal": "in groups without a signal",
+    "without_signal": "in rows without a gradient (unscored, or an advantage of 0)",
     "dropped": "dropped by `keep` or `select`",
     "replaced": "in groups that were replaced by others",
     "kept": "kept for later steps",

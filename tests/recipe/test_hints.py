@@ -39,6 +39,8 @@ KEYS = [
     (SFT, "lora: {}", "`lora` belongs to `model`"),
     (SFT, "max_length: 9", "write `data.max_length`"),
     (SFT, "optim: {seed: 9}", "`seed` belongs to `run` or `data`"),
+    (RL, "lr: 1.0e-5", "`lr` belongs to `optim`"),  # not to critic or solutions.sft, which this recipe lacks
+    (RL, "scoring: {timeout_s: 2}", "`timeout_s` belongs to `rewards`"),
     (RL, "temperature: 1.0", "`temperature` belongs to `rollout`"),
     (RL, "group_size: 4", "`group_size` belongs to `rollout`"),
     (EVAL, "sampling: {batch_size: 4}", "write `engine.batch_size`"),

@@ -290,10 +290,25 @@ def test_wrong_file_ending_suggests_the_existing_file(tmp_path: Path, monkeypatc
         load("sft.yml")
 
 
-def test_binary_file_raises(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_bytes(b"a: \xff\n")
-    with pytest.raises(RecipeError, match=r"^r.yaml  the file is not UTF-8 text"):
-        load("r.yaml")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: \xff\n", r"^r one.yaml:1  not UTF-8: byte 0xff"),
+        (b"stage: sft\n# caf\xe9\n", r"^r one.yaml:2  not UTF-8: byte 0xe9(.|\n)*iconv -f LATIN1"),
+        (b"\xef\xbb\xbfa: 1\n\xe9: 2\n", r"^r one.yaml:2  not UTF-8: byte 0xe9"),
+        (
+            "stage: sft\n".encode("utf-16"),
+            r"^r one.yaml  not UTF-8: it begins like UTF-16(.|\n)*iconv -f UTF-16 -t UTF-8 'r one.yaml' >",
+        ),
+    ],
+)
+def test_recipe_that_is_not_utf8_names_the_line_and_the_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r one.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=message):
+        load("r one.yaml")
 
 
 def test_reward_and_tool_can_be_given_by_name_only() -> None:

@@ -16,7 +16,7 @@ from posttrain.recipe.foreign import python_script, shell, words
 from posttrain.recipe.foreign.script_rewards import ScriptReward
 from posttrain.recipe.foreign.words import Table
 from posttrain.recipe.tree import Node
-from posttrain.recipe.yaml import display_path, parse, parse_value, scalar
+from posttrain.recipe.yaml import display_path, not_utf8_error, parse, parse_value, scalar
 
 YAML = (".yaml", ".yml", ".json")
 PYTHON = ".py"
@@ -68,8 +68,8 @@ def read(path: Path, tool: str | None = None, stage: str | None = None) -> Forei
         raise RecipeError("only Python scripts of TRL can be imported", where=display_path(path), hint=hint)
     try:
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RecipeError("the file is not UTF-8 text", where=display_path(path)) from None
+    except UnicodeDecodeError as cause:
+        raise not_utf8_error(cause, path) from None
     except OSError as cause:
         raise RecipeError(f"the file cannot be read: {cause.strerror}", where=display_path(path)) from None
     if path.suffix in YAML:
