@@ -162,6 +162,13 @@ def left_out(draft: Draft) -> dict[str, str]:
         (GRPO | {"loss_type": "cispo"}, "rl", {"loss.ratio_max": 0.2, "loss.clip_low": None}),
         (GRPO | {"loss_type": "cispo", "epsilon": 3.0}, "rl", {"loss.ratio_max": 3.0, "loss.clip_low": None}),
         (GRPO | {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 5.0}, "rl", {"loss.ratio_max": 5.0}),
+        # One default of epsilon and beta in the tools, where ours depends on the loss: 3e-4 in gspo, 0.3 in nca_pair.
+        (GRPO | {"importance_sampling_level": "sequence"}, "rl", {"loss.use": "gspo", "loss.clip_low": 0.2}),
+        (GRPO | {"importance_sampling_level": "sequence", "epsilon": 3e-4}, "rl", {"loss.clip_low": 3e-4}),
+        (VERL | {MODE: "gspo", "algorithm.adv_estimator": "grpo"}, "rl", {"loss.use": "gspo", "loss.clip_low": 0.2}),
+        (TRL | {"loss_type": "nca_pair"}, "dpo", {"loss.use": "nca_pair", "loss.beta": 0.1}),
+        (TRL | {"loss_type": "sppo_hard", "beta": 0.4}, "dpo", {"loss.use": "sppo", "loss.beta": 0.4}),
+        (TRL | {"loss_type": "sppo_hard"}, "dpo", {"loss.use": "sppo", "loss.beta": 0.1}),
         # TRL sets the adapter's dropout to 0 in dpo and reward models, and in rl on request.
         (TRL | {"use_peft": True, "beta": 0.1}, "dpo", {"model.lora.dropout": 0.0}),
         (TRL | {"use_peft": True, "beta": 0.1, "lora_dropout": 0.1}, "dpo", {"model.lora.dropout": 0.0}),
@@ -199,6 +206,8 @@ def test_imported_objective_equals_the_files(
     [
         (TRL | {"loss_type": "hinge", "beta": 0.3}, "dpo", "loss.use", "hinge"),
         (TRL | {"loss_type": ["sigmoid", "bco_pair"]}, "dpo", "loss.use", "sigmoid+bco_pair"),
+        # IPO without a reference, which is not ours.
+        ("trl cpo --model_name_or_path m --dataset_name d.jsonl --loss_type ipo", "dpo", "loss.use", "cpo+ipo"),
         (TRL | {"loss_type": ["ipo", "sft"], "beta": 0.3}, "dpo", "loss.use", "ipo+sft"),  # which has no likelihood
         (
             f"{SWIFT} --rlhf_type grpo --reward_funcs format --importance_sampling_level sequence_token",

@@ -198,7 +198,7 @@ def _finish(draft: Draft) -> None:
     """Complete the draft as a whole: adapter defaults, run length, arguments that the components take, notes, order of
     keys."""
     transforms.complete_adapter(draft)
-    objective_forms.complete_simpo(draft)
+    objective_forms.complete_loss(draft)
     # Otherwise the preset's value would apply.
     if draft.stage == "rl" and "minibatches" in _preset_choice(draft, "batch", {}):
         draft.set_default("batch.minibatches", 1, f"one update a pass in {draft.foreign.table.tool}")

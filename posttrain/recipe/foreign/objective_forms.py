@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.recipe import presets
@@ -23,16 +23,16 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
         names = names[:1]
     if draft.at("algorithm") == names[0]:
         return
+    if draft.at("algorithm") == "cpo" and names[0] not in ("sigmoid", "simpo"):
+        names = ["cpo", *names]  # its `ipo` has no reference and a likelihood term
     if len(names) != 1 or names[0] not in known:
         kind = {"rl": "loss", "dpo": "pair_loss"}.get(draft.stage, "token_weight")
-        _require_choice(draft, given, "objective.use" if draft.stage == "sft" else "loss.use", kind)
+        _require_choice(draft, given, "objective.use" if draft.stage == "sft" else "loss.use", kind, names)
         return
     for path, value in known[names[0]].items():
         draft.set_default(path, value, draft.origin(given.key))
     _put_arguments(draft, names[0])
-    if (
-        names[0] == "cispo"
-    ):  # its bound of the ratio itself is epsilon_high, else epsilon, whose default is that of a clip
+    if names[0] == "cispo":  # without epsilon_high, the ratio is limited to epsilon
         draft.set_default("loss.ratio_max", 0.2, f"epsilon, {draft.foreign.table.tool}'s default")
 
 
@@ -43,10 +43,10 @@ def _put_arguments(draft: Draft, name: str) -> None:
             draft.replace(path, value if isinstance(value, bool) else float(value), draft.origin(*keys))
 
 
-def _require_choice(draft: Draft, given: Given, target: str, kind: str) -> None:
+def _require_choice(draft: Draft, given: Given, target: str, kind: str, names: Sequence[Any] | None = None) -> None:
     """Write an unknown objective of the other tool under its own name, so that the recipe is invalid until the user
     chooses a replacement. Leaving it out would silently make the run a different experiment."""
-    names = given.value if isinstance(given.value, list) else [given.value]
+    names = names or (given.value if isinstance(given.value, list) else [given.value])
     draft.leave(given, f"not offered under this name; `posttrain methods list --kind {kind}` shows what is")
     draft.replace(target, "+".join(map(str, names)), draft.origin(given.key))
 
@@ -77,7 +77,22 @@ def _label_smoothing(draft: Draft, given: Given, target: str) -> None:
         draft.note("TRL's `sigmoid` does not read label_smoothing; here it makes DPO conservative (cDPO)")
 
 
-def complete_simpo(draft: Draft) -> None:
+# stage -> key with one default in all tools, that default, and the losses for which ours is another
+_SHARED_DEFAULTS = {
+    "dpo": ("loss.beta", 0.1, ("nca_pair", "sppo")),
+    "rl": ("loss.clip_low", 0.2, ("gspo", "gmpo", "dppo")),
+}
+
+
+def complete_loss(draft: Draft) -> None:
+    """Write the tools' beta or clip where the file gives none and ours depends on the loss."""
+    key, value, losses = _SHARED_DEFAULTS.get(draft.stage, ("", 0.0, ()))
+    if draft.at("loss.use") in losses:
+        draft.set_default(key, value, f"{draft.foreign.table.tool}'s default")
+    _complete_simpo(draft)
+
+
+def _complete_simpo(draft: Draft) -> None:
     """Complete SimPO: our margin is a multiple of beta, the other tools' is an absolute number, and the default of beta
     differs."""
     if "simpo" not in (draft.at("loss.use"), draft.at("algorithm")):
