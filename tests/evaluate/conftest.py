@@ -84,3 +84,8 @@ def evaluate(folder: Path) -> Callable[..., dict[str, Any]]:
             return run.run(recipe, directory)
 
     return go
+
+
+@pytest.fixture(autouse=True)
+def _forked_workers(forked_workers: None) -> None:
+    """Workers of rewards are forks; tests/verify tests how they start and end."""
