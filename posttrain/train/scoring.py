@@ -191,7 +191,7 @@ class Scoring:
                 token_count=len(r.sampled_ids),
                 group=r.group,
                 token_ids=r.sampled_ids,
-                token_ends=token_ends(r.ids, self._p.loaded.tokenizer)
+                token_ends=completion_token_ends(r, self._p.loaded.tokenizer)[1:]
                 if self._needs_token_ends and not r.turns
                 else (),
                 **(sample_fields(r) if r.turns or r.call else {}),
@@ -211,15 +211,28 @@ def _by_component(rows: Sequence[Sequence[Result]]) -> Results:
 
 
 def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tuple[int, ...]:
-    """Return the token index at which each part ends: each turn of the model, or each step of a single turn."""
+    """Return the token index at which each part ends: each turn of the model, or each step of a single turn.
+
+    -1 for a step within the beginning of an answer that belongs to the prompt (`Variant.begin`).
+    """
     if rollout.turns or (rollout.call is not None and len(rollout.segments) > 1):
         ends = itertools.accumulate(len(s.ids) for s in rollout.segments)
         return tuple(end - 1 for end, s in zip(ends, rollout.segments, strict=True) if s.kind == "model")
     if split is None:
         return (len(rollout.ids) - 1,)
-    characters = token_ends(rollout.ids, tokenizer)
+    characters = completion_token_ends(rollout, tokenizer)
     last = len(rollout.ids) - 1
-    return (*(min(bisect_left(characters, end), last) for end in ends_of(rollout.text, split)[:-1]), last)
+    return (*(min(bisect_left(characters, end) - 1, last) for end in ends_of(rollout.text, split)[:-1]), last)
+
+
+def completion_token_ends(rollout: Rollout, tokenizer: Any) -> list[int]:
+    """Return the character of the rollout's text at which its first token begins, and at which each token ends.
+
+    The text of a variant begins with tokens that may belong to the prompt.
+    """
+    variant = rollout.variant
+    begin = variant.begin if variant is not None and variant.begin_is == "prompt" else ()
+    return [0, *token_ends((*begin, *rollout.ids), tokenizer)][len(begin) :]
 
 
 def check_grading(scorer: Scorer) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.batch import Prompt, Rollout, Segment, Variant
 from posttrain.models import tiny
 from posttrain.train import scoring as module
-from posttrain.train.scoring import token_ends
+from posttrain.train.scoring import completion_token_ends, ends_of_parts, token_ends
 
 
 def test_token_ends_match_the_decoded_text() -> None:
@@ -50,3 +51,16 @@ def test_token_cache_is_per_tokenizer_and_bounded(monkeypatch: pytest.MonkeyPatc
     assert token_ends([0, 1, 0], tokenizer) == [1, 4, 6] and asked[5:] == [[1, 0]]
     assert token_ends([0, 1, 2], tokenizer) == [1, 4, 5] and len(asked) == 11
     assert token_ends([0, 1], Counting()) == [1, 4] and len(asked) == 14
+
+
+def test_a_beginning_that_belongs_to_the_prompt_shifts_the_tokens_of_the_answer() -> None:
+    """The text is `a`, `b`, `c` on lines of their own, and `a` is part of the prompt: no token ends its step."""
+    tokenizer = tiny.build_tokenizer()
+    begin, ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("a\n", "b\nc"))
+    rollout = Rollout(Prompt("p", {}, "", (1,)), 0, (Segment("model", ids),), "a\nb\nc", "stop", 0)
+    rollout.variant = Variant(begin=begin)
+    assert completion_token_ends(rollout, tokenizer) == [2, 3, 4, 5]
+    assert ends_of_parts(rollout, "lines", tokenizer) == (-1, 1, 2)
+    rollout.variant, rollout.text = None, "b\nc"
+    assert completion_token_ends(rollout, tokenizer) == [0, 1, 2, 3]
+    assert ends_of_parts(rollout, "lines", tokenizer) == (1, 2)
