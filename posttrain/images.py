@@ -108,7 +108,7 @@ def _check_size(name: str, width: int, height: int) -> None:
 
 
 def _as_rgb(picture: Any) -> Any:
-    """Convert grey, CMYK, palette and 16-bit images to RGB, with transparency on white."""
+    """Convert gray, CMYK, palette and 16-bit images to RGB, with transparency on white."""
     from PIL import Image as Pillow
 
     if picture.mode in ("I;16", "I;16B", "I;16L", "I"):  # `convert` would clip these at 255
@@ -143,7 +143,7 @@ def degrade(image: Image, how: Degradation, *, ratio: float, patch: int, seed: i
     """Return a degraded image of the same size, so that it has the same number of tokens.
 
     mask: a share `ratio` of its squares of `patch` pixels, sampled with the seed, is black. blur: Gaussian blur with
-    radius `patch` pixels. blank: all pixels are grey.
+    radius `patch` pixels. blank: all pixels are gray.
     """
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFilter

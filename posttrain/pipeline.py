@@ -118,7 +118,7 @@ def run(recipe: PipelineRecipe, directory: RunDirectory) -> dict[str, Any]:
         run_seed(recipe, directory.path, recipe.seeds[0])
     else:
         run_children(_seed_processes(recipe, directory), recipe.parallel)
-    return summarise(recipe, directory.path)
+    return summarize(recipe, directory.path)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _seed_processes(recipe: PipelineRecipe, directory: RunDirectory) -> list[Chi
     ]
 
 
-def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
+def summarize(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
     """Return the summary of a pipeline.
 
     `seeds`: {seed: {stage: summary}}; `rounds`: {name: one row per round}, if there are any; `table`: the compared

@@ -1,6 +1,6 @@
 """Terminal output with control characters escaped.
 
-Texts come from models, tools, servers and file names. No control character reaches the terminal as a command (colours,
+Texts come from models, tools, servers and file names. No control character reaches the terminal as a command (colors,
 titles, links, clipboard, rewritten lines, reversed text). Files (samples.jsonl, outputs) hold texts exactly. The
 escapes are those of JSON, so JSON on stdout stays exact too.
 """
@@ -61,7 +61,7 @@ def bold(text: str) -> str:
 
 
 def console(**options: Any) -> Console:
-    """Return a rich console that escapes control characters in texts; its own colours and cursor moves still work."""
+    """Return a rich console that escapes control characters in texts; its own colors and cursor moves still work."""
     from rich.console import Console
     from rich.segment import Segment
 

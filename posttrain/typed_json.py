@@ -1,4 +1,4 @@
-"""JSON serialisation that round-trips Python values: tuples, sets, non-string keys, dates, numpy values.
+"""JSON serialization that round-trips Python values: tuples, sets, non-string keys, dates, numpy values.
 
 Values that JSON supports are written as plain JSON, so text without type marks reads as with `json.loads`. All others
 become an object with the key `__type__`. Loading creates values only: no code is run and no class is looked up.

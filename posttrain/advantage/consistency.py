@@ -56,7 +56,7 @@ def copo(
 ) -> ChannelAdvantages:
     """Blend group and batch advantages by how much a group's answers agree -> [N] (COPO).
 
-    Groups that are all right or all wrong have a gradient too. Consistency-aware policy optimisation. Local: (reward -
+    Groups that are all right or all wrong have a gradient too. Consistency-aware policy optimization. Local: (reward -
     mean of the group) / (std + eps). Global: (R - mean of R over prompts) / (std + eps), R the mean reward of the
     prompt, times 1 - lam H with use_coef (lam = (1 - 1/n) / log2 n, n rows in the group). H: entropy in bits of the
     group's answers; all rows without an answer are one category. The weight of the local part is sigmoid(k (H - b))

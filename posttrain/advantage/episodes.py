@@ -66,5 +66,5 @@ def step_terms(
     delta = rewards + gamma * after * not_done - values
     raw = reverse_scan(delta, gamma * lam * not_done.to(delta)).to(values)
     spread = raw.std() if len(raw) > 1 else raw.new_zeros(())
-    centred = raw - raw.mean() if len(raw) else raw
-    return StepAdvantages(torch.where(spread > 0, centred / (spread + 1e-8), 0.0), raw, raw + values)
+    centered = raw - raw.mean() if len(raw) else raw
+    return StepAdvantages(torch.where(spread > 0, centered / (spread + 1e-8), 0.0), raw, raw + values)

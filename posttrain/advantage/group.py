@@ -132,10 +132,10 @@ def agent(
     return normalize_by_trajectory(rewards, prompts, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
 
 
-def normalize_by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normaliser: Any) -> Tensor:
+def normalize_by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normalizer: Any) -> Tensor:
     """Normalize the mean reward of each trajectory within its group and give it to all rows of the trajectory [N].
 
-    Rows are steps or calls. normaliser: keywords of `normalize_by_group`. A trajectory counts once, however many rows
+    Rows are steps or calls. normalizer: keywords of `normalize_by_group`. A trajectory counts once, however many rows
     it has.
     """
     key = combine_ids(group_ids, trajectory_ids)
@@ -144,7 +144,7 @@ def normalize_by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: 
     above = group_sum(torch.where(rewards.isnan(), 0.0, rewards - lowest[key]), key)
     means = torch.where(count > 0, lowest + above / count.clamp(min=1), torch.nan)  # exact if all rows are equal
     groups = torch.zeros_like(means, dtype=torch.long).scatter(0, key, group_ids)
-    advantages = normalize_by_group(means, groups, **normaliser)[key]
+    advantages = normalize_by_group(means, groups, **normalizer)[key]
     return torch.where(rewards.isnan(), 0.0, advantages)
 
 
@@ -213,21 +213,21 @@ def normalize_by_group(
     key = number_groups(group_ids)
     scored = ~rewards.isnan()
     count = group_sum(scored.to(rewards.dtype), key)
-    centred = center_by_group(rewards, scored, key, count)
+    centered = center_by_group(rewards, scored, key, count)
     if leave_one_out:
-        centred = centred * (count / (count - 1).clamp(min=1))[key]
+        centered = centered * (count / (count - 1).clamp(min=1))[key]
     if scale != "none":
         if scale == "group":
-            spread = group_std(centred, key, count, ddof)[key]
+            spread = group_std(centered, key, count, ddof)[key]
         else:
             everything = torch.zeros_like(key)
             total = count.sum().reshape(1)
             spread = group_std(center_by_group(rewards, scored, everything, total), everything, total, ddof)
         divisor = spread + eps
         # With eps 0 and no spread the numerator is also 0: return 0, not 0 / 0.
-        centred = torch.where(divisor > 0, centred / torch.where(divisor > 0, divisor, 1.0), 0.0)
+        centered = torch.where(divisor > 0, centered / torch.where(divisor > 0, divisor, 1.0), 0.0)
     alone = torch.where(scored, rewards, 0.0) if singleton == "raw" else torch.zeros_like(rewards)
-    return torch.where(count[key] > 1, centred, alone)
+    return torch.where(count[key] > 1, centered, alone)
 
 
 def group_sum(values: Tensor, key: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def center_by_group(rewards: Tensor, scored: Tensor, key: Tensor, count: Tensor)
     return torch.where(scored, shifted - mean[key], 0.0)
 
 
-def group_std(centred: Tensor, key: Tensor, count: Tensor, ddof: int) -> Tensor:
+def group_std(centered: Tensor, key: Tensor, count: Tensor, ddof: int) -> Tensor:
     """Compute the standard deviation by group [K] of centered values; 0 for groups of fewer than two."""
-    squares = group_sum(centred.square(), key)
+    squares = group_sum(centered.square(), key)
     return torch.where(count > 1, squares / (count - ddof).clamp(min=1), 0.0).sqrt()

@@ -151,10 +151,10 @@ def singular_values(states: Tensor, lengths: Tensor) -> Tensor:
     """
     padding = torch.arange(states.shape[1], device=states.device) >= lengths[:, None]
     wide = states.double()
-    centred = (wide - (wide.sum(1) / lengths[:, None])[:, None]).masked_fill_(padding[..., None], 0.0)
+    centered = (wide - (wide.sum(1) / lengths[:, None])[:, None]).masked_fill_(padding[..., None], 0.0)
     if states.dtype == torch.float64:
-        return torch.linalg.svdvals(centred)
-    gram = centred.mT @ centred if states.shape[2] < states.shape[1] else centred @ centred.mT
+        return torch.linalg.svdvals(centered)
+    gram = centered.mT @ centered if states.shape[2] < states.shape[1] else centered @ centered.mT
     return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
 
 

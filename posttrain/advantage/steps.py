@@ -157,14 +157,14 @@ def gigpo_terms(
     if step_reward not in batch.components:
         raise ValueError(f"the batch has no reward component `{step_reward}`")
     trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
-    normaliser: dict[str, Any] = {"scale": "group" if mode == "mean_std_norm" else "none", "eps": eps}
-    episode = normalize_by_trajectory(require_rewards(batch), batch.group_ids, trajectories, **normaliser)
+    normalizer: dict[str, Any] = {"scale": "group" if mode == "mean_std_norm" else "none", "eps": eps}
+    episode = normalize_by_trajectory(require_rewards(batch), batch.group_ids, trajectories, **normalizer)
     steps = require_field(batch.step_ids, "step_ids")
     rewards = batch.components[step_reward].nan_to_num(nan=0.0)
     returns = returns_by_trajectory(rewards, combine_ids(batch.group_ids, trajectories), steps, gamma)
     anchor = combine_ids(batch.group_ids, require_field(batch.state_ids, "state_ids"))
     unscored = require_rewards(batch).isnan()
-    step = normalize_by_group(torch.where(unscored, torch.nan, returns), anchor, **normaliser)
+    step = normalize_by_group(torch.where(unscored, torch.nan, returns), anchor, **normalizer)
     return StepAdvantages(returns, episode, step, episode + omega * step)
 
 

@@ -80,10 +80,10 @@ class TokenAdvantages:
 
 @dataclass(frozen=True)
 class BaselineAdvantages:
-    """Advantages [N,T], and centred [N]: rewards minus their group's mean."""
+    """Advantages [N,T], and centered [N]: rewards minus their group's mean."""
 
     advantages: Tensor
-    centred: Tensor
+    centered: Tensor
 
 
 def reinforce_pp_terms(
@@ -99,10 +99,10 @@ def baseline_terms(
     batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf", floor: float = VARIANCE_FLOOR
 ) -> BaselineAdvantages:
     """Compute the advantages of `reinforce_pp_baseline` and the centered rewards that they are made from."""
-    centred = normalize_by_group(require_rewards(batch), batch.group_ids, scale="none")
+    centered = normalize_by_group(require_rewards(batch), batch.group_ids, scale="none")
     mask = scored_mask(batch)
-    tokens = torch.where(mask, centred[:, None], 0.0)
-    return BaselineAdvantages(whiten_values(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centred)
+    tokens = torch.where(mask, centered[:, None], 0.0)
+    return BaselineAdvantages(whiten_values(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centered)
 
 
 def scored_mask(batch: RolloutBatch) -> Tensor:
@@ -213,10 +213,10 @@ def whiten_values(
         return torch.zeros_like(values)
     lowest = torch.where(mask, values, torch.inf).min()  # subtracted first, so that equal values give exactly 0
     shifted = torch.where(mask, values - lowest, 0.0)
-    centred = torch.where(mask, shifted - shifted.sum() / count, 0.0)
+    centered = torch.where(mask, shifted - shifted.sum() / count, 0.0)
     if not scale:
-        return centred
-    squares = centred.square().sum()
+        return centered
+    squares = centered.square().sum()
     if whitening == "openrlhf":
-        return centred / (squares / count).clamp(min=floor).sqrt()
-    return centred / (squares / (count - 1).clamp(min=1) + floor).sqrt()
+        return centered / (squares / count).clamp(min=floor).sqrt()
+    return centered / (squares / (count - 1).clamp(min=1) + floor).sqrt()

@@ -266,10 +266,10 @@ def turn_advantages(
 
 def _z_scores(values: Tensor, key: Tensor, eps: float) -> Tensor:
     """Standardize values by group key with the population std; 0 where the std is below eps."""
-    centred = normalize_by_group(values, key, scale="none")
+    centered = normalize_by_group(values, key, scale="none")
     number = number_groups(key)
-    spread = group_mean(torch.where(values.isnan(), torch.nan, centred.square()), number).sqrt()[number]
-    return torch.where(spread < eps, 0.0, centred / (spread + eps))
+    spread = group_mean(torch.where(values.isnan(), torch.nan, centered.square()), number).sqrt()[number]
+    return torch.where(spread < eps, 0.0, centered / (spread + eps))
 
 
 def _with_outcome(rewards: Tensor, outcome: Tensor, turns: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class TokenLoss:
     [N,T], detached.
 
     counted [N,T] bool: set by a term that has its own mean: the tokens that this mean runs over. The sum of the term
-    is divided by their number in the whole optimiser batch. It depends on the batch only, never on logp. None = the
+    is divided by their number in the whole optimizer batch. It depends on the batch only, never on logp. None = the
     term is aggregated as the recipe says.
     """
 
@@ -31,10 +31,10 @@ class TokenLoss:
 @dataclass(frozen=True)
 class GroupLoss:
     """Result of a loss over whole groups: `values` [K], one per group in order of first appearance, averaged over the
-    groups of the optimiser batch; `stats` name -> [K], detached.
+    groups of the optimizer batch; `stats` name -> [K], detached.
 
     weights [K]: weight of a group in that average, e.g. its number of pairs. They depend on the batch only, never on
-    logp. None, or 0 everywhere in the optimiser batch, = equal weights.
+    logp. None, or 0 everywhere in the optimizer batch, = equal weights.
     """
 
     values: Tensor
@@ -98,7 +98,7 @@ class Remembered:
 class PairBatch:
     """P preference pairs: summed log-probs and lengths of both sides [P]; fields that no term needs are None.
 
-    If rows are labelled individually rather than ranked, the chosen side is the row's completion and the rejected side
+    If rows are labeled individually rather than ranked, the chosen side is the row's completion and the rejected side
     is a completion of another row, of another prompt.
     """
 
@@ -118,8 +118,8 @@ class PairBatch:
     rejected_score: Tensor | None = None
     ref_sample_is_chosen: Tensor | None = None  # True = the reference sampled the chosen side; else the rejected side
     label: Tensor | None = None  # 1 = the chosen side is a good answer, 0 = a bad one
-    mean_chosen_length: Tensor | float | None = None  # over the whole optimiser batch; None = over these pairs
-    kl_baseline: Tensor | None = None  # [] over the whole optimiser batch; None = from the rejected side of these rows
+    mean_chosen_length: Tensor | float | None = None  # over the whole optimizer batch; None = over these pairs
+    kl_baseline: Tensor | None = None  # [] over the whole optimizer batch; None = from the rejected side of these rows
 
 
 @dataclass(frozen=True)

@@ -480,7 +480,7 @@ def concatenate_ranges(counts: Sequence[int], starts: Sequence[int] | None = Non
 def to_device(
     numbers: Sequence[float | bool] | Tensor, device: torch.device = CPU, dtype: torch.dtype = torch.long
 ) -> Tensor:
-    """Copy numbers to a tensor on a device without the GPU synchronisation of `torch.tensor(..., device=)`. A list goes
+    """Copy numbers to a tensor on a device without the GPU synchronization of `torch.tensor(..., device=)`. A list goes
     through numpy, which reads a step's tokens ten times faster."""
     found = (numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.array(numbers))).to(dtype)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

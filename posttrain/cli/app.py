@@ -97,7 +97,7 @@ def root(
         False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
     ),
 ) -> None:
-    """Post-train reasoning LLMs from YAML recipes: SFT, preference optimisation, RL with verifier rewards, merging,
+    """Post-train reasoning LLMs from YAML recipes: SFT, preference optimization, RL with verifier rewards, merging,
     evaluation.
 
     Training and evaluation commands take a recipe (a YAML file, or the name of a shipped recipe) and key.path=value

@@ -91,7 +91,7 @@ def _inspect_recipe(
     checked = preflight.load(name, overrides, without=["run"])
     recipe: Any = checked.recipe
     stage = recipe.verb
-    if stage == "reward-model":  # it reads pairs like dpo, or labelled answers like sft
+    if stage == "reward-model":  # it reads pairs like dpo, or labeled answers like sft
         stage = "dpo" if recipe.objective.pairs else "sft"
     looking.check_stage(stage)
     packages.require(checked, packages.is_for_tokens)
@@ -242,7 +242,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
 
     from posttrain import source_locations
 
-    coloured = console.color_system is not None and not console.no_color
+    colored = console.color_system is not None and not console.no_color
     console.rule(source_locations.describe_row(sample["uid"]), align="left", characters="-", style="dim")
     for name, part in sample["parts"].items():
         text = Text()
@@ -251,7 +251,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
         for run in part["runs"]:
             written = _REPEATED.sub(_count_repeats, _mark_line_ends(run["text"]))
             trained = run["fate"] == "trained"
-            marked = f"»{written}«" if trained and not coloured else written
+            marked = f"»{written}«" if trained and not colored else written
             if trained and run.get("weight", 1.0) != 1.0:
                 marked += f"[x{run['weight']:.3g}]"
             text.append(marked, style="green" if trained else "dim")

@@ -55,7 +55,7 @@ def export(
     public: Annotated[
         bool, typer.Option("--public", help="Make a new repository on the hub public (default: private).")
     ] = False,
-    licence: Annotated[
+    license: Annotated[
         str | None,
         typer.Option("--license", metavar="ID", help="Licence in the model card (default: the base model's)."),
     ] = None,
@@ -76,7 +76,7 @@ def export(
     """
     check_options(to, upload_as, public)
     plan = plan_export(
-        model, to, overrides or [], output, dtype, upload_as, licence, evaluations or (), overwrite=overwrite
+        model, to, overrides or [], output, dtype, upload_as, license, evaluations or (), overwrite=overwrite
     )
     if dry_run:
         print_preview(plan, public, as_json)
@@ -91,17 +91,17 @@ def plan_export(
     output: Path | None,
     dtype: str,
     upload_as: str | None,
-    licence: str | None,
+    license: str | None,
     evaluations: Sequence[Path],
     *,
     overwrite: bool,
 ) -> Plan:
     """Return the plan of an export after all checks that need no model."""
     section = _load_model_section(model, overrides)
-    from posttrain.export import card, licences, run, source
+    from posttrain.export import card, licenses, run, source
     from posttrain.run.atomic_io import read_json
 
-    if licence and (warning := licences.warn_unknown_licence(licence)):
+    if license and (warning := licenses.warn_unknown_license(license)):
         say(f"note: {warning}")
     found = source.find_source(model)
     for path in evaluations:
@@ -111,7 +111,7 @@ def plan_export(
                 f"--eval: {path} is no finished evaluation", hint="name the run directory of `posttrain eval`"
             )
     repo = to.removeprefix(HUB) if to.startswith(HUB) else ""
-    facts = card.collect_facts(found, licence=licence, evaluations=evaluations)
+    facts = card.collect_facts(found, license=license, evaluations=evaluations)
     where = output or run.default_output(found, f"hub-{repo.replace('/', '-')}" if repo else to)
     run.check_output(where, overwrite=overwrite)
     kind: Any = upload_as if repo else to
@@ -191,7 +191,7 @@ def print_preview(plan: Plan, public: bool, as_json: bool) -> None:
         found = {"source": plan.source.path, "to": plan.kind, "dtype": plan.dtype, "output": str(plan.output)}
         hub = {"repository": repo, "private": not public} if repo else {}
         print_json(
-            {**found, **hub, "files": files, "base": plan.facts.base, "license": plan.facts.licence or "unknown"}
+            {**found, **hub, "files": files, "base": plan.facts.base, "license": plan.facts.license or "unknown"}
         )
         return
     terminal.say(write_card(plan.facts, plan.kind, repo or plan.output.name, [f for f in files if f.endswith(".gguf")]))

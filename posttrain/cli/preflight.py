@@ -58,7 +58,7 @@ def load_with_rewards(
     """Load a recipe and check what it names, as `load` does; return (recipe, names of its rewards).
 
     notes: a list to which missing models, data and runs are added as notes instead of errors, and hub ids that look
-    like misspelt directories. without: as in `load`.
+    like misspelled directories. without: as in `load`.
     """
     from posttrain.recipe import load as loading
     from posttrain.recipe.stages import STAGES

@@ -35,7 +35,7 @@ Target = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="Time limit for the reward call of each example.")
 ]
-Labelled = Annotated[
+Labeled = Annotated[
     Path | None,
     typer.Option(
         "--labelled",
@@ -57,7 +57,7 @@ def test(
     overrides: Overrides = None,
     as_json: Json = False,
     timeout: Timeout = 10.0,
-    labelled: Labelled = None,
+    labeled: Labeled = None,
 ) -> None:
     """Run a script's EXAMPLES; with a recipe, also score right and wrong completions of the recipe's own rows.
 
@@ -69,8 +69,8 @@ def test(
     script = _find_script(target)
     if script:
         imports.check_script(script[0])
-    if labelled is not None:
-        _report_labels(target, script, overrides or [], labelled, as_json)
+    if labeled is not None:
+        _report_labels(target, script, overrides or [], labeled, as_json)
         return
     if script:
         found = _test_script(script, timeout, as_json)
@@ -89,41 +89,41 @@ def _report_labels(
     from posttrain.cli import preflight
     from posttrain.errors import DataError
     from posttrain.recipe.reward_sections import Reward, Scoring
-    from posttrain.verify.label_agreement import read_labelled, try_labelled
+    from posttrain.verify.label_agreement import read_labeled, try_labeled
 
-    rows = read_labelled(find(str(path), None, "labelled rows", DataError))
+    rows = read_labeled(find(str(path), None, "labelled rows", DataError))
     if script and script[1] is None:
         raise RewardError(f"{target} names no function", hint=f"write {target}:FUNCTION, or script.function")
     if script:
-        report = try_labelled([Reward(use=f"{script[0]}:{script[1]}")], Scoring(), None, rows)
+        report = try_labeled([Reward(use=f"{script[0]}:{script[1]}")], Scoring(), None, rows)
     else:
         loaded = preflight.load(target, overrides, without=["model", "data", "run"])
         parts = _graded_parts(loaded)
         if not parts:
             raise RewardError(f"stage {loaded.recipe.verb} has no rewards of data rows", where=str(loaded.path))
-        report = try_labelled(parts[0][2], parts[0][3], loaded.recipe.base_dir, rows)
+        report = try_labeled(parts[0][2], parts[0][3], loaded.recipe.base_dir, rows)
     if as_json:
         print_json(report)
     else:
-        _print_labelled(report)
+        _print_labeled(report)
 
 
-def _print_labelled(report: Mapping[str, Any]) -> None:
+def _print_labeled(report: Mapping[str, Any]) -> None:
     """Print agreement with labels: a confusion matrix and kappa per reward, and kappa between rewards."""
-    for name, labelled in report["rewards"].items():
-        c = labelled["confusion"]
+    for name, labeled in report["rewards"].items():
+        c = labeled["confusion"]
         terminal.say(
-            f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_format_kappa(labelled['kappa'])}"
+            f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_format_kappa(labeled['kappa'])}"
         )
         terminal.say(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
         terminal.say(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
             terminal.say(f"  without a score: {c['unscored']}")
-        if labelled["wrong_rows"]:
-            terminal.say(f"  against the label: {', '.join(labelled['wrong_rows'][:SHOWN_ROWS])}")
-    for pair, labelled in report["pairs"].items():
-        apart = f"; apart on {', '.join(labelled['rows'][:SHOWN_ROWS])}" if labelled["rows"] else ""
-        terminal.say(f"{pair}: kappa {_format_kappa(labelled['kappa'])}{apart}")
+        if labeled["wrong_rows"]:
+            terminal.say(f"  against the label: {', '.join(labeled['wrong_rows'][:SHOWN_ROWS])}")
+    for pair, labeled in report["pairs"].items():
+        apart = f"; apart on {', '.join(labeled['rows'][:SHOWN_ROWS])}" if labeled["rows"] else ""
+        terminal.say(f"{pair}: kappa {_format_kappa(labeled['kappa'])}{apart}")
 
 
 def _format_kappa(value: float | None) -> str:

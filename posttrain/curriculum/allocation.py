@@ -185,7 +185,7 @@ def shadow_price(
 
 
 def allocate_by_variance(rates: Sequence[float], *, budget: int, least: int = 2, most: int = 12) -> list[int]:
-    """Return rollouts n_i in least..most that sum to `budget` and minimise sum p_i (1-p_i) / n_i; exact.
+    """Return rollouts n_i in least..most that sum to `budget` and minimize sum p_i (1-p_i) / n_i; exact.
 
     Greedy: the next rollout goes to the largest v/n - v/(n+1); ties: to the prompt with fewer rollouts, then to the
     first. Once all prompts have `most`, the remaining budget is not spent. Raises ValueError if budget < least *

@@ -1,4 +1,4 @@
-"""Group distributionally robust optimisation over difficulty bins (arXiv 2601.19280): assigns prompts to bins, rollouts
+"""Group distributionally robust optimization over difficulty bins (arXiv 2601.19280): assigns prompts to bins, rollouts
 to bins, and tracks the bin losses by which the factor `prompt_gdro` weights rows."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gdro(Sampler):
 
     allocation `gdro`: each bin has scores for the arms n_min..n_max (null = 3 * group_size); the most likely choice
     that spends the budget is taken, and the score of a bin's arm changes by the mean loss of its rows (`mode`: sign of
-    the code or of the paper), with a shadow price on rollouts (dual_lr). `variance`: rollouts minimise sum p (1-p) / n
+    the code or of the paper), with a shadow price on rollouts (dual_lr). `variance`: rollouts minimize sum p (1-p) / n
     over prompts, p = a prompt's own pass rate (0.5 for unseen prompts), n = its rollouts. `uniform`: group_size each.
 
     `factors: [prompt_gdro]` weights rows by the moving average (ema_beta) of the loss of each bin.

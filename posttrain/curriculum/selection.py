@@ -150,10 +150,10 @@ def compute_bin_weights(
     score_clip: float = 5.0,
     num_bins: int | None = None,
 ) -> BinWeights:
-    """Compute weights that favour bins with a high score (moving average of their loss).
+    """Compute weights that favor bins with a high score (moving average of their loss).
 
     `code`: q = (1-gamma) softmax(eta * s) + gamma / K over the K bins of the batch, at most max_weight; a row's factor
-    is q of its bin divided by the mean of q over rows, at most max_weight. zscore: s is standardised over all bins seen
+    is q of its bin divided by the mean of q over rows, at most max_weight. zscore: s is standardized over all bins seen
     and clipped to +-z_cap (None: not clipped). `paper`: omega = exp(eta * clip(S, +-score_clip)) over all `num_bins`; a
     row's factor is min(omega, max_weight).
     """

@@ -26,7 +26,7 @@ def label_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def split_answers(row: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the labelled answers of one row. Raises DataError if it is neither a labelled answer nor a pair."""
+    """Yield the labeled answers of one row. Raises DataError if it is neither a labeled answer nor a pair."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         for side, label in (("chosen", 1), ("rejected", 0)):
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}

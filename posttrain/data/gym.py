@@ -22,7 +22,7 @@ def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[s
     """Return `size` rows with the columns prompt, answer, gym_task, gym_entry and, with params, gym_params.
 
     gym_entry is `typed_json` text of the whole item, which the task's verifier reads; gym_params is JSON text of the
-    parameters, which also configure the verifier. reasoning-gym derives item i from seed + i, so neighbouring seeds
+    parameters, which also configure the verifier. reasoning-gym derives item i from seed + i, so neighboring seeds
     share nearly all items; the seed passed to it is therefore a hash of the recipe's seed and the task name (31 bits:
     numpy accepts 32). Raises DataError that names similar tasks or parameters.
     """
@@ -75,17 +75,17 @@ def _fields_of(attribute: Any) -> list[str]:
 
 
 def _row(task: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of a task as a row. Raises DataError if the item cannot be serialised."""
+    """Return an item of a task as a row. Raises DataError if the item cannot be serialized."""
     answer = entry["answer"]
     try:
-        serialised = typed_json.dumps(entry)
+        serialized = typed_json.dumps(entry)
     except TypeError as cause:
         raise DataError(f"an item of gym:{task} does not fit in a row: {cause}") from cause
     return {
         "prompt": entry["question"],
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "gym_task": task,
-        "gym_entry": serialised,
+        "gym_entry": serialized,
     }
 
 

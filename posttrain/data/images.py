@@ -149,7 +149,7 @@ def _fetch(url: str, name: str, where: str) -> str:
 
 
 def insert_placeholders(row: Row, where: str) -> Row:
-    """Return a normalised row whose texts have one PLACE per image. Raises DataError."""
+    """Return a normalized row whose texts have one PLACE per image. Raises DataError."""
     if not row.get("images"):
         return row
     wrong = [

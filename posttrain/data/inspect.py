@@ -47,7 +47,7 @@ def inspect(
     rules: PairRules | None = None,
     reader: Reader | None = None,
 ) -> Report:
-    """Return a JSON-serialisable report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
+    """Return a JSON-serializable report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
     Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut and noted (same form), lengths {part: {min,
     median, p95, max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs:
@@ -75,7 +75,7 @@ def inspect(
             *([] if found.ends is None else [_check_ends(found.ends, tuple(eos_ids), tokenizer)]),
             *_check_template(section, tokenizer),
             *_check_text(prepared),
-            *_check_labels(found.labelled),
+            *_check_labels(found.labeled),
             _check_unknown(found.sequences, tokenizer),
             _check_doubles(with_images),
         ],
@@ -131,7 +131,7 @@ class _Described(NamedTuple):
     images: list[tuple[Image, ...]]
     samples: list[Report]
     ends: list[int] | None = None  # last token of each trained text
-    labelled: Sequence[render.Row] = ()  # rows of answers with labels
+    labeled: Sequence[render.Row] = ()  # rows of answers with labels
     columns: list[str] | None = None  # of prompts
 
 
@@ -164,11 +164,11 @@ def _describe_pairs(
     single: bool,
     rules: PairRules | None,
 ) -> _Described:
-    """Prepare and describe preference pairs, or labelled answers."""
+    """Prepare and describe preference pairs, or labeled answers."""
     prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules, reader=reader)
     items: list[Pair] = prepared.items
     rows = {str(row["uid"]): row for row in prepared.rows}
-    # The rejected side of a labelled answer belongs to another row: report only the row's own answer.
+    # The rejected side of a labeled answer belongs to another row: report only the row's own answer.
     sides = [(p.chosen_ids,) if single else (p.chosen_ids, p.rejected_ids) for p in items]
     names = ("answer",) if single else ("chosen", "rejected")
     lengths = {"prompt": [len(p.prompt_ids) for p in items]}
@@ -295,7 +295,7 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
 
 
 def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:
-    """Check that labelled rows include both good and bad answers."""
+    """Check that labeled rows include both good and bad answers."""
     if not rows:
         return []
     good = sum(row["label"] for row in rows)

@@ -73,7 +73,7 @@ def _parse_message(message: Any, name: str, where: str) -> Message:
 
 
 def _check_role(role: str, name: str, where: str) -> None:
-    """Raise DataError for a misspelt role, which a template would copy verbatim and training would ignore."""
+    """Raise DataError for a misspelled role, which a template would copy verbatim and training would ignore."""
     meant = None if role in KNOWN_ROLES else nearest(role.lower(), KNOWN_ROLES, 0.66)
     if meant is not None and not role.startswith(meant):  # `user_2` is a different, valid name
         allowed = "roles: system, developer, user, assistant, tool; in `from` also human, gpt, ..."

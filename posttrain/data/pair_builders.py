@@ -79,7 +79,7 @@ def _best_worst(pool: list[Record], options: Options) -> BuildResult:
     """Pair the answer with the highest reward with the one with the lowest."""
     del options
     own = _indices_of(pool, "own")
-    judged = pairs.best_worst([[_judgement(pool[i]) for i in own]])
+    judged = pairs.best_worst([[_judgment(pool[i]) for i in own]])
     if not judged.keep[0]:
         return BuildResult([], "all scores equal")
     return BuildResult([(own[judged.chosen[0]], own[judged.rejected[0]])])
@@ -91,7 +91,7 @@ def _tournament(pool: list[Record], options: Options) -> BuildResult:
     The players are the first 2^m distinct scored answers; i beats j with probability sigmoid(score_i - score_j).
     """
     del options
-    scored = [i for i in _unique_texts(pool, _indices_of(pool, "own")) if _judgement(pool[i])[0] is not None]
+    scored = [i for i in _unique_texts(pool, _indices_of(pool, "own")) if _judgment(pool[i])[0] is not None]
     if len(scored) < 2:
         return BuildResult([], "fewer than two different answers with a score")
     players = scored[: 1 << (len(scored).bit_length() - 1)]
@@ -151,7 +151,7 @@ def _temporal(pool: list[Record], options: Options) -> BuildResult:
     """Pair past and future answers (temporal self-rewarding): phase 2 with future answers, else phase 1."""
     del options
     own, past, future = (
-        [i for i in _indices_of(pool, s) if _judgement(pool[i])[0] is not None] for s in ("own", "past", "future")
+        [i for i in _indices_of(pool, s) if _judgment(pool[i])[0] is not None] for s in ("own", "past", "future")
     )
     if not own or not past:
         return BuildResult([], "an answer of the policy or of the past is missing or truncated")
@@ -255,8 +255,8 @@ def _score_table(pool: Sequence[Record], indices: Sequence[int], key: str) -> li
     return [[_read_score(pool[i], key) for i in indices]]
 
 
-def _judgement(record: Record) -> list[float | None]:
-    """Return the reward as the only judgement of an answer; None for a truncated answer."""
+def _judgment(record: Record) -> list[float | None]:
+    """Return the reward as the only judgment of an answer; None for a truncated answer."""
     return [None if _is_truncated(record) else _read_score(record, "reward")]
 
 

@@ -80,14 +80,14 @@ def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *
     return pairs
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     """Class labels of reasoning chains and rewards of the predictions [N][G]."""
 
     labels: list[int]  # 0 correct and from a batch prompt, 1 correct and from a single prompt, 2 wrong
     rewards: list[list[float]]  # of predicted labels: 1 if the prediction equals the label
 
 
-def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted: Table) -> Labelled:
+def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted: Table) -> Labeled:
     """Label reasoning chains for DRQA (arXiv 2508.17803) and reward correct predictions of these labels.
 
     Chains from prompts with several questions are naturally short; the model learns to distinguish them from long
@@ -95,7 +95,7 @@ def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted:
     the paper, not checked.
     """
     labels = [2 if not c else 0 if b else 1 for c, b in zip(correct, from_batch, strict=True)]
-    return Labelled(labels, [[float(p == label) for p in row] for label, row in zip(labels, predicted, strict=True)])
+    return Labeled(labels, [[float(p == label) for p in row] for label, row in zip(labels, predicted, strict=True)])
 
 
 def own_failures(
@@ -152,7 +152,7 @@ def after_verification(
 
 
 class Judged(NamedTuple):
-    """Per prompt; chosen and rejected are -1 if `keep` is 0. A mean is None if no judgement could be parsed."""
+    """Per prompt; chosen and rejected are -1 if `keep` is 0. A mean is None if no judgment could be parsed."""
 
     mean_scores: list[list[float | None]]
     chosen: list[int]
@@ -161,9 +161,9 @@ class Judged(NamedTuple):
 
 
 def best_worst(judge_scores: Sequence[Table]) -> Judged:
-    """Pair the answers with best and worst mean judgement (self-rewarding, arXiv 2401.10020).
+    """Pair the answers with best and worst mean judgment (self-rewarding, arXiv 2401.10020).
 
-    judge_scores: K judgements [B][N][K], None = unparsable.
+    judge_scores: K judgments [B][N][K], None = unparsable.
     """
     means = [[_mean(votes) for votes in answers] for answers in judge_scores]
     chosen, rejected = [], []
@@ -258,9 +258,9 @@ class Tournament(NamedTuple):
 
 
 def tournament(pref: Table) -> Tournament:
-    """Return INPO's best and worst of K = 2^m answers (arXiv 2407.00617) without all K(K-1)/2 judgements: pref [K][K].
+    """Return INPO's best and worst of K = 2^m answers (arXiv 2407.00617) without all K(K-1)/2 judgments: pref [K][K].
 
-    After a first round of neighbours, winners play winners and losers play losers until one of each is left; these two
+    After a first round of neighbors, winners play winners and losers play losers until one of each is left; these two
     play for the pair. The first entrant wins a tie. Raises DataError if the number of answers is not 2, 4, 8, ...
     """
     size = len(pref)

@@ -1,4 +1,4 @@
-"""Tokenised rows of a recipe within its maximum length, with a record of every row that was dropped or cut."""
+"""Tokenized rows of a recipe within its maximum length, with a record of every row that was dropped or cut."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def prepare_prompts(
 def encode_with_images(
     rows: Sequence[Row], texts: Sequence[Text], section: Data, tokenizer: Any, reader: Reader | None
 ) -> list[tuple[tuple[int, ...], PromptImages | None]]:
-    """Tokenise single-piece prompts together with the images of their rows.
+    """Tokenize single-piece prompts together with the images of their rows.
 
     Returns (token ids, images or None) per prompt. Raises DataError for images that cannot be read or have no
     placeholder in the text.
@@ -153,7 +153,7 @@ def prepare_examples(
     if earlier := [str(row["uid"]) for row in rows if _has_untrained_turns(row, section)]:
         prepared.noted[EARLIER_TURNS] = earlier
     kept = {example.uid.partition(".")[0] for example in prepared.items}
-    for cause, is_so in ((ASKED_NOTHING, _has_blank_prompt), (LABEL_UNREAD, _is_labelled_bad)):
+    for cause, is_so in ((ASKED_NOTHING, _has_blank_prompt), (LABEL_UNREAD, _is_labeled_bad)):
         uids = [uid for row in rows if (uid := str(row["uid"])) in kept and is_so(row, section)]
         if uids and not (cause == LABEL_UNREAD and labels_read):
             prepared.noted[cause] = uids
@@ -199,7 +199,7 @@ def prepare_pairs(
     texts = images.expand_placeholders([row for row in rows for _ in SIDES], texts, section, reader) or texts
     sides = render.encode(texts, tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)
-    # The rejected side of a labelled answer belongs to another row, which reports its own notes.
+    # The rejected side of a labeled answer belongs to another row, which reports its own notes.
     _note_template(prepared, [row_texts[:1] for row_texts in by_row] if single else by_row)
     for row, chosen, rejected in zip(rows, sides[::2], sides[1::2], strict=True):
         pair = render.join_pair(str(row["uid"]), chosen, rejected)
@@ -312,7 +312,7 @@ def _is_blank_prompt(prompt: Any) -> bool:
     return bool(asked) and not any(str(m.get("content") or "").strip() for m in asked)
 
 
-def _is_labelled_bad(row: Row, section: Data) -> bool:
+def _is_labeled_bad(row: Row, section: Data) -> bool:
     """Return whether the row labels its answer as bad in a column that the prompt does not show."""
     used = section.prompt_template is not None and "label" in template_fields(section.prompt_template)
     return row.get("label") in (0, 1) and not row["label"] and not used

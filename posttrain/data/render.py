@@ -120,7 +120,7 @@ def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
 
 
 def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
-    """Return the row's sequences as text pieces, before tokenisation."""
+    """Return the row's sequences as text pieces, before tokenization."""
     return _find_lost_columns(_examples(row, tokenizer, section), row, section, beside=("prompt", "completion"))
 
 
@@ -179,7 +179,7 @@ def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Se
     """Return the texts with a note for each column that looks like part of a conversation but is in no message.
 
     beside: columns that nothing reads if the row has messages. Raises DataError for a text that is too long to
-    tokenise.
+    tokenize.
     """
     longest = max((sum(len(piece.text) for piece in text.pieces) for text in texts), default=0)
     if longest > LONGEST_TEXT:
@@ -379,16 +379,16 @@ def _train_on_all(text: Text) -> Text:
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, section: Data) -> list[tuple[int, ...]]:
-    """Tokenise prompts. Templates write their special tokens themselves; plain text gets the tokenizer's BOS."""
+    """Tokenize prompts. Templates write their special tokens themselves; plain text gets the tokenizer's BOS."""
     bos = _bos(tokenizer, section)
     return [(*bos.before(text), *ids) for text, ids in zip(texts, _ids(tokenizer, list(texts)), strict=True)]
 
 
 def encode(texts: Sequence[Text], tokenizer: Any, section: Data) -> list[Example]:
-    """Tokenise sequences, all in one call of the tokenizer.
+    """Tokenize sequences, all in one call of the tokenizer.
 
-    A sequence is tokenised as a whole if each piece then ends on a token boundary. Otherwise it is tokenised piece by
-    piece: at inference the prompt is tokenised alone, so no token can span prompt and answer.
+    A sequence is tokenized as a whole if each piece then ends on a token boundary. Otherwise it is tokenized piece by
+    piece: at inference the prompt is tokenized alone, so no token can span prompt and answer.
     """
     prefixes = list(dict.fromkeys(prefix for t in texts for prefix in _prefixes(t)))
     ids = dict(zip(prefixes, _ids(tokenizer, prefixes), strict=True))
@@ -427,7 +427,7 @@ def _encode_one(
 
 
 def _encode_pieces(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokenise each piece alone. Raises DataError if the pieces do not decode to the same text as the whole."""
+    """Tokenize each piece alone. Raises DataError if the pieces do not decode to the same text as the whole."""
     parts = _ids(tokenizer, [p.text for p in text.pieces])
     tokens = [i for part in parts for i in part]
     if tokenizer.decode(tokens) != tokenizer.decode(list(whole)):
@@ -440,7 +440,7 @@ def _encode_pieces(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple[
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
-    """Tokenise texts without special tokens."""
+    """Tokenize texts without special tokens."""
     if not texts:
         return []
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}

@@ -1,4 +1,4 @@
-"""Normalisation of data rows to one of: messages; prompt (+ completion | answer | chosen/rejected); text.
+"""Normalization of data rows to one of: messages; prompt (+ completion | answer | chosen/rejected); text.
 
 Every other column is left unchanged, for rewards and templates to read.
 """
@@ -28,7 +28,7 @@ _COMMON_NAMES = {  # column names common in other data sets -> our names
 _MAIN_COLUMNS = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
 
 
-def normalise(
+def normalize_row(
     row: Mapping[str, Any], where: str, prompt_template: str | None = None, completion_template: str | None = None
 ) -> Row:
     """Return a record as a row with `messages`, `prompt` (and its answer) or `text`. DataErrors name `where`.

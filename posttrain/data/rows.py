@@ -1,4 +1,4 @@
-"""Loading of a recipe's `data` section: rows are read, renamed, normalised, given stable ids, and mixed."""
+"""Loading of a recipe's `data` section: rows are read, renamed, normalized, given stable ids, and mixed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
         try:
             renamed = _rename_columns(record, source.columns, where)
             renamed = images.collect_images(renamed, where, folder, section.image)
-            row = row_formats.normalise(renamed, where, section.prompt_template, section.completion_template)
+            row = row_formats.normalize_row(renamed, where, section.prompt_template, section.completion_template)
             row = images.insert_placeholders(row, where)
         except DataError as error:
             wrong += error.problems

@@ -24,7 +24,7 @@ class Separability(NamedTuple):
 def separability(
     chosen_features: Sequence[Sequence[float]], rejected_features: Sequence[Sequence[float]], *, ridge: float = 1e-2
 ) -> Separability | None:
-    """Fit a ridge regression of +1 (chosen) and -1 (rejected) on features [P][D]; the intercept is not penalised.
+    """Fit a ridge regression of +1 (chosen) and -1 (rejected) on features [P][D]; the intercept is not penalized.
 
     Leave-one-out removes both rows of a pair. A score of exactly 0 counts as a miss. Returns None with fewer than 3
     pairs. The idea is from arXiv 2504.02193; the probe is this project's own.

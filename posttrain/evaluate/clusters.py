@@ -13,12 +13,12 @@ Points = NDArray[np.float64]
 class Clusters(NamedTuple):
     """Result of k-means.
 
-    labels [n]: the cluster of each point. centres [k, d]: the cluster means. spread: mean squared distance of a point
-    to its centre.
+    labels [n]: the cluster of each point. centers [k, d]: the cluster means. spread: mean squared distance of a point
+    to its center.
     """
 
     labels: NDArray[np.int64]
-    centres: Points
+    centers: Points
     spread: float
 
 
@@ -38,7 +38,7 @@ def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iteration
 
 
 def choose_initial_centers(points: Points, k: int, rng: np.random.Generator) -> Points:
-    """Choose k of the points as initial centres (k-means++).
+    """Choose k of the points as initial centers (k-means++).
 
     The first is random, each next one with probability proportional to its squared distance from the nearest chosen
     one.
@@ -50,24 +50,24 @@ def choose_initial_centers(points: Points, k: int, rng: np.random.Generator) -> 
     return points[chosen]
 
 
-def run_lloyd(points: Points, centres: Points, iterations: int) -> Clusters:
-    """Assign points to their nearest centre and move centres to their means until no label changes (Lloyd's algorithm).
+def run_lloyd(points: Points, centers: Points, iterations: int) -> Clusters:
+    """Assign points to their nearest center and move centers to their means until no label changes (Lloyd's algorithm).
 
-    A centre that has lost all its points stays in place.
+    A center that has lost all its points stays in place.
     """
-    labels = squared_distances(points, centres).argmin(axis=1)
+    labels = squared_distances(points, centers).argmin(axis=1)
     for _ in range(iterations):
-        means = [points[labels == c].mean(axis=0) if (labels == c).any() else centres[c] for c in range(len(centres))]
-        centres = np.stack(means)
-        moved = squared_distances(points, centres).argmin(axis=1)
+        means = [points[labels == c].mean(axis=0) if (labels == c).any() else centers[c] for c in range(len(centers))]
+        centers = np.stack(means)
+        moved = squared_distances(points, centers).argmin(axis=1)
         if (moved == labels).all():
             break
         labels = moved
-    spread = float(squared_distances(points, centres)[np.arange(len(points)), labels].mean())
-    return Clusters(labels, centres, spread)
+    spread = float(squared_distances(points, centers)[np.arange(len(points)), labels].mean())
+    return Clusters(labels, centers, spread)
 
 
-def squared_distances(points: Points, centres: Points) -> Points:
-    """Compute squared distances [n, k] between points [n, d] and centres [k, d]."""
-    found: Points = ((points[:, None, :] - centres[None, :, :]) ** 2).sum(axis=2)
+def squared_distances(points: Points, centers: Points) -> Points:
+    """Compute squared distances [n, k] between points [n, d] and centers [k, d]."""
+    found: Points = ((points[:, None, :] - centers[None, :, :]) ** 2).sum(axis=2)
     return found

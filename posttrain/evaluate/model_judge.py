@@ -91,7 +91,7 @@ def score(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     base_dir: str = ".",
 ) -> list[Score]:
-    """Return the judgement of the model at `path` on each completion, 0 to 1; None if its reply cannot be parsed.
+    """Return the judgment of the model at `path` on each completion, 0 to 1; None if its reply cannot be parsed.
 
     ask: rating, a grade as a share of `scale`; rubric, the weighted share of the criteria in column `rubric` that are
     met; versus, whether the completion is better than the column `answer`, asked in both orders. template: for a

@@ -95,8 +95,8 @@ def score(
     absent = [None] * len(completions)
     rows = list(zip(messages, tools or absent, images or absent, completions, strict=True))
     several = len(models) > 1 or (len(models[0].card.heads) > 1 and models[0].card.use not in HEAD_A_LABEL)
-    centred = several if calibrate is None else calibrate
-    scores = [_score_members(model, rows, batch_tokens, centred, weights) for model in models]
+    centered = several if calibrate is None else calibrate
+    scores = [_score_members(model, rows, batch_tokens, centered, weights) for model in models]
     table = torch.cat([members.means for members in scores], 1).T[:, None]  # [members, 1, rows]
     known = [members.stds for members in scores if members.stds is not None]
     stds = torch.cat(known, 1).T[:, None] if len(known) == len(models) else None
@@ -123,7 +123,7 @@ def _score_members(
     member: LoadedRewardModel,
     rows: Sequence[Row],
     batch_tokens: int,
-    centred: bool,
+    centered: bool,
     weights: dict[str, float] | None,
 ) -> MemberScores:
     """Score rows with one model as members of the ensemble: one per head, or one for all labels of the model."""
@@ -132,7 +132,7 @@ def _score_members(
     means, log_stds = _compute_outputs(member, rows, batch_tokens)
     means = means.sigmoid() if member.card.use == "soft_label" else means
     scale = torch.ones(1)
-    if centred and member.card.center:
+    if centered and member.card.center:
         center, scale = torch.tensor(member.card.center), torch.tensor(member.card.scale)
         means = (means - center) / scale
     stds = None if log_stds is None else log_stds.clamp(-5, 5).exp() / scale

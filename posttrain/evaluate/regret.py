@@ -82,16 +82,16 @@ def minimize_regret(game: Node, iterations: int) -> Solved:
             for move, payoff in visit.payoffs.items():
                 regrets[state][move] += visit.other_reach * side * (payoff - visit.payoff)
                 played[state][move] += visit.mover_reach * policy[state][move]
-    average = {state: normalise(by_move) for state, by_move in played.items()}
+    average = {state: normalize(by_move) for state, by_move in played.items()}
     return Solved(average, _move_values(game, average, reach), _expected_payoff(game, average))
 
 
 def match_regrets(regrets: Mapping[Hashable, float]) -> dict[Hashable, float]:
     """Return probabilities proportional to positive regrets; uniform if there are none."""
-    return normalise({move: max(0.0, regret) for move, regret in regrets.items()})
+    return normalize({move: max(0.0, regret) for move, regret in regrets.items()})
 
 
-def normalise(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
+def normalize(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
     """Scale weights to a sum of 1; uniform if all are 0."""
     total = sum(weights.values())
     return {move: weight / total if total > 0 else 1 / len(weights) for move, weight in weights.items()}

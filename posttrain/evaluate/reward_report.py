@@ -131,7 +131,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 def label_report(
     predicted: np.ndarray, labels: np.ndarray, names: Sequence[str], lengths: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Compare predictions with labels [N,M] (NaN = not labelled).
+    """Compare predictions with labels [N,M] (NaN = not labeled).
 
     By label: `mse` with its interval, `correlation`, `rows`.
 
@@ -139,11 +139,11 @@ def label_report(
     """
     report: dict[str, Any] = {}
     for n, name in enumerate(names):
-        labelled = ~np.isnan(labels[:, n])
-        prediction, label = predicted[labelled, n], labels[labelled, n]
-        length = np.asarray(lengths, dtype=float)[labelled]
+        labeled = ~np.isnan(labels[:, n])
+        prediction, label = predicted[labeled, n], labels[labeled, n]
+        length = np.asarray(lengths, dtype=float)[labeled]
         report[name] = {
-            "rows": int(labelled.sum()),
+            "rows": int(labeled.sum()),
             "mse": _interval((prediction - label) ** 2, seed),
             "variance": float(label.var()) if len(label) else None,
             "correlation": correlation(prediction, label),

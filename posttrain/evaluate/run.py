@@ -20,7 +20,7 @@ from posttrain.evaluate.contamination import count_trained_rows, probe_contamina
 from posttrain.evaluate.formats import consensus_of_formats
 from posttrain.evaluate.measures import compute_habit_rates, label_report, reward_stability
 from posttrain.evaluate.sampling import COMPLETIONS, Record, open_print_log, prepare, prompt_rows, sample
-from posttrain.evaluate.summary import problem_rows, summarise
+from posttrain.evaluate.summary import problem_rows, summarize
 from posttrain.evaluate.votes import extract_voted_answer, find_vote_extractors, match_votes
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
@@ -77,7 +77,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     comparison = baseline and compare_with_baseline(baseline, directory.path, records, settings, recipe.run.seed)
     summary = {
         "model": recipe.model.path,
-        **summarise(records, settings, recipe.run.seed),
+        **summarize(records, settings, recipe.run.seed),
         "efficiency": asdict(compute_efficiency(records, None, settings.aes)),
         **({} if comparison is None else {"against": comparison}),
         **({"trained_on": trained} if trained else {}),

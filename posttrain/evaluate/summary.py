@@ -142,7 +142,7 @@ def count_outcomes(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def summarise(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Any]:
+def summarize(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Any]:
     """Compute all numbers of an evaluation from its records."""
     found = compute_estimates(records, settings, seed)
     return {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import hub
-from posttrain.export.source import Source, read_adapter_base, read_licence
+from posttrain.export.source import Source, read_adapter_base, read_license
 from posttrain.models.lineage import find_run_of_model, merge_inputs, start_models, trace_lineage
 from posttrain.recipe.merging import UNWEIGHTED
 from posttrain.run.atomic_io import read_json
@@ -47,7 +47,7 @@ class Facts:
 
     title: str
     bases: Sequence[str]
-    licence: str | None
+    license: str | None
     adapter: bool = False
     runs: Sequence[Path] = ()
     evaluations: Sequence[Path] = ()
@@ -69,17 +69,17 @@ class Facts:
         return next(iter(self.public_bases), None) if self.base else None
 
 
-def collect_facts(source: Source, *, licence: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
+def collect_facts(source: Source, *, license: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
     """Collect the facts about a model.
 
-    licence, evaluations: given by the user; evaluations of the model in run directories next to its run are added.
+    license, evaluations: given by the user; evaluations of the model in run directories next to its run are added.
     """
     traced = trace_lineage(source.path)
     under = read_adapter_base(Path(source.path).expanduser())
     bases = traced.roots if traced.runs else [under] if under else []
     found = [*evaluations, *(_find_evaluations(source) if source.run else ())]
-    named = {_known_licence(base) for base in bases}
-    known = licence or _known_licence(source.path) or (named.pop() if len(named) == 1 else None)
+    named = {_known_license(base) for base in bases}
+    known = license or _known_license(source.path) or (named.pop() if len(named) == 1 else None)
     measured = list(dict.fromkeys(path.resolve() for path in found))
     return Facts(source.name, bases, known, under is not None, traced.runs, measured, _notes(source))
 
@@ -98,10 +98,10 @@ def _find_folder(path: str) -> Path | None:
     return folder if folder.is_dir() else hub.find_snapshot(path)
 
 
-def _known_licence(model: str) -> str | None:
-    """Return the licence named in a model's card or GGUF file; None if it names none or is not available locally."""
+def _known_license(model: str) -> str | None:
+    """Return the license named in a model's card or GGUF file; None if it names none or is not available locally."""
     if not model.endswith(".gguf"):
-        return read_licence(_find_folder(model))
+        return read_license(_find_folder(model))
     from gguf import GGUFReader
 
     from posttrain.models.model_paths import locate
@@ -139,7 +139,7 @@ def write_card(facts: Facts, kind: str, name: str, files: Sequence[str] = ()) ->
         _training_section(facts),
         _evaluation_section(facts),
     ]
-    parts += [_loading_section(facts, kind, name, files), _licence_section(facts), _versions_section(facts)]
+    parts += [_loading_section(facts, kind, name, files), _license_section(facts), _versions_section(facts)]
     return "\n".join(part for part in parts if part)
 
 
@@ -151,7 +151,7 @@ def _front_matter(facts: Facts, kind: str) -> str:
     values: dict[str, Any] = {
         "library_name": {"adapter": "peft", "merged": "transformers"}.get(kind, "gguf"),
         "pipeline_tag": "text-generation",
-        "license": facts.licence or "unknown",
+        "license": facts.license or "unknown",
         "tags": ["posttrain", *(stage for stage in stages if stage)],
     }
     if public := facts.public_bases:
@@ -317,13 +317,13 @@ def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -
     return "\n".join(["## Loading\n", f"```{language}", *code, "```", ""])
 
 
-def _licence_section(facts: Facts) -> str:
-    """Return the section about the licence, or why it is unknown."""
-    if facts.licence:
-        return f"## Licence\n\n{facts.licence}\n"
+def _license_section(facts: Facts) -> str:
+    """Return the section about the license, or why it is unknown."""
+    if facts.license:
+        return f"## Licence\n\n{facts.license}\n"
     what = f"{_list_models(facts.bases) or 'its base'} names none that could be read here"
     if len(facts.bases) > 1:
-        each = (f"{_list_models([base])} {_known_licence(base) or 'names none'}" for base in facts.bases)
+        each = (f"{_list_models([base])} {_known_license(base) or 'names none'}" for base in facts.bases)
         what = f"its bases name no common one ({', '.join(each)})"
     return f"## Licence\n\nUnknown: {what}. Look it up before you pass this model on.\n"
 

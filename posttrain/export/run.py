@@ -121,7 +121,7 @@ def run(plan: Plan) -> dict[str, Any]:
             "to": plan.kind,
             "source": plan.source.path,
             "base": plan.facts.base,
-            "license": plan.facts.licence or "unknown",
+            "license": plan.facts.license or "unknown",
             "dtype": plan.dtype,
             **found,
             "files": sorted(p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()),
@@ -141,7 +141,7 @@ def _convert(plan: Plan, staging: Path) -> dict[str, Any]:
         return {"logit_gap": saved["logit_gap"], "probe_end": saved["probe_end"]}
     staging.mkdir()
     file = staging / _gguf_name(plan)
-    about = {"name": plan.source.name, "license": plan.facts.licence or "", "base": plan.facts.public_base or ""}
+    about = {"name": plan.source.name, "license": plan.facts.license or "", "base": plan.facts.public_base or ""}
     terminal.note(f"writing {file.name}")
     gguf_model.write(loaded, file, plan.dtype, {key: value for key, value in about.items() if value})
     terminal.note("reading it again")
@@ -243,7 +243,7 @@ def _gguf_name(plan: Plan) -> str:
 
 
 def _adapter_files(folder: Path) -> list[Path]:
-    """Return the files needed to use an adapter, without optimiser states and checkpoint manifests."""
+    """Return the files needed to use an adapter, without optimizer states and checkpoint manifests."""
     kept = ("adapter_config.json", "adapter_model.safetensors", "tokenizer*", "special_tokens_map.json", "vocab*")
     more = ("merges.txt", "added_tokens.json", "chat_template*", "generation_config.json")
     return sorted(path for pattern in (*kept, *more) for path in folder.glob(pattern) if path.is_file())

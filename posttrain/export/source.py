@@ -92,8 +92,8 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
-def read_licence(folder: Path | None) -> str | None:
-    """Return the licence named in the card (README.md) of a model folder, or None."""
+def read_license(folder: Path | None) -> str | None:
+    """Return the license named in the card (README.md) of a model folder, or None."""
     card = read_front_matter(folder / "README.md") if folder else {}
     named = card.get("license")
     return str(named) if isinstance(named, str) and named else None

@@ -1,4 +1,4 @@
-"""Aggregation of a token matrix to a scalar loss, with the denominator of the whole optimiser batch.
+"""Aggregation of a token matrix to a scalar loss, with the denominator of the whole optimizer batch.
 
 Each micro-batch returns its sum divided by the batch's total, and the parts are added; there is no second division.
 Loss and gradient therefore do not depend on how the batch is split.
@@ -20,7 +20,7 @@ Aggregation = Literal[
 
 @dataclass(frozen=True)
 class Totals:
-    """Trained tokens and rows of one optimiser batch, over all its micro-batches and ranks.
+    """Trained tokens and rows of one optimizer batch, over all its micro-batches and ranks.
 
     groups, weight: number of groups and the sum of their weights, for group losses. terms: name -> denominator in
     tokens, for loss terms with their own mean. trajectories: rollouts that consist of several rows; a rollout partly in

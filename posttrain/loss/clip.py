@@ -47,7 +47,7 @@ def clip(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), to be minimised; any shape."""
+    """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), to be minimized; any shape."""
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
 
 

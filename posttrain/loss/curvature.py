@@ -36,7 +36,7 @@ def capo(
     """Select tokens with m_fisher < tau_fisher and |m_hessian| < tau_hessian (not symmetric: 0 <= m_hessian < ...).
 
     m_fisher, m_hessian: predicted change of the policy and of the objective if the last linear layer took one step of
-    learning_rate for this token alone, from its probabilities (top k, renormalised; 50 in the paper), its last hidden
+    learning_rate for this token alone, from its probabilities (top k, renormalized; 50 in the paper), its last hidden
     state and its advantage. Rejected tokens are removed from the denominators; the paper rejects below 8% of them. The
     paper's thresholds: GRPO 1e-4 and 0.01, Dr. GRPO 1e-3 and 5e-4, REINFORCE 1e-5 and 0.1. Raises ValueError for a
     batch without hidden states or top-k log-probs.

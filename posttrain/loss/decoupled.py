@@ -58,13 +58,13 @@ def decoupled_ppo(
     """
     high = clip_low if clip_high is None else clip_high
     current = torch.where(batch.mask, logp, 0.0)
-    behaviour = torch.maximum(behavior_logp(batch, logp), current.detach() - math.log(cap))
+    behavior = torch.maximum(behavior_logp(batch, logp), current.detach() - math.log(cap))
     gap = token_log_ratio(batch, logp)
     proximal = (current - gap).detach()
     clipped = gap.clamp(math.log1p(-clip_low) if clip_low < 1 else -LOG_RATIO_LIMIT, math.log1p(high))
     advantages = token_advantages(batch, logp)
     values = torch.maximum(
-        -advantages * bounded_exp(current - behaviour), -advantages * bounded_exp(clipped + proximal - behaviour)
+        -advantages * bounded_exp(current - behavior), -advantages * bounded_exp(clipped + proximal - behavior)
     )
     stats = clip_stats(bounded_exp(gap), advantages, clip_low, high)
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
@@ -92,7 +92,7 @@ def ppo_ewma(
     clip_high: float | None = None,
     cap: float = 100.0,
 ) -> TokenLoss:
-    """Compute `decoupled_ppo` around a moving average of the policy's weights, updated after every optimiser step.
+    """Compute `decoupled_ppo` around a moving average of the policy's weights, updated after every optimizer step.
 
     With W' = decay W + 1, W = 1 at the start: average' = (decay W / W') average + (1 / W') weights. decay 0 is the
     policy before the step's first update. Raises ValueError for a batch without prox_logp.
@@ -124,9 +124,9 @@ def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
     """
     ratio = bounded_exp(log_ratio_to_behavior(batch, logp))
     current = token_ratio(batch, logp)
-    centre = bounded_exp(log_ratio_to_behavior(batch, logp) - token_log_ratio(batch, logp)).detach()
+    center = bounded_exp(log_ratio_to_behavior(batch, logp) - token_log_ratio(batch, logp)).detach()
     advantages = token_advantages(batch, logp)
-    clipped = torch.minimum(torch.maximum(ratio, centre - clip), centre + clip)
+    clipped = torch.minimum(torch.maximum(ratio, center - clip), center + clip)
     values = torch.maximum(-advantages * ratio, -advantages * clipped)
     is_clipped = -advantages * clipped > -advantages * ratio
     stats = {"ratio": current.detach(), "clip_ratio/region_mean": is_clipped.to(logp)}

@@ -20,7 +20,7 @@ class Distilled(NamedTuple):
 def full_distill(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, *, beta: float = 1.0, temperature: float = 1.0
 ) -> Distilled:
-    """Compute the generalised divergence between student and teacher logits [N, T, V].
+    """Compute the generalized divergence between student and teacher logits [N, T, V].
 
     beta 1: KL(student || teacher), beta 0: KL(teacher || student). For beta in between: beta KL(t || m) + (1 - beta)
     KL(s || m) with m = beta t + (1 - beta) s. Never below 0.

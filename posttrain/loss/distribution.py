@@ -137,7 +137,7 @@ def online_kl(batch: RolloutBatch, logp: Tensor, *, baseline: Literal["none", "r
 class Hybrid(NamedTuple):
     """Result of `hypo`: the total loss and its parts."""
 
-    loss: Tensor  # [] to be minimised
+    loss: Tensor  # [] to be minimized
     dpo_loss: Tensor  # []
     kl: Tensor  # [] mean k of the samples
 

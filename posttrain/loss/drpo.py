@@ -35,7 +35,7 @@ def drpo(
 ) -> GroupLoss:
     """Compute -J, J = sum over correct rows of w s - tau log(mean over wrong rows of exp(s / tau)).
 
-    s = mean logp of a row. w ~ exp((1 - n / max_length) / lam), n the tokens of a correct row, normalised to sum 1 over
+    s = mean logp of a row. w ~ exp((1 - n / max_length) / lam), n the tokens of a correct row, normalized to sum 1 over
     the group's correct rows: of two correct answers the shorter gets the larger push, and the gradient never lowers a
     correct one. A large lam removes the length preference (DisCO). Groups without both classes have J = 0 and stay in
     the mean. Loss: -J + stop(max(0, kl_beta * (K - kl_delta))) * K, K the mean over all tokens of old_logp - logp

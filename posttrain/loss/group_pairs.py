@@ -35,7 +35,7 @@ def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
 
     u = sum of logp - ref_logp of a row. Mean over the unordered pairs of rows in the batch that share a prompt. Its
     gradient is that of RLOO on R - beta u, valid for samples of any policy without importance weights. No length
-    normalisation. Unscored rows form no pair; beta 0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a
+    normalization. Unscored rows form no pair; beta 0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a
     group).
     """
     u = log_ratio_to_reference(batch, logp).sum(-1)

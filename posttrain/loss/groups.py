@@ -1,7 +1,7 @@
 """Group losses on one score per row: correct answers against wrong ones.
 
 They receive all rows of a group together and return one value per group. `weights` are the weights of the groups in the
-mean over the groups of the optimiser batch.
+mean over the groups of the optimizer batch.
 
 Shapes: logp [N,T]; values, weights and stats [K], one per group.
 """
@@ -117,13 +117,13 @@ def pacs_scores(batch: RolloutBatch, logp: Tensor, *, beta: float, reward: str, 
     count = group_total(known, key, groups).to(q.dtype)
     if score == "naive":
         return q
-    centred = torch.where(known, q - (group_total(q, key, groups) / count.clamp(min=1))[key], 0.0)
+    centered = torch.where(known, q - (group_total(q, key, groups) / count.clamp(min=1))[key], 0.0)
     alone = (count < 2)[key]
     if score == "rloo":
-        return torch.where(alone, q, centred * (count / (count - 1).clamp(min=1))[key])
-    variance = group_total(centred.square(), key, groups) / (count - 1).clamp(min=1)
+        return torch.where(alone, q, centered * (count / (count - 1).clamp(min=1))[key])
+    variance = group_total(centered.square(), key, groups) / (count - 1).clamp(min=1)
     spread = torch.where(variance > 0, variance, 1.0).sqrt() * (variance > 0)  # no infinite gradient of sqrt at 0
-    return torch.where(alone, q, centred / (spread[key] + 1e-6))
+    return torch.where(alone, q, centered / (spread[key] + 1e-6))
 
 
 def pacs_weights(batch: RolloutBatch, *, class_balance: bool) -> Tensor:

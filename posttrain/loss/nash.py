@@ -46,7 +46,7 @@ def mirror_prox(
     """Run Nash mirror prox (arXiv 2505.19731) for `steps` steps.
 
     Both halves are anchored at the step's start; the second plays against the result of the first. The theory requires
-    eta = 2 beta. The closed form is derived from the two minimisations, not taken from the paper.
+    eta = 2 beta. The closed form is derived from the two minimizations, not taken from the paper.
     """
     policy = torch.log_softmax(log_policy, -1)
     half = policy
@@ -65,7 +65,7 @@ def proximal(log_policy: Tensor, opponent: Tensor, log_ref: Tensor, pref: Tensor
 class ScoreFunction(NamedTuple):
     """Loss and coefficients of a score-function estimator."""
 
-    loss: Tensor  # [] to be minimised
+    loss: Tensor  # [] to be minimized
     advantages: Tensor  # [N] coefficients of the log-probs, constant
 
 
@@ -104,7 +104,7 @@ def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float 
     """Compute Nash mirror prox on samples: -sg[A - beta log(pi / ref) - beta / eta log(pi / opponent)] * logp.
 
     A is the advantage: with `group_rewards: [versus_opponent]` and `advantage: reward` the probability to beat the
-    opponent's answer, minus 1/2 (`rloo` centres it). Log-ratios are sums over the row, and so is the loss with
+    opponent's answer, minus 1/2 (`rloo` centers it). Log-ratios are sums over the row, and so is the loss with
     `aggregation: seq_mean_token_sum`. Both KL terms together pull to the geometric mixture of reference and opponent.
     Stats: `nash_mp/ref` and `nash_mp/opponent` (the log-ratios of rows). Raises ValueError for a batch without ref_logp
     or opponent_logp.

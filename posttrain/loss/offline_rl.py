@@ -211,7 +211,7 @@ def direct_advantage(
 ) -> StepAdvantages:
     """Compute half the mean over steps of (u_s - A_s / beta)^2 (arXiv 2412.18279).
 
-    This is direct advantage policy optimisation. u_s = log-ratio of a step's tokens to the policy that wrote them. A_s
+    This is direct advantage policy optimization. u_s = log-ratio of a step's tokens to the policy that wrote them. A_s
     = V(next state) - V(state), values [N,S] before each step from a separately trained critic, clamped to 0..1; after
     the last step the final reward [N] takes the place of V, so a row's advantages add up to reward - V(first state).
     Scaling and steps are this project's reading of summaries.
@@ -252,7 +252,7 @@ def advantage_gaps(
 def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> TokenLoss:
     """Compute half the mean over steps of (u_s - A_s / beta)^2, for trajectories of any policy.
 
-    This is direct advantage policy optimisation. u_s: the log-ratio of a step's tokens to the reference. A_s = V(next
+    This is direct advantage policy optimization. u_s: the log-ratio of a step's tokens to the reference. A_s = V(next
     step) - V(step), with the reward (0 to 1) instead of V after the last step; V from a separately trained critic
     (`loss: critic`), which is frozen. Steps: `scoring.split`, or turns. Rows without a reward are ignored. Stats:
     `direct_advantage/error` (mean gap^2 of a row), `direct_advantage/margin` (sum of A_s u_s; it should grow). Raises

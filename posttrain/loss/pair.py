@@ -43,7 +43,7 @@ def dpo(
     + e log s(-z)) / (1 - 2e), unbiased if labels are flipped with probability e (arXiv 2403.00409). reference_free
     treats both references as 0 and needs none. nll_weight adds that multiple of the chosen side's negative
     log-likelihood, which keeps its likelihood from falling: the `sum`, the mean over its tokens (`sequence`), or the
-    mean over all chosen tokens of the optimiser batch (`token`). Raises UserError for variant `robust` with a
+    mean over all chosen tokens of the optimizer batch (`token`). Raises UserError for variant `robust` with a
     label_smoothing of 0.5 or more.
     """
     if variant == "robust" and label_smoothing >= 0.5:
@@ -142,7 +142,7 @@ def simpo(
     note="The likelihood term is TRL's mean over all chosen tokens; the paper's is the expected summed log-prob.",
 )
 def cpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> PairLoss:
-    """Compute DPO without a reference plus alpha times the mean NLL of the optimiser batch's chosen tokens."""
+    """Compute DPO without a reference plus alpha times the mean NLL of the optimizer batch's chosen tokens."""
     return dpo(
         batch,
         beta=beta,
@@ -205,7 +205,7 @@ def nll(batch: PairBatch, reduction: Literal["sum", "sequence", "token"]) -> Ten
     """Return the negative log-likelihood [P] of the chosen sides, reduced as requested.
 
     `sum`: over the side's tokens; `sequence`: their mean; `token`: scaled so that the mean over pairs is the mean over
-    all chosen tokens of the optimiser batch. Raises ValueError for a batch without the lengths that the reduction
+    all chosen tokens of the optimizer batch. Raises ValueError for a batch without the lengths that the reduction
     needs.
     """
     if reduction == "sum":
@@ -242,7 +242,7 @@ def per_token(batch: PairBatch, chosen: Tensor, rejected: Tensor, loss: str) -> 
 
 
 def mean(values: Tensor, pairs: float | None = None) -> Tensor:
-    """Return the sum over these pairs [P] divided by the pairs of the whole optimiser batch (default: P).
+    """Return the sum over these pairs [P] divided by the pairs of the whole optimizer batch (default: P).
 
     Without pairs the result is 0, still attached to the graph.
     """

@@ -1,4 +1,4 @@
-"""Pair losses of methods that train in rounds on their own samples and regularise towards policies of earlier rounds.
+"""Pair losses of methods that train in rounds on their own samples and regularize towards policies of earlier rounds.
 
 The policy that sampled a round's pairs is `prev` in a PairBatch, the reference `ref`; in the first round they are the
 same.
@@ -223,7 +223,7 @@ def p3o_pair(
     clip_eps: float = 0.2,
     variant: Literal["joint", "separate"] = "joint",
 ) -> PairLoss:
-    """Compute pairwise PPO on the difference A of the regularised scores.
+    """Compute pairwise PPO on the difference A of the regularized scores.
 
     A = half the difference of score - kl_coef * (log-ratio of the sampling policy to the reference). w = exp(log-prob
     minus that of the sampling policy), the exponent limited to +-20. `joint`: -min(q A, clip(q) A) with q = w_a / w_b;

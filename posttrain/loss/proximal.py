@@ -67,7 +67,7 @@ def step_size(iteration: int, total_iterations: int, t_min: float = 1e-3) -> flo
 def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> TokenLoss:
     """Compute (A - tau S)^2 / (2 tau), S = sum over the row of logp - old_logp: online mirror descent (Kimi k1.5).
 
-    Constant along the row: aggregate with `seq_mean_token_mean`. A is the centred reward (advantage `group`, scale
+    Constant along the row: aggregate with `seq_mean_token_mean`. A is the centered reward (advantage `group`, scale
     none); the minimum is at S = A / tau. Gradient by each token at S = 0: -A / rows. Stats: `ratio`, `log_ratio_sum`
     [N].
     """

@@ -27,7 +27,7 @@ def llds(
     answer_weight: float = 1.0,
     denominator: Literal["preserved", "all"] = "preserved",
 ) -> TokenLoss:
-    """Penalise falling likelihood of good answers: w max(0, old_logp - logp) on rows with A >= 0 (coef 0.2).
+    """Penalize falling likelihood of good answers: w max(0, old_logp - logp) on rows with A >= 0 (coef 0.2).
 
     gate `action`: a run of trained tokens (between tool outputs) is active if the sum of its log-probs fell;
     `response`: the same for the whole row; `token`: always. answer_weight: w of the tokens of the final answer, 1

@@ -53,12 +53,12 @@ def center_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
 def best_response(
     excess: Tensor, scores: Tensor, start_scores: Tensor, *, temperature: float, limit: float = 1.0
 ) -> BestResponse:
-    """Compute A u [P,K], the loss term for pairs sampled by the policy that optimises the reward model.
+    """Compute A u [P,K], the loss term for pairs sampled by the policy that optimizes the reward model.
 
     From PARL (arXiv 2308.02585); u = (scores - start_scores) / temperature, limited to +-limit. The best response to a
     reward r under a KL penalty `temperature` is ref * exp(r / temperature), so the log-odds that a pair is sampled
     change with the sum of its sides' rewards. scores, start_scores [P,K]: that sum now, and under the model that the
-    policy has optimised. excess [P,K]: A, the pair's loss under that model by `center_by_prompt`. At the start,
+    policy has optimized. excess [P,K]: A, the pair's loss under that model by `center_by_prompt`. At the start,
     mean(loss) + mean(this) has the gradient of the bilevel objective, d/dr E_{pairs ~ policy(r)} loss(r). Beyond the
     limit a pair only gets gradients that lead back.
     """
@@ -67,7 +67,7 @@ def best_response(
 
 
 def label_regression(predicted: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean squared error [] over the available labels: predicted and labels [N,M], NaN = not labelled."""
+    """Compute the mean squared error [] over the available labels: predicted and labels [N,M], NaN = not labeled."""
     known = ~labels.isnan()
     return torch.where(known, predicted - labels, 0.0).square().sum() / known.sum().clamp(min=1)
 
@@ -93,7 +93,7 @@ def ensemble(
     """Return one conservative reward [B,G] from K models' rewards [K,B,G] (arXiv 2310.02743).
 
     mean; wco: the lowest; uwo: mean - uwo_coef * variance over the models (0.5 for best-of-n, 0.1 in RL). center and
-    scale [K], computed on held-out text, normalise the members first. ddof 1 is the variance of the authors' PPO
+    scale [K], computed on held-out text, normalize the members first. ddof 1 is the variance of the authors' PPO
     script. A single model has variance 0.
     """
     if center is not None:
@@ -177,7 +177,7 @@ class Egalitarian(NamedTuple):
 def maxmin(group_rewards: Tensor, kl: Tensor, *, beta: float) -> Egalitarian:
     """Return the rewards of the worst-off user group: the lowest mean of r_k - beta * KL over the batch.
 
-    group_rewards [K,B,G], kl [B,G]. Normalise the heads to one scale first, or the lowest scale always wins. From
+    group_rewards [K,B,G], kl [B,G]. Normalize the heads to one scale first, or the lowest scale always wins. From
     MaxMin-RLHF (arXiv 2402.08925).
     """
     utilities = (group_rewards - beta * kl).flatten(1).mean(1)

@@ -15,7 +15,7 @@ def rover(batch: RolloutBatch, logp: Tensor, *, rho: float = 1.0, next_q_scale: 
     """Compute (q_t - y_t)^2, q_t = rho (logp - old_logp), with target y_t = A + next_q_scale rho (m - m_old)_{t+1}.
 
     The target is detached. m_t is the mean over the vocabulary of the log-probs at position t, m_old the same for the
-    policy at rollout time; the second term is 0 if t + 1 is not a trained token. A is the centred reward (advantage
+    policy at rollout time; the second term is 0 if t + 1 is not a trained token. A is the centered reward (advantage
     `group`, scale none; the paper's Math script divides by the std + 1e-6). No clip. rho 1 and next_q_scale 1 are the
     paper's. Stats [N,T]: `q`, `target`, `ratio`. Raises ValueError for a batch without the vocabulary means of the
     log-probs.

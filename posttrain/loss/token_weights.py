@@ -37,9 +37,9 @@ def weighted_nll(
     reduction: Literal["token", "sequence"] = "token",
     normalize: Literal["tokens", "weights"] = "tokens",
 ) -> Tensor:
-    """Compute -sum(w logp) over trained tokens, normalised; a scalar, 0 if no token is trained on.
+    """Compute -sum(w logp) over trained tokens, normalized; a scalar, 0 if no token is trained on.
 
-    `token`: divided by num_items, the trained tokens of the whole optimiser step (default: those given; at least 1), or
+    `token`: divided by num_items, the trained tokens of the whole optimizer step (default: those given; at least 1), or
     with normalize `weights` by the sum of the weights. `sequence`: the mean over rows of each row's mean; rows without
     trained tokens are ignored.
     """
@@ -87,7 +87,7 @@ def pear(
 
     RL after this SFT gains more. delta = logp - behavior_logp, clipped. token: log G = sum of delta over the later
     tokens + (number of later tokens) ln gamma, so the last token has weight 1; block: the same for all tokens of a
-    block, taken at its last one; sequence: the sum of all delta. log G is clipped. A row with unknown behaviour
+    block, taken at its last one; sequence: the sum of all delta. log G is clipped. A row with unknown behavior
     log-probs has weight 1. The factor gamma^(later tokens) alone makes early tokens of long rows small.
     """
     mask = rows.mask.bool()

@@ -35,7 +35,7 @@ from posttrain.run.directory import RunDirectory
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")  # initializations that subtract the adapter from the base
 # Config keys of what an adapter may contain besides B A -> the value that means "not used"
 _UNUSED_FEATURES: dict[str, Any] = {
     **{"use_dora": False, "bias": "none", "lora_bias": False},

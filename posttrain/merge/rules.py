@@ -29,8 +29,8 @@ def linear(
 ) -> Tensor:
     """Return the weighted average sum_i w_i theta_i, divided by sum_i w_i with `normalize` (mergekit's `linear`).
 
-    Ignores the base model. Normalised weights are scale-free, and a single model is returned unchanged. Raises
-    MergeError if weights to be normalised cancel.
+    Ignores the base model. Normalized weights are scale-free, and a single model is returned unchanged. Raises
+    MergeError if weights to be normalized cancel.
     """
     del base
     shares = normalize_weights(weights) if normalize else list(weights)
@@ -53,7 +53,7 @@ def task_arithmetic(
 
     This is mergekit's `task_arithmetic`. `normalize` divides the sum by sum_i w_i (off by default, as in mergekit).
     lambda 0 or all weights 0 give the base bit for bit. Raises MergeError without a base, or if weights to be
-    normalised cancel.
+    normalized cancel.
     """
     if base is None:
         raise MergeError("task_arithmetic needs a base model", hint="add `base_model: ...`")

@@ -101,7 +101,7 @@ def karcher(
 ) -> Tensor:
     """Return the Karcher mean: the direction with the least squared angles to all models, at their mean norm.
 
-    All models, including a `base_model`, have equal weight. Starting from the normalised mean, takes at most `max_iter`
+    All models, including a `base_model`, have equal weight. Starting from the normalized mean, takes at most `max_iter`
     steps along the mean of the log maps, until a step is shorter than `tol` (mergekit's `karcher`;
     https://en.wikipedia.org/wiki/Fr%C3%A9chet_mean). Tensors with a norm of at most `tol` have no direction.
     """

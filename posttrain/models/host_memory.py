@@ -25,7 +25,7 @@ class HostMemory:
         self.free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialized tensor."""
         count = shape.numel() * dtype.itemsize
         if count > len(self.free):
             self.free = torch.empty(max(self.size, count), dtype=torch.uint8, pin_memory=self.pinned)
@@ -35,7 +35,7 @@ class HostMemory:
 
 
 def compact_state(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return an optimiser's `state` with the tensors of sparsely used blocks copied out of them, for saving.
+    """Return an optimizer's `state` with the tensors of sparsely used blocks copied out of them, for saving.
 
     `torch.save` writes whole storages, so tensors in a block of which they use less than FULL_SHARE are copied.
     """

@@ -211,7 +211,7 @@ class ImageReader:
 
 
 def probe_image() -> Image:
-    """Return a test image: a frame in three colours."""
+    """Return a test image: a frame in three colors."""
     from PIL import Image as Pillow
 
     picture = Pillow.new("RGB", (56, 40), (200, 60, 20))

@@ -119,7 +119,7 @@ def load(
 ) -> LoadedModel:
     """Load the model and tokenizer of a recipe. Raises ModelError, MissingExtra.
 
-    seed: initialises `tiny` and a fresh adapter. training: add the recipe's adapter. on_host: leave the model in host
+    seed: initializes `tiny` and a fresh adapter. training: add the recipe's adapter. on_host: leave the model in host
     memory, in the precision of the recipe's device.
 
     An adapter directory is loaded as its base plus the adapter. To train LoRA on top of an adapter, the old adapter is
@@ -340,7 +340,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
 
 
 def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_host: bool = False) -> Any:
-    """Load the base, quantised or dense, onto the recipe's device."""
+    """Load the base, quantized or dense, onto the recipe's device."""
     if section.quantize:
         return quantize.disable_repacking(_load_quantized(section, base, base_dir, seed))
     model = load_dense_base(section, base, base_dir, seed)
@@ -348,7 +348,7 @@ def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_ho
 
 
 def load_dense_base(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
-    """Load the base with unquantised weights in the recipe's dtype, on the CPU."""
+    """Load the base with unquantized weights in the recipe's dtype, on the CPU."""
     if base.kind == "tiny":
         return _tiny_builder(base).build(seed)[0].to(dtype_of(section))
     options: dict[str, Any] = {"dtype": dtype_of(section), **attention_of(section)}
@@ -407,7 +407,7 @@ def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, c
 
 
 def _dequantize() -> dict[str, Any]:
-    """Return options that load GGUF weights dequantised: newer transformers otherwise keep blocks, which cannot be
+    """Return options that load GGUF weights dequantized: newer transformers otherwise keep blocks, which cannot be
     trained.
     """
     import transformers
@@ -426,7 +426,7 @@ def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> A
     }
     if base.kind not in ("tiny", "gguf"):
         return from_pretrained(_auto_class(section, base, base_dir), section, base, base_dir, **options)
-    # Only safetensors checkpoints are quantised while they load, so `tiny` and GGUF are saved as one first.
+    # Only safetensors checkpoints are quantized while they load, so `tiny` and GGUF are saved as one first.
     with scratch("quantize") as folder:
         model = load_dense_base(section, base, base_dir, seed)
         model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 only; each rank has its folder
@@ -467,7 +467,7 @@ def _has_4bit_weight(module: Any) -> bool:
 def _set_special_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) -> int:
     """Set the EOS tokens and a pad id for generation; return the pad id.
 
-    Without a pad token EOS is used (masks go by position, so EOS is still learnt); tokens are never added.
+    Without a pad token EOS is used (masks go by position, so EOS is still learned); tokens are never added.
     """
     if not eos:
         raise ModelError(f"{name}: neither tokenizer nor configuration names an end-of-sequence token")

@@ -5,7 +5,7 @@ are stored in float32 and autocast computes in half precision; frozen weights (t
 type.
 
 With `model.half_weights` the model itself stays in bfloat16, including residuals and norms, and float32 weights belong
-to the optimiser (`train.optim.MasterAdamW`): less memory traffic, but sums along the layers are rounded.
+to the optimizer (`train.optim.MasterAdamW`): less memory traffic, but sums along the layers are rounded.
 
 float16 has three more mantissa bits than bfloat16, so trainer and engine agree better (2510.26788), and a smaller
 range: small gradients underflow unless the loss is scaled up, see `train.optim.loss_scaler`.

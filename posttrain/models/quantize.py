@@ -9,7 +9,7 @@ from torch import nn
 
 
 def nf4_config(dtype: torch.dtype, *, divided: bool = False) -> Any:
-    """Return QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`.
+    """Return QLoRA's settings: NF4 with doubly quantized scales; products are computed in `dtype`.
 
     divided: store 4-bit numbers as tensors of `dtype`, like all other weights of a layer, so that FSDP gathers their
     bits unchanged.

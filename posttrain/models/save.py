@@ -99,7 +99,7 @@ def _write(loaded: LoadedModel, folder: Path, adapter: str | None) -> tuple[str,
 
 
 def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
-    """Write all weights in the precision that products were computed in: float32 masters are for the optimiser only."""
+    """Write all weights in the precision that products were computed in: float32 masters are for the optimizer only."""
     model = save_under_published_names(loaded.model)
     if loaded.half is None:
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
@@ -243,7 +243,7 @@ def _vocabulary_size(model: Any) -> int:
 def _reload(loaded: LoadedModel, folder: Path) -> Any:
     """Load the saved model with plain transformers; an adapter is loaded by PEFT onto its base.
 
-    The base of an adapter gets the dtype and quantisation that it has in memory: a dense base would give other logits.
+    The base of an adapter gets the dtype and quantization that it has in memory: a dense base would give other logits.
     """
     kind = vision.auto_class(causal_of(loaded.model).config, loaded.origin.section if loaded.origin else None)
     device = "cpu" if loaded.is_sharded else str(loaded.device)  # a sharded model may not fit onto one GPU

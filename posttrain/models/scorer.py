@@ -83,7 +83,7 @@ def load(
 ) -> LoadedModel:
     """Load a reward model for training or scoring. outputs: number of heads; None = as many as the model has.
 
-    A causal language model gets a fresh head (initialised from `seed`) in place of its output head; a reward model
+    A causal language model gets a fresh head (initialized from `seed`) in place of its output head; a reward model
     keeps its own. Raises ModelError if the model is not a reward model and `outputs` is None, or if it has another
     number of heads.
     """

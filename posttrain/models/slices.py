@@ -42,7 +42,7 @@ def build_empty(section: Model, base_dir: Path, *, seed: int) -> EmptyModel | No
     """Return what `models.load` gives for training, on the host, before weights are read; a fresh adapter is included.
 
     None if the weights are not safetensors of a directory under the module names: hub ids, `tiny`, adapters, GGUF,
-    quantised checkpoints, and architectures whose checkpoints store weights in another form. Raises ModelError.
+    quantized checkpoints, and architectures whose checkpoints store weights in another form. Raises ModelError.
     """
     place = locate(section.path, base_dir)
     if place.kind != "directory" or place.path is None or section.quantize:

@@ -2,7 +2,7 @@
 
 transformers stores and computes some architectures differently: Mixtral's experts are one tensor per layer in memory
 and one per expert in its checkpoints; GPT-NeoX's head is `lm_head` in memory and `embed_out` in checkpoints. Folders
-that posttrain writes and weights that engines load have published names; parameters, gradients and optimiser states
+that posttrain writes and weights that engines load have published names; parameters, gradients and optimizer states
 have module names.
 """
 

@@ -29,8 +29,8 @@ def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.S
     """Yield (name, tensor) of every weight of the model, or of the base under its adapters, by module names.
 
     merged: add the trained adapter, or the one named `adapter`, in float32 and round the sum to the base's type; the
-    model is unchanged. Tied weights are yielded once, under their stored name. 4-bit weights are dequantised, so the
-    engine holds exactly the base that the trainer computes with, not the original that it was quantised from. Sharded
+    model is unchanged. Tied weights are yielded once, under their stored name. 4-bit weights are dequantized, so the
+    engine holds exactly the base that the trainer computes with, not the original that it was quantized from. Sharded
     weights are gathered one at a time; all ranks must iterate.
     """
     base = adapters.causal_of(model)
@@ -79,7 +79,7 @@ def _is_quantization_state(name: str) -> bool:
 
 
 def _to_dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
-    """Return the full, dequantised tensor. state: shape and scales of a 4-bit weight."""
+    """Return the full, dequantized tensor. state: shape and scales of a 4-bit weight."""
     whole: Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     if state is None:
         return whole
@@ -89,7 +89,7 @@ def _to_dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
 
 
 def published_config(loaded: LoadedModel) -> Any:
-    """Return the configuration that vLLM gets: without adapters or quantisation."""
+    """Return the configuration that vLLM gets: without adapters or quantization."""
     config = copy.deepcopy(loaded.model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

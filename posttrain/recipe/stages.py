@@ -62,7 +62,7 @@ class SftRecipe(Tracked):
 
 
 class DpoRecipe(Tracked):
-    """Preference optimisation on pairs."""
+    """Preference optimization on pairs."""
 
     verb: ClassVar = "dpo"
     presets: ClassVar = True

@@ -86,7 +86,7 @@ class RunDirectory:
         with _raise_user_error(path):
             refuse_unusable(path, resume)
             if resume:
-                _refuse_misspelt(path, resolved)
+                _refuse_misspelled(path, resolved)
             path.mkdir(parents=True, exist_ok=True)
             lock = take_lock(path)
             try:
@@ -235,7 +235,7 @@ def _refuse_fewer_steps(path: Path, resolved: Mapping[str, Any]) -> None:
         checkpoints.check_steps_left(checkpoints.step_of(newest), steps)
 
 
-def _refuse_misspelt(path: Path, resolved: Mapping[str, Any]) -> None:
+def _refuse_misspelled(path: Path, resolved: Mapping[str, Any]) -> None:
     """Raise UserError if the run to be resumed does not exist and a run of the same recipe has a similar name."""
     if path.exists():
         return
@@ -267,7 +267,7 @@ def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:
-    """Return the part of a path that may be misspelt, and the runs beside it by the same part of their paths."""
+    """Return the part of a path that may be misspelled, and the runs beside it by the same part of their paths."""
     home = path.parent
     if home.is_dir():
         return path.name, {file.parent.name: file.parent for file in sorted(home.glob("*/resolved.json"))}

@@ -12,7 +12,7 @@ from posttrain.errors import UserError
 from posttrain.registry import register
 from posttrain.shapes.protocol import Asked, Row
 
-SUMMARISE = "\n\nThe context is full. Summarise what you have found so far and what is left to do.\n"
+SUMMARIZE = "\n\nThe context is full. Summarise what you have found so far and what is left to do.\n"
 
 
 def next_prompt(query: Sequence[int], answer: Sequence[int], keep_head: int, keep_tail: int) -> list[int]:
@@ -80,7 +80,7 @@ async def think_in_chunks(
     note="For thinking without tools: the paper summarises conversations with tools. Its instruction is not known.",
 )
 async def summarize_context(
-    asked: Asked, *, max_summaries: int = 5, instruction: str = SUMMARISE, answer_tokens: int = 512
+    asked: Asked, *, max_summaries: int = 5, instruction: str = SUMMARIZE, answer_tokens: int = 512
 ) -> list[Row]:
     """SUPO: when a completion fills max_new_tokens, the policy writes a summary after `instruction` and continues from
     the prompt and that summary alone, at most max_summaries times. answer_tokens: maximum length of a summary.

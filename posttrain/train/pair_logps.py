@@ -39,7 +39,7 @@ def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
 
 
 def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """Return the batch of P labelled answers with the policy's log-probs.
+    """Return the batch of P labeled answers with the policy's log-probs.
 
     Their rejected sides only serve the step's KL baseline and are not run here.
     """

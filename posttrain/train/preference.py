@@ -1,4 +1,4 @@
-"""Preference optimisation: TRL's DPOTrainer with posttrain's pair losses.
+"""Preference optimization: TRL's DPOTrainer with posttrain's pair losses.
 
 The reference is the policy as it was loaded; a recipe may name another model (`anchors`), or the data may contain the
 reference's log-probs. Summed log-probs of every pair are computed once, before the first step, and stored in the run
@@ -259,7 +259,7 @@ class Preference(RunLoop, DPOTrainer):
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the pairs of the step, not of the micro-batch
     pair_loss: Callable[[PairBatch], PairLoss]
-    single = False  # rows are labelled answers; the rejected side only measures the policy's KL to its reference
+    single = False  # rows are labeled answers; the rejected side only measures the policy's KL to its reference
     mean_chosen_length: float | None = None  # of the step
     kl_baseline: Tensor | None = None  # of the step, for single answers
     online: OnlinePolicy | None = None  # samples answers to the prompts, for a KL on the policy's own answers
@@ -267,7 +267,7 @@ class Preference(RunLoop, DPOTrainer):
     train_dataset: Dataset
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset  # already tokenised
+        return dataset  # already tokenized
 
     def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset  # `use_reference` adds them if the loss needs them
@@ -389,7 +389,7 @@ class Preference(RunLoop, DPOTrainer):
             self.add(name, value.float().sum())
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float | None]:
-        """Return means over the pairs; for labelled answers, over the good or the bad rows (None if there are none)."""
+        """Return means over the pairs; for labeled answers, over the good or the bad rows (None if there are none)."""
         good = sums.get("good", sums["pairs"])
         rows = {"chosen": good, "rejected": sums["pairs"] - good} if self.single else {}
         counts = {name: rows.get(name.rpartition("/")[2], sums["pairs"]) for name in sums if "/" in name}
@@ -401,7 +401,7 @@ class Preference(RunLoop, DPOTrainer):
 
 
 def split_by_label(metrics: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
-    """Split `NAME/chosen` [P] of labelled answers: `NAME/chosen` gets the good rows, `NAME/rejected` the bad rows."""
+    """Split `NAME/chosen` [P] of labeled answers: `NAME/chosen` gets the good rows, `NAME/rejected` the bad rows."""
     sides = {name: value for name, value in metrics.items() if name.endswith("/chosen")}
     others = {name: value for name, value in metrics.items() if not name.endswith(("/chosen", "/rejected"))}
     bad = {name.removesuffix("chosen") + "rejected": value * ~good for name, value in sides.items()}

@@ -41,7 +41,7 @@ MIN_GAIN = 0.1  # increase of the share of groups with a signal that makes a lar
 
 
 def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report:
-    """Sample and score the first `prompts` prompts of the run as one batch; then time one optimiser step on them.
+    """Sample and score the first `prompts` prompts of the run as one batch; then time one optimizer step on them.
 
     Keys: prompts, rollouts, signal (shares of groups, `signal/*` of metrics.jsonl), pass_rates [[low, high, groups]],
     correct, reward, cut, lengths, tokens and seconds (of a step and of the run), steps, advice. Raises what a run

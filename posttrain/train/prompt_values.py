@@ -1,6 +1,6 @@
 """Value head on prompts: the expected reward of a prompt before anything is sampled (for samplers such as `pcl`).
 
-A linear layer on the policy's normalised last hidden state at the prompt's last token. It is trained on the mean
+A linear layer on the policy's normalized last hidden state at the prompt's last token. It is trained on the mean
 rewards of the groups sampled in a step; the policy does not change.
 """
 
@@ -21,7 +21,7 @@ FILE = "prompt_values.pt"
 
 
 class PromptValues:
-    """Value head with its optimiser.
+    """Value head with its optimizer.
 
     lr, steps: of Adam, after each step of the run. metric: the quantity whose group mean is predicted.
     """

@@ -84,5 +84,5 @@ def _of(
 
 
 def tokens_of(pairs: Sequence[Pair]) -> list[list[Sequence[int]]]:
-    """Return the token ids of pairs, by which `stored_logps` recognises for which rows log-probs were stored."""
+    """Return the token ids of pairs, by which `stored_logps` recognizes for which rows log-probs were stored."""
     return [[pair.prompt_ids, pair.chosen_ids, pair.rejected_ids] for pair in pairs]

@@ -108,7 +108,7 @@ def _is_cut(ctx: TrainContext, batch: RolloutBatch) -> Tensor:
 
 
 def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch: RolloutBatch) -> dict[str, Any]:
-    """Make one optimiser update on stored rows that the replay kind trains on separately; return its metrics.
+    """Make one optimizer update on stored rows that the replay kind trains on separately; return its metrics.
 
     The learning rate is that of the step's last update. rollouts, batch: the step's, with their advantages.
     """

@@ -184,7 +184,7 @@ class RewardTrainer(RunLoop, Trainer):
         return list(nn.functional.one_hot(reseed_assignment(found, counts), settings.count).float().tolist())
 
     def _score_start(self) -> dict[str, list[list[float]]]:
-        """Score all training pairs with the start model, the one that the policy has optimised.
+        """Score all training pairs with the start model, the one that the policy has optimized.
 
         Returns `scores`, the sums of both sides, and `excess`, their losses relative to the prompt's other pairs; each
         [rows][heads].
@@ -245,7 +245,7 @@ class RewardTrainer(RunLoop, Trainer):
         return result.losses + response.losses
 
     def _labels(self, found: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Compute the losses [N,heads] of labelled answers; arbitrary if a label is missing, since its weight is 0."""
+        """Compute the losses [N,heads] of labeled answers; arbitrary if a label is missing, since its weight is 0."""
         labels = inputs["labels"].to(found).nan_to_num()
         self.add("score", found[:, : self.recipe.objective.count].mean(1).sum())
         if self.recipe.objective.use == "gaussian":

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """A pair (chosen, rejected) or a labelled answer, as the model reads it, with the tokens of each answer alone."""
+    """A pair (chosen, rejected) or a labeled answer, as the model reads it, with the tokens of each answer alone."""
 
     uid: str
     rows: tuple[tuple[int, ...], ...]

@@ -1,9 +1,9 @@
 """Reinforcement learning with verifier rewards. One step, top to bottom:
 
-engine sync -> prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser.
+engine sync -> prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimizer.
 
 The sync sends the weights of the previous step to the engine, which starts with the weights of the first step. An error
-in the sync, or up to the first optimiser update, finds the previous step finished and loses nothing
+in the sync, or up to the first optimizer update, finds the previous step finished and loses nothing
 (`emergency_checkpoint`).
 
 With `rollout.staleness: k` a step trains on rollouts whose sampling began k steps earlier (`rollout_source`).
@@ -253,7 +253,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
             joined = replay.join_stored(ctx, state, learned.again, rollouts, sequences, scored, batch)
             rollouts, sequences, scored, batch = joined
 
-    # Loss and optimiser updates, minibatch by minibatch, on the rows of this rank.
+    # Loss and optimizer updates, minibatch by minibatch, on the rows of this rank.
     rows_of, own_scored, own_batch = rows_of_step(ctx, batch, state.step), scored, batch
     if ctx.ranks.count > 1:
         rows_of, own_scored, own_batch, sequences = shard_batches(
@@ -354,7 +354,7 @@ def update_sampler(
 def load_step_components(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
     """Load from a checkpoint what `checkpoint.restore` does not.
 
-    These are weight copies, prompt values, stored rollouts, the SFT optimiser, and the loss scale.
+    These are weight copies, prompt values, stored rollouts, the SFT optimizer, and the loss scale.
     """
     for part in ctx.parts_with_state:
         part.load(folder)

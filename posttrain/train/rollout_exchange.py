@@ -72,7 +72,7 @@ def without_tokens(segment: Segment) -> Segment:
 
 
 def pack(value: Any, by_row: bool = False) -> list[memoryview]:
-    """Serialise a value that holds rollouts: a pickle, then the arrays of its segments in the order of the pickle.
+    """Serialize a value that holds rollouts: a pickle, then the arrays of its segments in the order of the pickle.
 
     by_row: without tokens and text.
     """

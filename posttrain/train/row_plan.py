@@ -21,7 +21,7 @@ class RowPlan:
     """Number of rows of a run and of its steps. Only the last step may have fewer than `size` rows."""
 
     rows: int  # over the whole run, counting every pass over the data
-    size: int  # rows per optimiser step, over all ranks
+    size: int  # rows per optimizer step, over all ranks
     micro: int  # rows per forward pass
 
     @property
@@ -30,7 +30,7 @@ class RowPlan:
 
 
 def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
-    """Return the plan for run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
+    """Return the plan for run.steps optimizer steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
     return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, data_parallel.data_parallel_size()))

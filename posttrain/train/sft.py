@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: TRL's SFTTrainer on rows that posttrain tokenised and masked.
+"""Supervised fine-tuning: TRL's SFTTrainer on rows that posttrain tokenized and masked.
 
-loss = - sum of weight * log-prob over trained tokens / trained tokens of the whole optimiser step, with weight 1 unless
+loss = - sum of weight * log-prob over trained tokens / trained tokens of the whole optimizer step, with weight 1 unless
 the recipe names another objective.
 """
 
@@ -166,7 +166,7 @@ def make_padding_collator(pad_id: int) -> Collator:
 def make_packing_collator(loaded: LoadedModel) -> Collator:
     """Return a collator that lays the rows of a forward pass one after another in one line.
 
-    An optimiser step has the same rows as without packing. Positions start at 0 in each row, and a row's first token is
+    An optimizer step has the same rows as without packing. Positions start at 0 in each row, and a row's first token is
     not a target. Attention stays within a row: by its borders if the architecture supports packed attention (the model
     is switched to it here), otherwise by the mask that transformers derives from the positions. Raises ModelError if
     ranks divide packed lines, which needs the borders.

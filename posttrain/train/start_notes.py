@@ -40,7 +40,7 @@ def start_notes(
 ) -> list[str]:
     """Return notes on the number of trained weights with their learning rate, and on a warm-up longer than the run.
 
-    updates: optimiser updates of the whole run.
+    updates: optimizer updates of the whole run.
     """
     trained, weights = count_weights(model)
     adapter = recipe.model.lora is not None

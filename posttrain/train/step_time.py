@@ -115,7 +115,7 @@ def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
     micro = micro_batches(s, rates)
     received = weights * (2 * micro + micro * s.passes / s.epochs) + 4 * divided * micro
     copies, summed = (s.ranks, shape.adapter) if shape.adapter else (s.ranks // s.shards, shape.parameters / s.shards)
-    line = s.rows * s.row_tokens(rates) * s.epochs * s.context * s.tensor / s.ranks  # of the neighbours together
+    line = s.rows * s.row_tokens(rates) * s.epochs * s.context * s.tensor / s.ranks  # of the neighbors together
     keys = 4 * shape.layers * own.kv_heads * (2 + s.checkpointing) + 8 * shape.hidden
     received += line * keys * (s.context - 1) / s.context
     return received, s.updates * 8 * summed * (copies - 1) / copies

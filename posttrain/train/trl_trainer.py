@@ -1,4 +1,4 @@
-"""Construction of a TRL trainer around posttrain's model and optimiser, with the HF trainer's own decisions disabled.
+"""Construction of a TRL trainer around posttrain's model and optimizer, with the HF trainer's own decisions disabled.
 
 The model is adapted to what TRL assumes, and its configuration protected from TRL's changes.
 """
@@ -33,7 +33,7 @@ NO_ROUTER_LOSS = "the router's load-balancing loss is left out: "  # beginning o
 
 
 def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
-    """Build a TRL trainer of class `kind` around the job's model and optimiser.
+    """Build a TRL trainer of class `kind` around the job's model and optimizer.
 
     options: settings of this kind of trainer. parts: data set and collator.
     """
@@ -51,7 +51,7 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
             optimizers=(job.optimizer, None),
             **parts,
         )
-    # Loaded moments stay where the optimiser keeps them: accelerate would move all of them to the GPU and back.
+    # Loaded moments stay where the optimizer keeps them: accelerate would move all of them to the GPU and back.
     trainer.optimizer = AcceleratedOptimizer(job.optimizer, device_placement=False)
     trainer.optimizer._is_accelerate_prepared = True
     fuse_divided_head(causal)

@@ -1,7 +1,7 @@
 """Supervised steps between RL steps, on the solutions of prompts that no rollout has solved (`solutions.sft`).
 
 Their buffer is a part of `State.memory`, so checkpoints contain it. Checkpoints also contain the moments of their
-optimiser, which is separate from the one of RL.
+optimizer, which is separate from the one of RL.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ T = TypeVar("T")
 
 
 def build_sft_optimizer(recipe: RlRecipe, loaded: LoadedModel) -> Optimizer | None:
-    """Build the optimiser of the supervised steps; None if the recipe has none."""
+    """Build the optimizer of the supervised steps; None if the recipe has none."""
     if recipe.solutions is None or recipe.solutions.sft is None:
         return None
     return optim.build(loaded.model, recipe.optim.model_copy(update={"lr": recipe.solutions.sft.lr}))
 
 
 def save(optimizer: Optimizer | None, folder: Path) -> None:
-    """Write the optimiser's moments into a checkpoint."""
+    """Write the optimizer's moments into a checkpoint."""
     if optimizer is not None:
         torch.save(optimizer.state_dict(), folder / FILE)
 
 
 def load(optimizer: Optimizer | None, folder: Path) -> None:
-    """Read the optimiser's moments from a checkpoint."""
+    """Read the optimizer's moments from a checkpoint."""
     if optimizer is not None:
         optimizer.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
 
@@ -77,7 +77,7 @@ def supervise(ctx: TrainContext, state: checkpoint.State, rollouts: Sequence[Rol
 
 
 def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
-    """Train one epoch on the solutions of these prompts, in minibatches, with the separate optimiser."""
+    """Train one epoch on the solutions of these prompts, in minibatches, with the separate optimizer."""
     assert ctx.recipe.solutions is not None and ctx.recipe.solutions.sft is not None and ctx.sft_optimizer is not None
     section, prompts = ctx.recipe.solutions.sft, {prompt.uid: prompt for prompt in ctx.prompts}
     ids = tuple(np.array(prompts[uid].ids + ctx.solutions[uid], np.int64) for uid in uids)

@@ -1,4 +1,4 @@
-"""Optimiser updates of one RL step: minibatches, micro-batches, loss, gradient."""
+"""Optimizer updates of one RL step: minibatches, micro-batches, loss, gradient."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rows_of_step(p: TrainContext, batch: RolloutBatch, step: int) -> OwnRows:
 def update(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, step: int, rows_of: OwnRows
 ) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
-    """Make all optimiser updates of one step. Rows without signal are skipped, but the denominators count them.
+    """Make all optimizer updates of one step. Rows without signal are skipped, but the denominators count them.
 
     What the objective needs from passes before the first update is computed first. The `old_logp` of the rows of the
     first update comes from their training pass, which runs at the step's starting weights. With dropout that pass would
@@ -121,7 +121,7 @@ def update_once(
     stats: UpdateStats,
     rows_of: OwnRows,
 ) -> bool:
-    """Make one optimiser update on `rows`, or none if no row has a signal. Return whether its gradient was not zero.
+    """Make one optimizer update on `rows`, or none if no row has a signal. Return whether its gradient was not zero.
 
     Every rank runs forward and backward on its share of `rows`. If a rank fails there, all ranks raise its error,
     because they would wait for its gradient.

@@ -32,15 +32,15 @@ def program_in(completion: str) -> str | None:
     Nothing after an unclosed `<think>` counts, unless the `<think>` is inside a block and so part of the program. A
     fence closes at the start or the end of a line, so that a program may write ``` in a text.
     """
-    labelled = plain = None
+    labeled = plain = None
     for match in _BLOCK_OR_THOUGHT.finditer(after_think(completion)):
         if match["program"] is None:
             break
         if match["language"].lower() in ("python", "python3", "py"):
-            labelled = match["program"]
+            labeled = match["program"]
         elif not match["language"]:
             plain = match["program"]
-    last = plain if labelled is None else labelled
+    last = plain if labeled is None else labeled
     return last if last and last.strip() else None
 
 

@@ -40,7 +40,7 @@ def kappa(a: Verdicts, b: Verdicts) -> float | None:
     return None if chance == 1 else (same - chance) / (1 - chance)
 
 
-def read_labelled(path: Path) -> list[dict[str, Any]]:
+def read_labeled(path: Path) -> list[dict[str, Any]]:
     """Read a JSONL file of rows with `completion`, `label` (true, false, 1 or 0) and columns. Raises DataError."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -62,7 +62,7 @@ def read_labelled(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def try_labelled(
+def try_labeled(
     rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Score labeled rows with the rewards and compare the verdicts with the labels.

@@ -42,7 +42,7 @@ _FONT = (
     r"textsf|emph|mathbin|mathord|ensuremath|displaystyle|mathstrut|fbox|boxed)"
 )
 SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|small|normalsize|boldmath)\b\s*"
-_COLOUR = r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
+_COLOR = r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
 SPACE = (
     r"(?<!\\)\\(?:[,;:> ]|q?quad|(?:enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
     r"|[hv]space\*?\s*\{[^{}]*\})|(?<!~)~(?!~)"
@@ -101,7 +101,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
     for pattern, replacement in (
         # Invisible or purely visual markup.
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
-        (_COLOUR, ""),
+        (_COLOR, ""),
         (r"\\!\s*|\\null(?![a-z])|\\m?kern\s*-?[0-9.]+[a-z]{2}|(?<=[0-9)}])\{\}", ""),
         (r"\{\s*,\s*\}", ","),
         (r"\{\s*:\s*\}", ":"),

@@ -191,7 +191,7 @@ def _solve_distance(distances: Pieces, inside: Expr, approximately: bool) -> tup
     slope = sympy.expand(inside - inside.subs(unknown, 0)).coeff(unknown, 1)
     if slope not in (1, -1) or not same_formula(inside, slope * unknown + inside.subs(unknown, 0)):
         return None
-    centre = -inside.subs(unknown, 0) / slope
+    center = -inside.subs(unknown, 0) / slope
     zero = make_bound(Formula(S.Zero), True)
     assert zero is not None
     pieces: list[Piece] = []
@@ -199,7 +199,7 @@ def _solve_distance(distances: Pieces, inside: Expr, approximately: bool) -> tup
         for sign in (1, -1):
             near, far = (
                 make_bound(
-                    Formula(centre + sign * bound.value.expr, approximately or bound.value.approximate), bound.closed
+                    Formula(center + sign * bound.value.expr, approximately or bound.value.approximate), bound.closed
                 )
                 for bound in (low, high)
             )

@@ -188,11 +188,11 @@ async def self_judge(
     answer: str = "answer",
 ) -> None:
     """URPO: one model answers and judges. A row with `answer` gets `samples` answers, scored by a rule; a row with
-    `candidates` gets `samples` judgements of these, scored by a gold order; a row with neither gets `samples` answers,
-    scored by one judgement of the same policy.
+    `candidates` gets `samples` judgments of these, scored by a gold order; a row with neither gets `samples` answers,
+    scored by one judgment of the same policy.
 
-    judge: its prompt, with {question} and {answers}; it writes a score from 0 to 10 for each. The judgement's call has
-    the note `scores`, one per answer, None if unreadable. Answers form a group, and so do the judgements of a row's
+    judge: its prompt, with {question} and {answers}; it writes a score from 0 to 10 for each. The judgment's call has
+    the note `scores`, one per answer, None if unreadable. Answers form a group, and so do the judgments of a row's
     candidates. The reward is `roles.self_judged`.
     """
     if row.get(candidates):
@@ -215,7 +215,7 @@ def number_texts(texts: Sequence[str]) -> str:
 
 
 def read_scores(judged: Call, count: int) -> list[float | None]:
-    """Return a judgement's scores of answers 1 to count; None for an answer without exactly one score from 0 to 10."""
+    """Return a judgment's scores of answers 1 to count; None for an answer without exactly one score from 0 to 10."""
     scores_by_number: dict[int, set[float]] = {}
     for number, score in _SCORE.findall(judged.answer):
         scores_by_number.setdefault(int(number), set()).add(float(score))

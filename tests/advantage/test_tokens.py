@@ -92,7 +92,7 @@ def test_reinforce_pp_mean_is_over_tokens() -> None:
 def test_reinforce_pp_baseline_group_mean_is_over_rows_and_batch_mean_over_tokens() -> None:
     """Rewards 1, 0: centered 1/2, -1/2. Tokens: three times 1/2, one -1/2: mean 1/4, std sqrt(3)/4."""
     found = baseline_terms(batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0]))
-    assert found.centred.tolist() == [0.5, -0.5]
+    assert found.centered.tolist() == [0.5, -0.5]
     torch.testing.assert_close(found.advantages[:, 0], matrix([[3**-0.5, -(3**0.5)]])[0])
 
 

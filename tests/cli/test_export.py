@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.export.licences import warn_unknown_licence
+from posttrain.export.licenses import warn_unknown_license
 from posttrain.models import tiny
 
 Call = Callable[..., Any]
@@ -68,8 +68,8 @@ def test_invalid_options_raise(call: Call, model: Path, folder: Path, arguments:
 
 
 def test_unknown_license_is_noted(call: Call, model: Path) -> None:
-    assert warn_unknown_licence("apache-2.0") == ""
-    assert warn_unknown_licence("mine").endswith("one without an id is `other`")
+    assert warn_unknown_license("apache-2.0") == ""
+    assert warn_unknown_license("mine").endswith("one without an id is `other`")
     told = call("export", str(model), "--to", "merged", "--license", "apache", "--dry-run").stderr
     assert "note: --license apache is not a licence id of the model hub; did you mean `apache-2.0`?" in told
 

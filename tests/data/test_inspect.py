@@ -84,15 +84,15 @@ def test_spread_reports_lengths_that_occur() -> None:
 
 def test_trained_text_is_bracketed_in_plain_output_and_colored_on_a_terminal(tiny: Any, jsonl: Write) -> None:
     report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.eos_token_id])
-    plain, uncoloured, coloured = io.StringIO(), io.StringIO(), io.StringIO()
+    plain, uncoloured, colored = io.StringIO(), io.StringIO(), io.StringIO()
     show(report, Console(file=plain, width=100, highlight=False))
     assert "<bos><|user|>q<|assistant|>»one⏎\ntwo<eos>«" in plain.getvalue()
     assert "dropped  empty completion  1" in plain.getvalue()
     assert "LOOK duplicates: 1 of 3" in plain.getvalue()
     show(report, Console(file=uncoloured, width=100, highlight=False, force_terminal=True, no_color=True))
     assert "two<eos>«" in uncoloured.getvalue()
-    show(report, Console(file=coloured, width=100, highlight=False, force_terminal=True, color_system="standard"))
-    assert "\x1b[32mtwo<eos>\x1b[0m" in coloured.getvalue()
+    show(report, Console(file=colored, width=100, highlight=False, force_terminal=True, color_system="standard"))
+    assert "\x1b[32mtwo<eos>\x1b[0m" in colored.getvalue()
 
 
 def test_command_prints_json(tmp_path: Path, jsonl: Write) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.data.messages import parse_messages
-from posttrain.data.row_formats import normalise
+from posttrain.data.row_formats import normalize_row
 from posttrain.errors import DataError
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -18,15 +18,15 @@ def read(*found: Any) -> list[dict[str, Any]]:
 
 
 def test_sharegpt_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
-    row = normalise({"conversations": TURNS, "id": 3}, "here")
+    row = normalize_row({"conversations": TURNS, "id": 3}, "here")
     assert row == {
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
         "id": 3,
     }
     pair = {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "b"}}
-    found = normalise(pair, "here")
+    found = normalize_row(pair, "here")
     assert (found["prompt"], found["chosen"], found["rejected"]) == ([{"role": "user", "content": "q"}], "a", "b")
-    beside = normalise({"prompt": "p", "conversations": TURNS}, "here")
+    beside = normalize_row({"prompt": "p", "conversations": TURNS}, "here")
     assert "messages" not in beside  # a row that has a prompt keeps it
 
 

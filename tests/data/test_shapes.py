@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.row_formats import normalise
+from posttrain.data.row_formats import normalize_row
 from posttrain.errors import DataError
 
 USER = {"role": "user", "content": "q"}
@@ -17,7 +17,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def shaped(row: dict[str, Any], template: str | None = None) -> dict[str, Any]:
-    return normalise(row, "here", template)
+    return normalize_row(row, "here", template)
 
 
 def test_prompt_and_answer_keep_all_columns() -> None:
@@ -145,16 +145,16 @@ def test_prompt_template_fills_columns_and_braces_can_be_written() -> None:
 
 def test_completion_template_makes_the_answer_from_columns() -> None:
     row = {"question": "1+1", "work": "one and one", "answer": 2}
-    made = normalise(row, "here", "Solve {question}.", "<think>{work}</think>{answer}")
+    made = normalize_row(row, "here", "Solve {question}.", "<think>{work}</think>{answer}")
     assert (made["prompt"], made["completion"]) == ("Solve 1+1.", "<think>one and one</think>2")
-    kept = normalise({"prompt": "1+1", "completion": "x", "answer": 2}, "here", None, "So {answer}.")
+    kept = normalize_row({"prompt": "1+1", "completion": "x", "answer": 2}, "here", None, "So {answer}.")
     assert (kept["prompt"], kept["completion"]) == ("1+1", "So 2.")
     with pytest.raises(DataError, match="here, completion_template  no column `anwser`"):
-        normalise(row, "here", "{question}", "{anwser}")
+        normalize_row(row, "here", "{question}", "{anwser}")
     with pytest.raises(DataError, match=r"data\.completion_template: `\{\}` is no column name"):
-        normalise(row, "here", "{question}", "{}")
+        normalize_row(row, "here", "{question}", "{}")
     with pytest.raises(DataError, match="answers a prompt, and the row has none"):
-        normalise({"messages": [USER, assistant("a")], "answer": 2}, "here", None, "{answer}")
+        normalize_row({"messages": [USER, assistant("a")], "answer": 2}, "here", None, "{answer}")
 
 
 def test_error_for_an_unknown_format_lists_columns_and_formats() -> None:
@@ -192,4 +192,4 @@ def test_error_for_unreadable_tool_calls_names_the_row(calls: Any) -> None:
 )
 def test_nulls_and_values_of_wrong_types_are_named(row: dict[str, object], told: str) -> None:
     with pytest.raises(DataError, match=told):
-        normalise(row, "here")
+        normalize_row(row, "here")

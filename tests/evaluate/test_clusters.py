@@ -13,20 +13,20 @@ def test_two_clusters() -> None:
     points = np.array([[0.0], [2.0], [10.0], [14.0]])
     for seed in range(5):
         found = k_means(points, 2, seed=seed)
-        assert sorted(found.centres[:, 0]) == [1.0, 12.0] and found.spread == 2.5
+        assert sorted(found.centers[:, 0]) == [1.0, 12.0] and found.spread == 2.5
         assert found.labels[0] == found.labels[1] != found.labels[2] == found.labels[3]
-    assert k_means(points, 1).centres.tolist() == [[6.5]]
+    assert k_means(points, 1).centers.tolist() == [[6.5]]
 
 
 def test_lloyd_iterations_by_hand() -> None:
     """From the centers 0 and 2: the second takes 2, 10, 14 and moves to 26/3; then 2 moves to the first (0 + 2) / 2."""
     points = np.array([[0.0], [2.0], [10.0], [14.0]])
-    assert run_lloyd(points, points[:2], 1).centres[:, 0].tolist() == pytest.approx([0.0, 26 / 3])
-    assert run_lloyd(points, points[:2], 9).centres[:, 0].tolist() == [1.0, 12.0]
+    assert run_lloyd(points, points[:2], 1).centers[:, 0].tolist() == pytest.approx([0.0, 26 / 3])
+    assert run_lloyd(points, points[:2], 9).centers[:, 0].tolist() == [1.0, 12.0]
 
 
 def test_fewer_points_than_clusters() -> None:
     found = k_means(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), 5)
-    assert len(found.centres) == 2 and found.spread == 0.0
+    assert len(found.centers) == 2 and found.spread == 0.0
     with pytest.raises(ValueError, match="0 points"):
         k_means(np.zeros((0, 2)), 2)

@@ -54,7 +54,7 @@ def head_of(text: str) -> dict[str, object]:
 
 
 def test_card_has_recipe_data_metrics_base_and_versions(chain: Path) -> None:
-    facts = card.collect_facts(find_source(str(chain)), licence="apache-2.0")
+    facts = card.collect_facts(find_source(str(chain)), license="apache-2.0")
     text = card.write_card(facts, "merged", "me/mine")
     assert head_of(text) == {
         "library_name": "transformers",
@@ -143,7 +143,7 @@ def test_license_of_the_base_is_read_from_its_card(tmp_path: Path) -> None:
     run = a_run(tmp_path / "runs" / "sft", "sft", str(base))
     a_model(run / "final")
     facts = card.collect_facts(find_source(str(run)))
-    assert facts.licence == "llama3.2" and facts.public_base is None
+    assert facts.license == "llama3.2" and facts.public_base is None
     assert "Trained with posttrain on `base`: sft." in card.write_card(facts, "merged", "x")
 
 
@@ -151,7 +151,7 @@ def test_license_of_the_base_is_read_from_its_card(tmp_path: Path) -> None:
 def test_base_cards_without_a_license(tmp_path: Path, text: str) -> None:
     base = a_model(tmp_path / "base")
     (base / "README.md").write_text(text)
-    assert card.collect_facts(find_source(str(base))).licence is None
+    assert card.collect_facts(find_source(str(base))).license is None
 
 
 def test_card_of_a_model_without_run_and_evaluations(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_card_of_a_model_without_run_and_evaluations(tmp_path: Path) -> None:
 
 
 def test_license_of_a_gguf_file(smollm2_path: str) -> None:
-    assert card.collect_facts(find_source(smollm2_path)).licence == "apache-2.0"
+    assert card.collect_facts(find_source(smollm2_path)).license == "apache-2.0"
 
 
 def test_evaluation_named_on_the_command_line(chain: Path, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_policy_equal_to_the_target_has_weight_z_and_forward_kl_1() -> None:
     found = distribution.match_distribution(policy, policy, ref, rewards, beta=0.5)
     assert found.log_z.item() == pytest.approx(z.item())
     assert found.pseudo_rewards.tolist() == pytest.approx([1, 1, 1])
-    centred = distribution.match_distribution(policy.requires_grad_(), policy, ref, rewards, beta=0.5, baseline=1.0)
-    (gradient,) = torch.autograd.grad(centred.loss, policy)
+    centered = distribution.match_distribution(policy.requires_grad_(), policy, ref, rewards, beta=0.5, baseline=1.0)
+    (gradient,) = torch.autograd.grad(centered.loss, policy)
     torch.testing.assert_close(gradient, torch.zeros(3, dtype=torch.float64))
 
 

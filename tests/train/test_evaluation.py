@@ -283,8 +283,8 @@ def test_losses_that_need_more_than_pairs_are_validated_by_rewards_only(
     dpo_recipe: Any, rows_of: Any, tmp_path: Path
 ) -> None:
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-    labelled = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    labeled = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labeled))
     settings = {"every": 3, "data": {"source": "pairs.jsonl", "size": 4}}
     with pytest.raises(RecipeError, match="kto reads more than pairs"):
         rows_of(preference.run, dpo_recipe(loss={"use": "kto"}, eval=settings), "refused")

@@ -490,7 +490,7 @@ def staged(
     """A preset through the objective of the RL step: `advantages`, and with `logp` also `loss` and `grad_logp`.
 
     params: vector name -> `section.key`; start: keys that a case may leave out; choices: sections over the preset's.
-    fields, words, by_prompt: as in `on_batch`. as_given: the case holds the advantages that the normaliser would give.
+    fields, words, by_prompt: as in `on_batch`. as_given: the case provides normalized advantages.
     outputs: output -> field of the assigned batch. details: output -> (function, part, path): function(batch, ...) with
     the arguments of that part that it takes, e.g. `factors.0`. per_prompt: outputs [N] of which each prompt's first row
     is wanted.

@@ -14,7 +14,7 @@ from posttrain.errors import RewardError
 from posttrain.evaluate.run import grade
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.examples import run_examples
-from posttrain.verify.label_agreement import read_labelled, try_labelled
+from posttrain.verify.label_agreement import read_labeled, try_labeled
 from posttrain.verify.qa import searched_text
 from posttrain.verify.reward_inputs import built_in
 from posttrain.verify.score import Sample, Scorer
@@ -107,8 +107,8 @@ def test_examples_and_labelled_rows_can_hold_a_transcript(tmp_path: Path) -> Non
     ]
     rows = [{"completion": "hm", "label": True, "transcript": told}, {"completion": "Oslo", "label": False}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    read = read_labelled(tmp_path / "rows.jsonl")
-    found = try_labelled([Reward(use="s.py:found", correct=True)], Scoring(workers=1), tmp_path, read)
+    read = read_labeled(tmp_path / "rows.jsonl")
+    found = try_labeled([Reward(use="s.py:found", correct=True)], Scoring(workers=1), tmp_path, read)
     assert found["rewards"]["found"]["kappa"] == 1.0
 
 

@@ -34,7 +34,7 @@ class Screen:
         return next((name for name, (a, b, c, d) in self.places.items() if a <= x < c and b <= y < d), None)
 
     def write(self) -> str:
-        """Serialise the screen as the JSON text of a data column."""
+        """Serialize the screen as the JSON text of a data column."""
         return json.dumps({"size": self.size, "height": self.height, "places": self.places})
 
     @classmethod

@@ -73,7 +73,7 @@ def _names(world: int, entities: int) -> list[str]:
             f"world {world} of {entities} entities",
             allowed=f"at least {2 * len(RELATIONS)} entities, and {count} names for all worlds up to this one",
         )
-    step = 104729  # a prime coprime to the count, so that neighbouring names look different
+    step = 104729  # a prime coprime to the count, so that neighboring names look different
     numbers = ((position * step + 12345) % count for position in range(world * entities, (world + 1) * entities))
     base = len(_SYLLABLES)
     return [

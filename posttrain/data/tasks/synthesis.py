@@ -44,7 +44,7 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def find_names(sentence: str, common: set[str]) -> list[str]:
-    """Return capitalised words and runs of them, without a first word that the documents also write in lower case."""
+    """Return capitalized words and runs of them, without a first word that the documents also write in lower case."""
     names = []
     for match in _NAME.finditer(sentence):
         words = match.group().split(" ")

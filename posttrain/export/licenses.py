@@ -1,4 +1,4 @@
-"""Licence ids of the model hub, for `--license` and the head of a model card."""
+"""License ids of the model hub, for `--license` and the head of a model card."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KNOWN = (
 )  # fmt: skip
 
 
-def warn_unknown_licence(licence: str) -> str:
+def warn_unknown_license(license: str) -> str:
     """Return a warning with the nearest known id for an id that is not in the hub's list; "" for a known id."""
-    if licence in KNOWN:
+    if license in KNOWN:
         return ""
-    hint = did_you_mean(licence, KNOWN) or "one without an id is `other`"
-    return f"--license {licence} is not a licence id of the model hub; {hint}"
+    hint = did_you_mean(license, KNOWN) or "one without an id is `other`"
+    return f"--license {license} is not a licence id of the model hub; {hint}"

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.label_agreement import confusion, kappa, read_labelled, try_labelled
+from posttrain.verify.label_agreement import confusion, kappa, read_labeled, try_labeled
 
 
 def test_kappa_by_hand() -> None:
@@ -38,7 +38,7 @@ def test_rewards_are_compared_with_labels(tmp_path: Path) -> None:
         "def ends(completion, answer):\n    return float(completion.endswith(answer + '}'))"
     )
     rewards = [Reward(use="math.accuracy"), Reward(use="./ends.py:ends")]
-    told = try_labelled(rewards, Scoring(workers=1), tmp_path, read_labelled(file))
+    told = try_labeled(rewards, Scoring(workers=1), tmp_path, read_labeled(file))
     assert told["rewards"]["accuracy"]["confusion"]["unscored"] == 1
     assert told["rewards"]["accuracy"]["wrong_rows"] == ["line 3"]
     assert told["rewards"]["ends"]["wrong_rows"] == ["line 4"]
@@ -51,4 +51,4 @@ def test_rewards_are_compared_with_labels(tmp_path: Path) -> None:
 def test_unlabelled_rows_are_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"label|JSON"):
-        read_labelled(tmp_path / "rows.jsonl")
+        read_labeled(tmp_path / "rows.jsonl")
