@@ -12,14 +12,14 @@ import yaml
 DOCS = Path(__file__).resolve().parents[1]
 TABLE, PAGE = DOCS / "architectures.yaml", DOCS / "architectures.md"
 BEGIN, END = "<!-- table: architectures.yaml -->\n", "<!-- end of table -->\n"
-COLUMNS = ("family", "`model_type`", "full", "LoRA", "resume", "reload", "packing", "stored names", "particular")
+COLUMNS = ("family", "`model_type`", "full", "LoRA", "resume", "reload", "packing", "stored names", "remarks")
 PACKS = {"both": "sft, rl, dpo", "sft": "sft; rl and dpo pad", "neither": "refused; rl and dpo pad"}
 NAMES = {"same": "the modules'", "other": "others"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: an architecture, the tiny configuration that is trained of it, and what holds."""
+    """One row: an architecture, its tiny trained configuration, and the tested claims."""
 
     family: str
     kind: str
@@ -32,18 +32,18 @@ class Family:
     @property
     def cells(self) -> tuple[str, ...]:
         packs = PACKS[self.packs] + (", longer than the window" if self.window and self.packs == "both" else "")
-        trained = ("sft, rl", "sft, rl", "equal", "equal")  # a row of which this does not hold fails its test
+        trained = ("sft, rl", "sft, rl", "equal", "equal")  # a row without these results fails its test
         return self.family, f"`{self.kind}`", *trained, packs, NAMES[self.names], self.about or "-"
 
 
 def read_families() -> list[Family]:
-    """The rows of architectures.yaml. Raises TypeError for a key that a row cannot have."""
+    """Return the rows of architectures.yaml. Raises TypeError for a key that a row cannot have."""
     entries: list[dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return [Family(**entry) for entry in entries]
 
 
 def page(text: str, families: list[Family]) -> str:
-    """The page with its table made anew. Raises ValueError where the page has no place for it."""
+    """Return the page with a new table. Raises ValueError if the page lacks the lines around the table."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

@@ -18,7 +18,10 @@ from posttrain.loss.aggregate import aggregate, totals
 def by_rows(
     function: Callable[..., Any], outputs: Names, *, tables: Sequence[str], back: Sequence[str], names: Names
 ) -> Adapter:
-    """One call with inputs `tables` [B,G,...] as rows and their group_ids; outputs in `back` as [B,G,...] again."""
+    """Call the function once with inputs `tables` [B,G,...] as rows, and their group_ids.
+
+    Outputs in `back` are returned as [B,G,...].
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(arguments(case))
@@ -39,7 +42,10 @@ def episodes(
     advantage: Callable[..., Any],
     params: Names,
 ) -> Adapter:
-    """Episodes of text steps: read, scored, given an advantage as rows of one batch -> tags, rewards, advantages."""
+    """Read and score episodes of text steps and compute their advantages as rows of one batch.
+
+    Returns tags, step rewards and advantages.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         refuse_others(case["inputs"], ["episodes"])
@@ -70,7 +76,7 @@ def episodes(
 
 
 def by_edges(spread: Callable[..., Any], number: Callable[..., Any], output: str) -> Adapter:
-    """The trajectories of one prompt as rows with a token a step, whose equal steps have one number."""
+    """Lay out the trajectories of one prompt as rows with one token per step; equal steps have one edge id."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(arguments(case))
@@ -94,7 +100,7 @@ def by_edges(spread: Callable[..., Any], number: Callable[..., Any], output: str
 
 
 def masked_rollouts(lay_out: Callable[..., Any], loss: Callable[..., Any], aggregation: Any) -> Adapter:
-    """Segments laid out as rows; with log-probs also the loss of a component over them and its gradient."""
+    """Lay out segments as rows; with log-probs, also compute a component's loss over them and its gradient."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(arguments(case))
@@ -123,9 +129,10 @@ def _loss(mask: list[list[bool]], values: Mapping[str, Any], loss: Callable[...,
 def over_rollouts(
     function: Callable[..., Any], outputs: Names, *, tables: Names, counts: str, back: Sequence[str]
 ) -> Adapter:
-    """One call with inputs `tables` [B,G] as rollouts [N] and their group_ids, under the names that they map to.
+    """Call the function once with inputs `tables` [B,G] as rollouts [N] and their group_ids, renamed by `tables`.
 
-    Outputs in `back` are given as [B,G], all others, rows of the rollouts, as [B,G,...] by the input `counts`.
+    Outputs in `back` are returned as [B,G]. All other outputs are rows of the rollouts, returned as [B,G,...] by the
+    input `counts`.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -149,7 +156,7 @@ def over_rollouts(
 
 
 def scalar_loss(function: Callable[..., Any]) -> Adapter:
-    """function(tensors, params) -> a loss, with its gradient by input `logp`."""
+    """Call function(tensors, params) -> a loss, and compute its gradient by input `logp`."""
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = {name: tensor(value) for name, value in given(case["inputs"]).items()}

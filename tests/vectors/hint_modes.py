@@ -17,7 +17,7 @@ from posttrain.variants.plan import Asked, Outcome
 
 
 def buffered(failed: Callable[..., bool], newest: Callable[..., Any], taken: Callable[..., Any]) -> Adapter:
-    """A buffer over steps: who has failed goes in, and who is taken comes out."""
+    """Run a buffer over several steps: failed prompts are added, and the prompts of a batch are removed."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -36,7 +36,10 @@ def buffered(failed: Callable[..., bool], newest: Callable[..., Any], taken: Cal
 
 
 def on_failure(kind: Callable[..., Any]) -> Adapter:
-    """The rounds that a kind asks for while the stages of the case say who was right; its hint is all of the prompt."""
+    """Run the rounds of a kind while the stages of the case give the correct rollouts.
+
+    The hint is the whole prompt.
+    """
 
     def prompt(number: int, length: int, stages: Any, params: Mapping[str, Any]) -> tuple[dict[str, Any], int, Any]:
         rounds: list[Outcome] = []
@@ -61,7 +64,7 @@ def on_failure(kind: Callable[..., Any]) -> Adapter:
 
 
 def shortest(fraction: Callable[..., float], tokens: Callable[..., int]) -> Adapter:
-    """The fraction of each problem, and the tokens of its solution that it is."""
+    """Return the fraction of each problem, and the number of its solution's tokens in that fraction."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -73,7 +76,7 @@ def shortest(fraction: Callable[..., float], tokens: Callable[..., int]) -> Adap
 
 
 def cuts(cut: Callable[..., int], share: Callable[..., float]) -> Adapter:
-    """Every cut of each trace; with a total length, the loss mask of a rollout that begins with the first."""
+    """Return all cuts of each trace and, with a total length, the loss mask of a rollout that starts with the first."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -95,7 +98,7 @@ def cuts(cut: Callable[..., int], share: Callable[..., float]) -> Adapter:
 
 
 def curve(kind: Callable[..., Any], read: str) -> Adapter:
-    """A curve with the case's numbers, at each `p`, or asked for the share of its `target`."""
+    """Build a curve from the case's numbers and read it at each `p`, or read the share for its `target`."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -109,7 +112,7 @@ def curve(kind: Callable[..., Any], read: str) -> Adapter:
 
 
 def fit(function: Callable[..., Any]) -> Adapter:
-    """The share for the target on the curve that is fitted to the case's pairs."""
+    """Fit a curve to the case's pairs and return the share for the target."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -120,7 +123,7 @@ def fit(function: Callable[..., Any]) -> Adapter:
 
 
 def by_row(functions: Mapping[str, tuple[Callable[..., Any], Names]]) -> Adapter:
-    """output -> (a function that is called on each row of the inputs, input -> its argument)."""
+    """Call one function per output on each row of the inputs: output -> (function, input -> argument)."""
 
     def adapter(case: Case) -> dict[str, Any]:
         assert not case["params"], case["params"]
@@ -135,7 +138,7 @@ def by_row(functions: Mapping[str, tuple[Callable[..., Any], Names]]) -> Adapter
 
 
 def one_group(function: Callable[..., Any], scales: Mapping[bool, str]) -> Adapter:
-    """Advantages of all rounds of a problem as one group, by the name that `norm_std` has here."""
+    """Compute the advantages of all rounds of a problem as one group. scales: `norm_std` -> `scale`."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -150,7 +153,7 @@ def one_group(function: Callable[..., Any], scales: Mapping[bool, str]) -> Adapt
 
 
 def added_to(name: str, function: Callable[..., Any], coef: str, start: str) -> Adapter:
-    """A term of the loss with its coefficient, by the objective, and what it is added to."""
+    """Compute a term of the loss with its coefficient by the objective, and its sum with the input `start`."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -170,19 +173,19 @@ def added_to(name: str, function: Callable[..., Any], coef: str, start: str) -> 
 
 
 def objective_totals(objective: Objective, batch: RolloutBatch) -> Any:
-    """The denominators of the regularisers alone."""
+    """Return the denominators of the regularisers alone."""
     logp = torch.zeros(batch.mask.shape)
     terms = {part.key: float(part(batch, logp).counted.sum()) for part in objective.regularisers}
     return dataclasses.replace(totals(batch.mask), terms=terms)
 
 
 def rows_of_prompts(batch: RolloutBatch, hinted: Any) -> Any:
-    """What is given by prompt, by row."""
+    """Repeat values given per prompt for each row."""
     return of_rows(tensor(hinted), batch.group_ids).bool()
 
 
 def first_of_group(name: str, adapter: Adapter) -> Adapter:
-    """An output by group whose rows are all alike, one value a group."""
+    """Return an output [B,G] whose groups hold equal values as one value per group."""
 
     def adapted(case: Case) -> dict[str, Any]:
         found = adapter(case)
@@ -192,7 +195,7 @@ def first_of_group(name: str, adapter: Adapter) -> Adapter:
 
 
 def ratios(difficulty: Callable[..., float], ratio: Callable[..., float], length: Callable[..., int]) -> Adapter:
-    """Difficulty, share and tokens of each prompt's hint."""
+    """Return difficulty, hint ratio and hint tokens of each prompt."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -210,7 +213,7 @@ def ratios(difficulty: Callable[..., float], ratio: Callable[..., float], length
 
 
 def halves(function: Callable[..., Any]) -> Adapter:
-    """Plain and hinted rows of each prompt as one group; back as two tables."""
+    """Score plain and hinted rows of each prompt as one group, and return the advantages as two tables."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -234,7 +237,7 @@ def halves(function: Callable[..., Any]) -> Adapter:
 
 
 def pruned(function: Callable[..., Any]) -> Adapter:
-    """Who stays and with which weights. protected: flags, or places."""
+    """Return the entries that stay and their weights. protected: flags, or indices."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -249,8 +252,10 @@ def pruned(function: Callable[..., Any]) -> Adapter:
 
 
 def formed(function: Callable[..., float], names: Names, preset: str) -> Adapter:
-    """A reward of form by each row's style or template, and its weighted sum with correctness; weights that a case
-    leaves out are the preset's. names: the function's keyword -> the input that holds it."""
+    """Compute a format reward by each row's style or template, and its weighted sum with correctness.
+
+    Weights that a case leaves out are the preset's. names: the function's keyword -> the input that holds it.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -269,5 +274,5 @@ def formed(function: Callable[..., float], names: Names, preset: str) -> Adapter
 
 
 def paired(function: Callable[..., Any]) -> Adapter:
-    """Pairs as plain rows."""
+    """Return pairs as lists."""
     return lambda case: {"pairs": [list(pair) for pair in function(**arguments(case))]}

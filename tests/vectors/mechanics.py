@@ -33,7 +33,7 @@ Adapter = Callable[[Case], dict[str, Any]]
 
 
 def tensor(value: Any) -> Tensor:
-    """A JSON array as float64; null is NaN. A tensor stays as it is."""
+    """Convert a JSON array to a float64 tensor, null to NaN; a tensor is returned unchanged."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, list):
@@ -46,23 +46,23 @@ def renamed(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def given(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs that are there: a whole input of null is one that the case leaves out."""
+    """Return the inputs that are not null: the case leaves out an input that is null as a whole."""
     return {name: value for name, value in inputs.items() if value is not None}
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """One call's arguments: the union of params and inputs."""
+    """Return the arguments of one call: params and inputs together."""
     return {**case["params"], **case["inputs"]}
 
 
 def refuse_others(values: Iterable[str], known: Iterable[str]) -> None:
-    """An error about the params and inputs that nobody reads."""
+    """Raise KeyError for params and inputs that no function reads."""
     if strange := sorted(set(values).difference(known)):
         raise KeyError(f"takes no {', '.join(strange)}")
 
 
 def picked(result: Any, outputs: Names | str) -> dict[str, Any]:
-    """A result under one name, or its attributes or keys under the names wanted."""
+    """Return a result under one name, or some of its attributes or keys under the names in `outputs`."""
     if isinstance(outputs, str):
         return {outputs: result}
     read = result.__getitem__ if isinstance(result, Mapping) else lambda name: getattr(result, name)
@@ -70,23 +70,26 @@ def picked(result: Any, outputs: Names | str) -> dict[str, Any]:
 
 
 def reward(use: str) -> Callable[..., Any]:
-    """A shipped reward function, loaded by path as runs load it: `length.cosine` is rewards/length.py:cosine."""
+    """Load a shipped reward function by path, as runs do: `length.cosine` is rewards/length.py:cosine."""
     script, name = use.split(".")
     return registry.load_function(f"{shipped_folder('rewards').joinpath(script)}.py:{name}", None, what="reward")
 
 
 def both(*adapters: Adapter) -> Adapter:
-    """The outputs of several adapters together."""
+    """Return an adapter with the outputs of several adapters."""
     return lambda case: {name: value for adapter in adapters for name, value in adapter(case).items()}
 
 
 def call(function: Callable[..., Any], outputs: Names | str, names: Names | None = None) -> Adapter:
-    """One call with the case's values as they are."""
+    """Call the function once with the case's values unchanged."""
     return lambda case: picked(function(**renamed(arguments(case), names or {})), outputs)
 
 
 def cells(function: Callable[..., Any], output: str, names: Names) -> Adapter:
-    """One call a cell: inputs are tables of one shape, a param is the same for all; a length reward sees no text."""
+    """Call the function once per cell: inputs are tables of one shape, params are the same for all cells.
+
+    The function is a length reward and gets an empty text.
+    """
 
     def table(inputs: dict[str, Any], params: dict[str, Any]) -> Any:
         if any(isinstance(value, list) for value in inputs.values()):
@@ -98,7 +101,7 @@ def cells(function: Callable[..., Any], output: str, names: Names) -> Adapter:
 
 
 def trace(function: Callable[..., Any], output: str, *, over: str, state: str, names: Names) -> Adapter:
-    """A state that is fed back: function(state, item, ...) for each item of input `over`, from param `state` on."""
+    """Feed a state back: function(state, item, ...) for each item of input `over`, starting from param `state`."""
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
@@ -114,7 +117,10 @@ def trace(function: Callable[..., Any], output: str, *, over: str, state: str, n
 
 
 def flat(value: Any, group_ids: Any = None) -> tuple[Tensor, Tensor]:
-    """Rows [N] and their group ids, from a table [B,G] (groups may differ in size), or [N] with ids or as one group."""
+    """Return rows [N] and their group ids, from a table [B,G] with groups of any size, or from a list [N].
+
+    The group ids of a list are `group_ids`, or 0 without them.
+    """
     if isinstance(value, Tensor):
         return value.flatten(), flat(value.detach().tolist(), group_ids)[1]
     if value and isinstance(value[0], list):
@@ -131,7 +137,7 @@ def rl_step(
     fields: Mapping[str, tuple[str, ...]] | None = None,
     start: Mapping[str, Any] | None = None,
 ) -> Adapter:
-    """A preset through the objective that the RL step calls: assign, totals, loss, backward.
+    """Run a preset's objective as the RL step does: compute_advantages, totals, loss, backward.
 
     params: vector name -> `section.key`; start: keys that a case may leave out; fields: input -> batch fields.
     """
@@ -154,12 +160,12 @@ def rl_step(
 
 
 def _mapped(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Renamed by a map that must hold every name."""
+    """Rename the keys of a mapping; every key must be in `names`."""
     return {names[key]: value for key, value in values.items()}
 
 
 def sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"loss.clip_low": 0.2} -> {"loss": {"clip_low": 0.2}}; "factors.0.alpha" names an entry of a list."""
+    """Nest dotted keys: {"loss.clip_low": 0.2} -> {"loss": {"clip_low": 0.2}}; "factors.0.alpha" names a list entry."""
     nested: dict[str, Any] = {}
     for path, value in values.items():
         *parents, key = path.split(".")
@@ -171,7 +177,7 @@ def sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rollouts(inputs: Mapping[str, Any], fields: Mapping[str, tuple[str, ...]]) -> RolloutBatch:
-    """The typed batch of a case: per-row tables are flattened in group-major order, masks become bool."""
+    """Return the batch of a case: tables of rows are flattened in group-major order, and masks become bool."""
     values: dict[str, Any] = {}
     for name, value in given(inputs).items():
         for field in fields.get(name, (name,)):
@@ -183,7 +189,7 @@ def rollouts(inputs: Mapping[str, Any], fields: Mapping[str, tuple[str, ...]]) -
 
 
 def by_group(rows: Tensor, group_ids: Tensor) -> list[bool]:
-    """One flag a group, in order of first appearance: any of its rows."""
+    """Return one flag per group, in order of first appearance: whether any row of the group is set."""
     return [bool(rows[group_ids.eq(group)].any()) for group in dict.fromkeys(group_ids.tolist())]
 
 
@@ -212,16 +218,15 @@ def on_batch(
     aggregation: str | None = None,
     tables: Sequence[str] = (),
 ) -> Adapter:
-    """function(batch, **params) -> one output, or {output: attribute path of the result}.
+    """Call function(batch, **params) and return one output, or {output: attribute path of the result}.
 
-    Values (params and inputs alike) named like a batch field, or mapped to one in `fields`, go into the batch; the
-    others are keywords, renamed by `params`; start: keywords that a case may leave out. Fields of one number a row
-    (ROWS, LABELS, components.NAME, columns.NAME, and those named in `rows`) may be tables [B,G], which also give the
-    groups; `single`: inputs [B,G] that are one token a row; `by_prompt`: inputs with one entry a prompt, which all its
-    rows get. words: param -> what its values are called here.
-    logp: call function(batch, logp, ...). grads: output -> input whose gradient it is, of the `loss`: the mean of a
-    GroupLoss, the `aggregation` of a TokenLoss. The path `loss` names it, `.` the result itself. tables: outputs [N]
-    given back as [B,G].
+    Params and inputs whose name is a batch field, or is mapped to one in `fields`, go into the batch; all others are
+    keywords, renamed by `params`. start: keywords that a case may leave out. Fields with one number per row (ROWS,
+    LABELS, components.NAME, columns.NAME, and the fields in `rows`) may be tables [B,G], which also give the groups.
+    single: inputs [B,G] that are one token per row. by_prompt: inputs with one entry per prompt, which all rows of the
+    prompt get. words: param -> the values of posttrain for the vector's values. logp: call function(batch, logp, ...).
+    grads: output -> input to differentiate the `loss` by: the mean of a GroupLoss, or the `aggregation` of a TokenLoss.
+    In an attribute path `loss` is that loss and `.` is the result. tables: outputs [N] to return as [B,G].
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def _wants_loss(outputs: Names | str) -> bool:
 
 
 def _read(result: Any, loss: Any, path: str) -> Any:
-    """`.`, `loss`, or names joined by dots: attributes, keys of mappings, places of tuples."""
+    """Follow a path in the result: `.`, `loss`, or names joined by dots (attributes, mapping keys, tuple indices)."""
     if path in (".", "loss"):
         return result if path == "." else loss
     for part in path.split(".", 1) if path.startswith("stats.") else path.split("."):
@@ -277,7 +282,7 @@ def _detached(value: Any) -> Any:
 def typed(
     values: Mapping[str, Any], rows: Sequence[str] = (), single: Sequence[str] = (), by_prompt: Sequence[str] = ()
 ) -> tuple[RolloutBatch, Tensor | None]:
-    """A RolloutBatch and `logp`, from field name -> JSON or tensor; `components.NAME` is one component.
+    """Return a RolloutBatch and `logp` from field name -> JSON or tensor; `components.NAME` is one component.
 
     Group ids are given, or come from the first table [B,G], or are 0. Without a mask every row has one trained token.
     """
@@ -307,18 +312,18 @@ def typed(
 
 
 def of_rows(prompts: Tensor, group_ids: Tensor) -> Tensor:
-    """What each prompt has [B, ...], in order of first appearance, given to its rows."""
+    """Repeat values given per prompt [B, ...], in order of first appearance, for the rows of each prompt."""
     order = list(dict.fromkeys(group_ids.tolist()))
     return prompts[[order.index(group) for group in group_ids.tolist()]]
 
 
 def translated(params: Mapping[str, Any], words: Mapping[str, Mapping[Any, Any]]) -> dict[str, Any]:
-    """Params whose values are called otherwise by the product."""
+    """Replace the vector's values of params by posttrain's values for them."""
     return {name: words[name].get(value, value) if name in words else value for name, value in params.items()}
 
 
 def numbered(value: Any, group_ids: Any = None) -> tuple[Tensor, Tensor]:
-    """Words as numbers, [N] or [B,G]: equal ones share a number, null is -1."""
+    """Number words, [N] or [B,G]: equal words share a number, null is -1."""
     words = list(dict.fromkeys(x for row in value for x in (row if isinstance(row, list) else [row]) if x is not None))
     numbers = {None: None, **{word: number for number, word in enumerate(words)}}
     table = [[numbers[x] for x in row] if isinstance(row, list) else numbers[row] for row in value]
@@ -327,7 +332,7 @@ def numbered(value: Any, group_ids: Any = None) -> tuple[Tensor, Tensor]:
 
 
 def scalar(result: Any, batch: RolloutBatch, aggregation: str | None) -> Tensor:
-    """The loss of a result: the mean over groups, the aggregation of a token matrix, or the result's own `loss`."""
+    """Return the loss of a result: the mean over groups, the aggregation of a token matrix, or the result's `loss`."""
     if isinstance(result, GroupLoss):
         return result.values.mean()
     if aggregation is not None:
@@ -336,12 +341,15 @@ def scalar(result: Any, batch: RolloutBatch, aggregation: str | None) -> Tensor:
 
 
 def by_table(rows: Tensor, group_ids: Tensor) -> list[list[Any]]:
-    """[N] as one list a group, in order of first appearance."""
+    """Return values [N] as one list per group, in order of first appearance."""
     return [rows.detach()[group_ids.eq(group)].tolist() for group in dict.fromkeys(group_ids.tolist())]
 
 
 def taking(names: str, adapter: Adapter) -> Adapter:
-    """The same; a case with a param or input of another name fails. For modes that pick what they read."""
+    """Return the adapter; a case with a param or input of another name is an error.
+
+    For modes that select the values they read.
+    """
     known = frozenset(names.split())
 
     def strict(case: Case) -> dict[str, Any]:
@@ -352,8 +360,11 @@ def taking(names: str, adapter: Adapter) -> Adapter:
 
 
 def parts(of: Mapping[str, tuple[str, Adapter]], by: str = "part") -> Adapter:
-    """The adapter that the case's param `by` chooses, on the params and inputs that are named before it, one text with
-    spaces. What another part reads is left out, and what none reads is an error."""
+    """Return the adapter that the case's param `by` chooses, with the params and inputs named before it.
+
+    The names are one text with spaces. Values that only another part reads are left out; a value that no part reads is
+    an error.
+    """
     known = " ".join(names for names, _ in of.values())
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -373,12 +384,12 @@ def controlled(
     params: Names | None = None,
     initial: str | None = None,
 ) -> Adapter:
-    """A controller over a run: outputs are lists, one entry a step.
+    """Run a controller over several steps; outputs are lists with one entry per step.
 
-    traces: input -> metric; entry i of every trace is what step i measured, and outputs are read after that update.
-    steps: an input of step numbers, for controllers that follow the step alone. initial: the param or input that is the
-    recipe's number (default 0). An output is `value` (of the step; with traces, of the next one) or a path into the
-    state.
+    traces: input -> metric; entry i of every trace was measured in step i, and outputs are read after that update.
+    steps: an input of step numbers, for controllers that depend on the step only. initial: the param or input that
+    holds the recipe's number (default 0). An output is `value` (of the step; with traces, of the next step) or a path
+    into the state.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -401,7 +412,7 @@ def controlled(
 
 
 def advantages(function: Callable[[RolloutBatch], Tensor], params: Names) -> Adapter:
-    """An advantage function of rewards, or of reward components that the product's own combiner sums."""
+    """Call an advantage function on rewards, or on reward components that posttrain's own combiner sums."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = dict(case["params"])
@@ -419,7 +430,7 @@ def advantages(function: Callable[[RolloutBatch], Tensor], params: Names) -> Ada
 
 
 def combined(components: Mapping[str, Any], weights: Mapping[str, float], group_ids: Any) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the components that a row has; a weight that is not named is 1."""
+    """Return the weighted sum of the components that a row has; an unnamed weight is 1."""
     columns = {name: flat(table, group_ids) for name, table in components.items()}
     ids = next(iter(columns.values()))[1]
     scores = {name: [None if math.isnan(x) else x for x in column.tolist()] for name, (column, _) in columns.items()}
@@ -429,7 +440,7 @@ def combined(components: Mapping[str, Any], weights: Mapping[str, float], group_
 
 
 def token_terms(functions: Mapping[str, Callable[[RolloutBatch, Tensor], Any]], ignored: Sequence[str]) -> Adapter:
-    """Terms per token: NAME, NAME_mean over trained tokens, and grad_NAME by logp, element by element."""
+    """Compute terms per token: NAME, NAME_mean over trained tokens, and grad_NAME by logp, elementwise."""
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = {name: tensor(value) for name, value in case["inputs"].items() if name not in ignored}
@@ -447,7 +458,7 @@ def token_terms(functions: Mapping[str, Callable[[RolloutBatch, Tensor], Any]], 
 
 
 def aggregations(modes: Mapping[str, tuple[Any, bool]], values: str) -> Adapter:
-    """Each output is the aggregation of that mode, with or without empty rows in the row count."""
+    """Aggregate the values once per output, by the output's mode, with or without empty rows in the row count."""
 
     def adapter(case: Case) -> dict[str, Any]:
         refuse_others(case["inputs"], (values, "mask"))
@@ -461,7 +472,7 @@ def aggregations(modes: Mapping[str, tuple[Any, bool]], values: str) -> Adapter:
 
 
 def merged(rule: Callable[..., Tensor], names: Names) -> Adapter:
-    """A merge rule over whole models, given as objects of tensors."""
+    """Apply a merge rule to whole models, given as objects of tensors."""
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = case["inputs"]
@@ -487,13 +498,13 @@ def staged(
     outputs: Names | None = None,
     per_prompt: Sequence[str] = (),
 ) -> Adapter:
-    """A preset through the objective of the RL step: `advantages`, and with `logp` also `loss` and `grad_logp`.
+    """Run a preset's objective as the RL step does: `advantages`, and with `logp` also `loss` and `grad_logp`.
 
-    params: vector name -> `section.key`; start: keys that a case may leave out; choices: sections over the preset's.
-    fields, words, by_prompt: as in `on_batch`. as_given: the case provides normalized advantages.
-    outputs: output -> field of the assigned batch. details: output -> (function, part, path): function(batch, ...) with
-    the arguments of that part that it takes, e.g. `factors.0`. per_prompt: outputs [N] of which each prompt's first row
-    is wanted.
+    params: vector name -> `section.key`; start: keys that a case may leave out; choices: sections that replace the
+    preset's. fields, words, by_prompt: as in `on_batch`. as_given: the case provides normalized advantages. outputs:
+    output -> field of the batch with advantages. details: output -> (function, part, path): function(batch, ...) with
+    the arguments of that part that it takes, e.g. `factors.0`. per_prompt: outputs [N] of which only the first row of
+    each prompt is returned.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -520,7 +531,7 @@ def staged(
 
 
 def over(lower: Any, upper: Any) -> Any:
-    """`upper` over `lower`, key by key; an entry of a list is named by its number."""
+    """Merge `upper` into `lower`, key by key; a list entry is named by its index."""
     if isinstance(lower, list) and isinstance(upper, Mapping):
         return [over(entry, upper.get(str(n), {})) for n, entry in zip(range(len(lower)), lower, strict=True)]
     if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
@@ -529,20 +540,20 @@ def over(lower: Any, upper: Any) -> Any:
 
 
 def part_of(objective: Objective, key: str) -> Any:
-    """`advantage`, or `factors.0`."""
+    """Return a component of the objective by its key: `advantage`, or `factors.0`."""
     name, _, number = key.partition(".")
     found = getattr(objective, name)
     return found[int(number)] if number else found
 
 
 def taken(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the function takes."""
+    """Return the params that are arguments of the function."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in params.items() if name in names}
 
 
 def first_of(rows: Tensor, group_ids: Tensor) -> list[Any]:
-    """The first row of each group, in order of first appearance."""
+    """Return the first row of each group, in order of first appearance."""
     return [column[0] for column in by_table(rows, group_ids)]
 
 
@@ -552,7 +563,10 @@ def on_tensors(
     names: Names | None = None,
     each: Sequence[str] = (),
 ) -> Adapter:
-    """One call with every list as a tensor; inputs in `each` as a list of tensors. Outputs by attribute path."""
+    """Call the function once with every list as a tensor; inputs in `each` become lists of tensors.
+
+    outputs: output -> attribute path of the result.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         values = {
@@ -570,9 +584,9 @@ def on_tensors(
 
 
 def prepared(adapter: Adapter, into: str, function: Callable[..., Any], takes: Names, drops: Sequence[str]) -> Adapter:
-    """The adapter, after input `into` has been made by function(...) of values of the case; `drops` go no further.
+    """Run the adapter after input `into` is computed by function(...) from values of the case; `drops` are left out.
 
-    takes: name in the case -> argument; a value that the case leaves out is left to the function's default.
+    takes: name in the case -> argument; the function's default replaces a value that the case leaves out.
     """
 
     def before(case: Case) -> dict[str, Any]:
@@ -586,9 +600,9 @@ def prepared(adapter: Adapter, into: str, function: Callable[..., Any], takes: N
 
 
 def ragged(function: Callable[..., Any], outputs: Names, *, table: str, counts: str) -> Adapter:
-    """function(tensors, params) -> outputs [N,S] by attribute path, cut to the lengths of the rows of input `table`.
+    """Call function(tensors, params) and cut its outputs [N,S] to the row lengths of input `table`.
 
-    That table is filled up with NaN; the lengths are the argument `counts`.
+    The table is padded with NaN; its row lengths are the argument `counts`. outputs: output -> attribute path.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -606,7 +620,7 @@ def ragged(function: Callable[..., Any], outputs: Names, *, table: str, counts: 
 
 
 def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio: Callable[..., Any]) -> Adapter:
-    """The plain and the hinted rows of one prompt as one group; the hinted rows by token; the share given as a hint."""
+    """Score plain and hinted rows of one prompt as one group, hinted rows also by token, and the hint's ratio."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -630,7 +644,7 @@ def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio:
 
 
 def only(names: Sequence[str], adapter: Adapter) -> Adapter:
-    """The adapter on these params and inputs of a case."""
+    """Return an adapter that passes only these params and inputs of a case."""
 
     def adapted(case: Case) -> dict[str, Any]:
         limited = {part: {n: v for n, v in case[part].items() if n in names} for part in ("params", "inputs")}
@@ -640,7 +654,10 @@ def only(names: Sequence[str], adapter: Adapter) -> Adapter:
 
 
 def shared(*shares: tuple[Sequence[str], Adapter]) -> Adapter:
-    """The outputs of several adapters, each on the params and inputs named before it; none may be left over."""
+    """Return the outputs of several adapters, each with the params and inputs named before it.
+
+    A param or input that no adapter is given is an error.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         refuse_others(arguments(case), {name for names, _ in shares for name in names})
@@ -650,7 +667,7 @@ def shared(*shares: tuple[Sequence[str], Adapter]) -> Adapter:
 
 
 def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
-    """The outputs of both, the second on inputs that are outputs of the first."""
+    """Return the outputs of both adapters; the inputs of the second are outputs of the first."""
 
     def adapter(case: Case) -> dict[str, Any]:
         found = first(case)
@@ -661,12 +678,12 @@ def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
 
 
 def summed(output: str, adapter: Adapter) -> Adapter:
-    """The adapter; of one output [K], which is a number a group, the number of all groups."""
+    """Return the adapter's outputs, with the output of one number per group [K] summed over the groups."""
     return lambda case: {name: value.sum() if name == output else value for name, value in adapter(case).items()}
 
 
 def averaged(step: Callable[..., Any], values: str, decay: str, output: str) -> Adapter:
-    """The averages after each of the values but the first, which is the start: step(average, weight, value, decay)."""
+    """Return the average after each value but the first, which is the start: step(average, weight, value, decay)."""
 
     def adapter(case: Case) -> dict[str, Any]:
         first, *rest = case["inputs"][values]
@@ -682,7 +699,7 @@ def averaged(step: Callable[..., Any], values: str, decay: str, output: str) -> 
 def blended(
     blend: Callable[..., Tensor], loss: Callable[..., Tensor], output: str, start: Mapping[str, Any]
 ) -> Adapter:
-    """The mean loss of a value that two heads make. start: arguments of the loss that the case leaves out."""
+    """Return the mean loss of a value blended from two heads. start: arguments of the loss that the case leaves out."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = {name: tensor(value) for name, value in given(case["inputs"]).items()}
@@ -696,7 +713,7 @@ def blended(
 
 
 def at_steps(function: Callable[[int], float], output: str, steps: Sequence[int]) -> Adapter:
-    """[[step, function(step)], ...] for fixed steps."""
+    """Return [[step, function(step)], ...] for fixed steps."""
     return lambda _: {output: [[step, function(step)] for step in steps]}
 
 
@@ -715,16 +732,15 @@ def optimised(
     grads: Names | None = None,
     tables: Sequence[str] = (),
 ) -> Adapter:
-    """A preset through the objective of the RL step: its loss, and gradients by the current policy's numbers.
+    """Run a preset's objective as the RL step does: its loss, and gradients by the current policy's log-probs.
 
-    params: vector name -> `section.key`, or several joined by spaces; a number that a controller drives is what it is
-    at the case's `step`. start: keys that a case may leave out; choices: sections over the preset's. fields, single: as
-    in `on_batch`. A case that gives advantages, or no rewards, is past `compute_advantages`. made: batch field ->
-    (function(batch, ...), vector name -> argument). of: which number is `loss`, in the namespace that outputs are
-    read from: loss;
-    policy (the policy's part); terms.KEY.loss, .value (without its coefficient) and .term (by token); batch (assigned);
-    paid (with KL in its rewards); surrogate and corrections.N (what they return); metrics (of the step). grads: output
-    -> input.
+    params: vector name -> `section.key`, or several joined by spaces; a key that a controller drives has its value at
+    the case's `step`. start: keys that a case may leave out; choices: sections that replace the preset's. fields,
+    single: as in `on_batch`. A case that gives advantages, or no rewards, skips `compute_advantages`. made: batch field
+    -> (function(batch, ...), vector name -> argument). of: the path of the output `loss` in the namespace that outputs
+    are read from: loss; policy (the policy's part); terms.KEY.loss, .value (without its coefficient) and .term (by
+    token); batch (with advantages); paid (with KL in its rewards); surrogate and corrections.N (what they return);
+    metrics (of the step). grads: output -> input.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -754,7 +770,7 @@ def optimised(
 
 
 def _leaves(values: Mapping[str, Any], inside: Names, single: Sequence[str], grads: Names) -> Any:
-    """The batch, the current log-probs, and the tensors that gradients are taken by."""
+    """Return the batch, the current log-probs, and the tensors to differentiate by."""
     wanted = (grads or {"grad_logp": "logp"}).values()
     leaves = {n: tensor(values[n]).requires_grad_() for n in wanted}
     batch, policy = typed({inside[n]: leaves.get(n, v) for n, v in values.items()}, (), _places(single, inside))
@@ -762,7 +778,7 @@ def _leaves(values: Mapping[str, Any], inside: Names, single: Sequence[str], gra
 
 
 def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str, Any]:
-    """What one optimiser batch computes, by name."""
+    """Compute everything of one optimizer batch and return it by name."""
     paid = batch
     if batch.advantages is None and (batch.rewards is not None or batch.token_rewards is not None):
         batch, paid = objective.compute_advantages(batch), objective.subtract_kl(batch)

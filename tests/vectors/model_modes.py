@@ -12,7 +12,7 @@ from posttrain.merge.rules import merge_state
 
 
 def states(value: Any) -> Any:
-    """An object of lists is a model, a list of them several; anything else stays."""
+    """Convert an object of lists to a model, and a list of such objects to models; return anything else unchanged."""
     if isinstance(value, Mapping) and all(isinstance(item, list) for item in value.values()):
         return {name: tensor(item) for name, item in value.items()}
     return [states(item) for item in value] if isinstance(value, list) else value
@@ -26,7 +26,7 @@ def on_states(
     drops: Sequence[str] = (),
     start: Mapping[str, Any] | None = None,
 ) -> Adapter:
-    """One call with models as tensors by name. drops: params and inputs that the function has no use for."""
+    """Call the function once with models as tensors by name. drops: params and inputs that it does not take."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = {**case["params"], **{name: states(value) for name, value in given(case["inputs"]).items()}}
@@ -37,7 +37,7 @@ def on_states(
 
 
 def ruled(rule: Callable[..., Tensor], *, names: Names | None = None, drops: Sequence[str] = ()) -> Adapter:
-    """A merge rule over `models` and `base`."""
+    """Apply a merge rule to `models` and `base`."""
 
     def function(models: Any, base: Any = None, **params: Any) -> Any:
         return merge_state(rule, models, base, **params)
@@ -46,7 +46,7 @@ def ruled(rule: Callable[..., Tensor], *, names: Names | None = None, drops: Seq
 
 
 def drawn(rule: Callable[..., Tensor]) -> Adapter:
-    """A rule that drops entries by chance, with the papers' meaning: what is kept is divided by its chance.
+    """Apply a rule that drops entries at random, as in the papers: kept entries are divided by their probability.
 
     The recipe's meaning and defaults are mergekit's.
     """
@@ -59,7 +59,7 @@ def drawn(rule: Callable[..., Tensor]) -> Adapter:
 
 
 def soup(choose: Callable[..., Sequence[int]], rule: Callable[..., Tensor]) -> Adapter:
-    """The mean of all models, or of those that a greedy soup keeps by a table of scores: "0,2" -> score."""
+    """Average all models, or the models that a greedy soup keeps by a table of scores: "0,2" -> score."""
 
     def function(models: Any, mode: str = "uniform", val_scores: Any = None, table: Any = None) -> Any:
         kept = list(range(len(models)))
@@ -85,10 +85,11 @@ def by_tensor(
     start: Mapping[str, float],
     rows: bool = False,
 ) -> Adapter:
-    """What the product says of the differences to the base, tensor by tensor.
+    """Call the function on the differences to the base, tensor by tensor.
 
-    rows: of all models together, each difference as one row [1, n] -> a number by name; else of each by itself -> a
-    list, the models of the first tensor first. takes: arguments of the function, in order; start: their defaults.
+    rows: call it once per tensor with each model's difference as one row [1, n] -> a number by name; otherwise call it
+    once per difference -> a list, with the models of the first tensor first. takes: arguments of the function, in
+    order; start: their defaults.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -107,7 +108,10 @@ def by_tensor(
 def on_matrices(
     function: Callable[..., Any], outputs: Names | str, matrices: Sequence[str], made: Mapping[str, Any] | None = None
 ) -> Adapter:
-    """One call in which the named inputs are tensors, and those in `made` are built from tensors by a function."""
+    """Call the function once with the inputs in `matrices` as tensors.
+
+    made: input -> function that builds each of its items from tensors.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         values = {**case["params"], **given(case["inputs"])}
@@ -120,7 +124,7 @@ def on_matrices(
 
 
 def listed(function: Callable[..., Any], output: str, names: Names) -> Adapter:
-    """One call an item: the inputs are lists of one length, a param is the same for all."""
+    """Call the function once per item: the inputs are lists of one length, params are the same for all items."""
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = {names[name]: value for name, value in given(case["inputs"]).items()}
@@ -131,7 +135,7 @@ def listed(function: Callable[..., Any], output: str, names: Names) -> Adapter:
 
 
 def records(function: Callable[..., Any], outputs: Names, names: Names) -> Adapter:
-    """One call an item, as `listed`, whose results have several parts: output -> list of that key of each."""
+    """Call the function once per item, as `listed`; output -> the list of one key of all results."""
 
     def adapter(case: Case) -> dict[str, Any]:
         made = listed(function, "made", names)(case)["made"]
@@ -146,9 +150,10 @@ def token_loss(
     rows: Callable[..., Any],
     start: Mapping[str, Any] | None = None,
 ) -> Adapter:
-    """A supervised objective: weights of token rows, their loss, and its gradient by `logp`.
+    """Compute a supervised objective: weights of token rows, their loss, and its gradient by `logp`.
 
-    A param belongs to the function that takes it; one that neither takes is an error. start: of the loss's params.
+    Each param goes to the function that takes it; a param that neither function takes is an error. start: params of the
+    loss that a case may leave out.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -165,7 +170,10 @@ def token_loss(
 
 
 def on_logits(function: Callable[..., Any], outputs: Names, read: Callable[..., Tensor] | None = None) -> Adapter:
-    """Student and teacher logits; with `read`, log-probs of the tokens instead, and a gradient by the student's."""
+    """Call the function on student and teacher logits.
+
+    With `read`, call it on log-probs of the tokens instead, and return the gradient by the student's log-probs.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = {name: tensor(value) for name, value in case["inputs"].items()}

@@ -43,11 +43,11 @@ def pairs(
     rows: Names | None = None,
     means: Names | None = None,
 ) -> Adapter:
-    """A pair loss: losses, their mean, and gradients of that, output -> field of the PairBatch (default: both sides).
+    """Compute a pair loss: losses, their mean, and the mean's gradients.
 
-    inputs: vector name -> field; params: vector name -> keyword, and words what its values are called here; start:
-    keywords that a case may leave out. rows, means: output -> stat, by pair or averaged as the trainer does. A side
-    that a case leaves out has no rows.
+    grads: output -> field of the PairBatch (default: both sides). inputs: vector name -> field; params: vector name ->
+    keyword; words: param -> the values of posttrain for the vector's values; start: keywords that a case may leave out.
+    rows, means: output -> stat, per pair or averaged as the trainer does. A side that a case leaves out has no rows.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -70,13 +70,15 @@ def pairs(
 
 
 def numbers(value: Any) -> Any:
-    """A list as a tensor, anything else as it is."""
+    """Convert a list to a tensor; return anything else unchanged."""
     return tensor(value) if isinstance(value, list) else value
 
 
 def by_inputs(of: Mapping[str, Adapter], drops: Mapping[str, Sequence[str]] | None = None) -> Adapter:
-    """The first of the adapters whose input the case gives; `drops`: names that it takes no notice of, since they are
-    those of the others. Inputs of null are left out."""
+    """Use the first adapter whose input the case gives; inputs of null are left out.
+
+    drops: input -> params of the other adapters, which its adapter does not take.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = given(case["inputs"])
@@ -100,11 +102,11 @@ def tensors(
     columns: Sequence[str] = (),
     start: Mapping[str, Any] | None = None,
 ) -> Adapter:
-    """One call with the inputs as tensors, those that are null left out; `flags` as bool, `counts` as int64; a row of
-    `tables` that is null is one of nulls; `columns` [N] as [N,1]. start: arguments that the case does not give.
+    """Call the function once with the inputs as tensors, without inputs that are null.
 
-    outputs: output -> path in the result; averaged: output -> path of what it is the mean of. grads: output -> (input,
-    output that is differentiated).
+    flags: inputs converted to bool; counts: inputs converted to int64; tables: a row that is null becomes a row of
+    nulls; columns: inputs [N] passed as [N,1]; start: arguments that the case does not give. outputs: output -> path in
+    the result; averaged: output -> path of the values to average. grads: output -> (input, output to differentiate).
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -123,14 +125,16 @@ def tensors(
 
 
 def rowed(table: Sequence[Any]) -> list[list[Any]]:
-    """A table whose rows are all there."""
+    """Replace each missing row of a table by a row of nulls."""
     width = max((len(row) for row in table if row is not None), default=0)
     return [list(itertools.repeat(None, width)) if row is None else row for row in table]
 
 
 def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Names, *, group_size: str) -> Adapter:
-    """function(PairBatch, RolloutBatch, logp, ...) with gradients by both sides and by logp; the rows of a group follow
-    each other, `group_size` of them."""
+    """Call function(PairBatch, RolloutBatch, logp, ...) and compute gradients by both sides and by logp.
+
+    The rows of a group are consecutive; `group_size` is their number.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         values, params = given(case["inputs"]), dict(case["params"])
@@ -151,7 +155,7 @@ def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Nam
 
 
 def weighted(output: str, *, components: str, weights: str, table: bool = True) -> Adapter:
-    """The product's own sum of reward components, as a table or as rows."""
+    """Return posttrain's own sum of reward components, as a table or as rows."""
 
     def adapter(case: Case) -> dict[str, Any]:
         rewards, ids = combined(case["inputs"][components], case["params"][weights], None)

@@ -15,7 +15,10 @@ def _row(uid: str, group: int, reward: float) -> Row:
 
 
 def into_groups(kind: Callable[..., Replay], choose: Callable[..., dict[int, int]]) -> Adapter:
-    """A step of groups through a kind whose draws the case gives. choose: what the kind calls with these draws."""
+    """Pass a step of groups through a replay kind with the case's random choices.
+
+    choose: the function that the kind calls with these choices.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
@@ -39,7 +42,7 @@ def into_groups(kind: Callable[..., Replay], choose: Callable[..., dict[int, int
 
 
 def without_ages(function: Callable[..., Any], output: str) -> Adapter:
-    """The draw probabilities of rows that are all new."""
+    """Compute the sampling probabilities of rows that are all new."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)

@@ -16,28 +16,29 @@ Function = Callable[..., Any]
 
 
 def given(case: Case) -> dict[str, Any]:
-    """Params and inputs that are there, under their names."""
+    """Return the params and inputs that are not null, by name."""
     values = {**case["params"], **case["inputs"]}
     return {k: v for k, v in values.items() if v is not None and k != "part"}
 
 
 def under(values: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """The values of `theirs` under `ours`, as far as they are there."""
+    """Rename values: `ours=theirs` returns the value of `theirs` as `ours`, if the case gives it."""
     return {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
 
 
 def several(function: Function, *outputs: str) -> Adapter:
-    """One call with the case's values; its results under these names, in order."""
+    """Call the function once with the case's values and name its results, in order."""
     return lambda case: dict(zip(outputs, function(**given(case)), strict=True))
 
 
 def followed(
     function: Function, outputs: Mapping[str, str], *, over: str, state: str, counted: Sequence[str] = ()
 ) -> Adapter:
-    """A state that the product moves on by each item of input `over`: function(state, item, ...).
+    """Update a state with each item of input `over`: function(state, item, ...).
 
-    It begins as the case says, or at 0. Outputs: the states `before` each item, those `after` it, or the `last` one.
-    counted: lists of which the function takes the length. Keys of items are numbers, which JSON writes as texts.
+    The state starts at the case's value, or at 0. Outputs: the states `before` each item, the states `after` it, or the
+    `last` one. counted: lists that the function takes as their length. Keys of items are numbers, which JSON writes as
+    texts.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def followed(
 
 
 def refilled(state: Function, differs: Function) -> Adapter:
-    """Batches of groups until enough of them differ: the state of a step's refilling, as long as it asks for more."""
+    """Add batches of groups to the refill state of a step until it requests no more."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
@@ -76,7 +77,7 @@ def refilled(state: Function, differs: Function) -> Adapter:
 
 
 def filtered(keep: Function, rates: Function, measures: Function, start: Mapping[str, float]) -> Adapter:
-    """A filter as a step calls it, and two measures of what can be learnt from a group."""
+    """Apply a filter as a step does, and compute two measures of what can be learned from a group."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = {**start, **given(case)}
@@ -106,7 +107,7 @@ def nearest(select: Function) -> Adapter:
 
 
 def regressed(loss: Function) -> Adapter:
-    """A loss of values against the means of groups."""
+    """Compute a loss of values against the means of groups."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = tensor(case["inputs"]["values_selected"]).requires_grad_()
@@ -119,7 +120,7 @@ def regressed(loss: Function) -> Adapter:
 
 
 def classified(bin_of: Function, estimate: Function, indicator: Function) -> Adapter:
-    """Steps of prompts: each is classified by the evidence of the steps before."""
+    """Classify the prompts of each step by the outcomes of earlier steps."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
@@ -143,7 +144,7 @@ def classified(bin_of: Function, estimate: Function, indicator: Function) -> Ada
 
 
 def weighed(weights: Function, averages: Function) -> Adapter:
-    """Weights from the scores before a step, and the scores after it."""
+    """Return weights from the scores before a step, and the scores after it."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
@@ -204,7 +205,7 @@ def divided(allocate: Function, budget: Function) -> Adapter:
 
 
 def shrinking(select: Function) -> Adapter:
-    """Each phase keeps prompts of the phase before."""
+    """Select prompts in phases; each phase selects from the prompts of the phase before."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
@@ -238,7 +239,7 @@ def set_aside(rollback: Function) -> Adapter:
 
 
 def granted(width: Function, priority: Function, grant: Function, spread: Function) -> Adapter:
-    """Grants of rollouts, from counts and standard deviations or from the rewards so far."""
+    """Grant rollouts, from counts and standard deviations or from the rewards so far."""
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)

@@ -16,7 +16,7 @@ from posttrain.loss.correction import tis
 
 
 def chunked_loss(logp, old_logp, rollout_logp, mask, trajectory, advantages, *, eps_low, eps_high, clip_c, tis_cap):
-    """Delethink's loss out of the parts of its preset; advantages: one a trajectory, numbered from 0."""
+    """Compute Delethink's loss from the parts of its preset. advantages: one per trajectory, numbered from 0."""
     ids, mask = trajectory.long(), mask.bool()
     batch = RolloutBatch(ids, mask, advantages=advantages[ids], old_logp=old_logp, rollout_logp=rollout_logp)
     values = clip(batch, logp, clip_low=eps_low, clip_high=eps_high, dual_clip=clip_c).values
@@ -26,7 +26,7 @@ def chunked_loss(logp, old_logp, rollout_logp, mask, trajectory, advantages, *, 
 
 
 def with_subgroups(advantage: Callable[..., Tensor], scale: str) -> Adapter:
-    """An advantage by group on prompts whose rows with and without experience are groups of their own."""
+    """Compute group advantages where each prompt's rows with and without experience form separate groups."""
 
     def run(case: Case) -> dict[str, Any]:
         rewards, guided = (case["inputs"][name] for name in ("rewards", "guided"))

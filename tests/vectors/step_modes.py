@@ -42,9 +42,10 @@ Scored = tuple[Callable[..., Any], Names, Mapping[str, Any], Sequence[str]]  # f
 
 
 def each(functions: Mapping[str, Callable[..., Any]], *, depth: str, over: str, names: Names) -> Adapter:
-    """One call a cell of input `over`, a list of rows or a table of them: output -> function(inputs and params).
+    """Call functions once per cell of input `over`, a list of rows or a table: output -> function(inputs and params).
 
-    depth: `row` or `cell`. An input with one entry a prompt instead of one a cell is the same for all its cells.
+    depth: `row` or `cell`. An input with one entry per prompt instead of one per cell is the same for all cells of the
+    prompt.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def each(functions: Mapping[str, Callable[..., Any]], *, depth: str, over: str, 
 
 
 def at(value: Any, place: tuple[int, ...]) -> Any:
-    """The entry at a place; what is no list on the way there is the entry."""
+    """Return the entry at a position; a value that is not a list ends the descent."""
     for index in place:
         if not isinstance(value, list):
             return value
@@ -80,7 +81,10 @@ def at(value: Any, place: tuple[int, ...]) -> Any:
 def scored(
     script: Callable[..., Any], names: Names, constants: Mapping[str, Any] | None = None, *, needs: Sequence[str] = ()
 ) -> Scored:
-    """A row reward for `through`: it gets inputs and params by name; without the params in `needs` it is not used."""
+    """Return a row reward for `through`, which gets inputs and params by name.
+
+    needs: params without which the reward is not used.
+    """
     return script, names, constants or {}, needs
 
 
@@ -99,15 +103,15 @@ def through(
     tables: Sequence[str] = (),
     flags: Sequence[str] = (),
 ) -> Adapter:
-    """A preset through the objective of the RL step, from the rewards of the rows on.
+    """Run a preset's objective as the RL step does, starting from the rewards of the rows.
 
-    params: vector name -> key or keys of the recipe; a name mapped to nothing goes no further. fields: input -> batch
-    fields (default: the field of that name); objects: input that is an object -> the mapping of the batch that it is.
-    rewards: component -> row reward that makes it; the product's combiner adds them up. width: the param that is the
-    padded width, or `lengths` for the longest row: the mask is made of input `lengths`. without: steps left out.
+    params: vector name -> key or keys of the recipe; a name mapped to no key is left out. fields: input -> batch fields
+    (default: the field of that name); objects: input that is an object -> the batch mapping that it fills. rewards:
+    component -> row reward that computes it; posttrain's combiner sums the components. width: the param that holds the
+    padded width, or `lengths` for the longest row: the mask is built from input `lengths`. without: steps left out.
     outputs: output -> `batch.FIELD` after the step, `policy` (the policy term), `terms.N`, `loss`, `grad_logp`.
-    details: output -> (function, part, path): function(batch, ...) with those arguments of the part that it has; the
-    batch is that before the part. tables: outputs [N] given as [B,G]; flags: outputs [N] given as one flag a group.
+    details: output -> (function, part, path): function(batch, ...) with the arguments of the part that it takes, on the
+    batch before that part. tables: outputs [N] returned as [B,G]; flags: outputs [N] returned as one flag per group.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def listed(keys: str | Sequence[str]) -> Sequence[str]:
 
 
 def components_of(rewards: Mapping[str, Scored], values: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """The combined rewards (None without any) and the components, each as a table."""
+    """Return the combined rewards (None without any) and the components, each as a table."""
     components: dict[str, Any] = {}
     ids: list[int] = []
     for name, (script, names, constants, needs) in rewards.items():
@@ -177,7 +181,7 @@ def batch_of(
     components: Mapping[str, Any],
     width: str | None,
 ) -> tuple[RolloutBatch, Tensor | None]:
-    """The typed batch of a case, and its logp with gradient."""
+    """Return the batch of a case, and its logp with gradient."""
     values: dict[str, Any] = {}
     for name, value in given({**case["params"], **case["inputs"]}).items():
         if name in objects:
@@ -201,12 +205,12 @@ PLAIN = ("rewards", "correct", "lengths", "truncated", "mask", "logp", "old_logp
 
 
 def empty(objective: Objective, step: str) -> Any:
-    """What the objective has in a step that it leaves out."""
+    """Return the value of an objective's step that is left out."""
     return () if isinstance(getattr(objective, step), tuple) else None
 
 
 def read_step(objective: Objective, done: RolloutBatch, logp: Tensor | None, outputs: Names) -> dict[str, Any]:
-    """The outputs of the assigned batch and, with logp, of the loss."""
+    """Return the outputs of the batch with advantages and, with logp, of the loss."""
     found: dict[str, Any] = {
         name: follow(done, path[6:]) for name, path in outputs.items() if path.startswith("batch.")
     }
@@ -228,7 +232,7 @@ def read_step(objective: Objective, done: RolloutBatch, logp: Tensor | None, out
 
 
 def follow(value: Any, path: str) -> Any:
-    """`.` or names joined by dots: attributes, keys, places; names of components may hold a `/`."""
+    """Follow a path: `.` or names joined by dots (attributes, keys, indices); component names may contain a `/`."""
     for part in [] if path == "." else path.split("."):
         if isinstance(value, Mapping):
             value = value[part]
@@ -246,14 +250,14 @@ def shaped(value: Any, name: str, batch: RolloutBatch, tables: Sequence[str], fl
 
 
 def first_column(adapter: Adapter, name: str) -> Adapter:
-    """An output [N,T] that is the same at every token of a row, as [N]."""
+    """Return an output [N,T] that is equal at every token of a row as [N]."""
     return lambda case: {k: v[:, 0] if k == name else v for k, v in adapter(case).items()}
 
 
 def split_first(preset: str, outputs: tuple[str, str], step: Adapter) -> Adapter:
-    """The token means of the loss of a preset, without its spread, over the first and over all later tokens.
+    """Average a preset's surrogate over the first token and over all later tokens of the rows.
 
-    step: an adapter that gives the `advantages` and takes no notice of the loss.
+    step: an adapter that computes the `advantages` and ignores the loss.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -272,7 +276,7 @@ def split_first(preset: str, outputs: tuple[str, str], step: Adapter) -> Adapter
 def chosen(
     by: str, of: Mapping[str, Adapter], *, default: str = "None", drops: Mapping[str, Sequence[str]] | None = None
 ) -> Adapter:
-    """The adapter that a param chooses, by its text; `drops`: params that the chosen one takes no notice of."""
+    """Use the adapter chosen by a param's text. drops: params that the chosen adapter does not take."""
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
@@ -284,7 +288,7 @@ def chosen(
 
 
 def scheduled(controller: Callable[..., Any], output: str, names: Names, *, step: str) -> Adapter:
-    """The value of a controller in the step that param `step` says (default: the first)."""
+    """Return the value of a controller in the step given by param `step` (default: the first)."""
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
@@ -296,7 +300,10 @@ def scheduled(controller: Callable[..., Any], output: str, names: Names, *, step
 
 
 def staged_values(controller: Callable[..., Any], outputs: Names, *, stages: str, steps: str, until: str) -> Adapter:
-    """A controller of stages: param `stages` is a list of objects; output -> key of the values that it goes through."""
+    """Run a controller of stages: param `stages` is a list of objects.
+
+    outputs: output -> key of the values of the stages.
+    """
 
     def adapter(case: Case) -> dict[str, Any]:
         free = dict(case["params"])
@@ -316,7 +323,7 @@ def staged_values(controller: Callable[..., Any], outputs: Names, *, stages: str
 def admission(
     controller: Callable[..., Any], output: str, *, traces: Names, mixed: str, solved: str, initial: str, params: Names
 ) -> Adapter:
-    """How many solved groups each step admits, with the share that its controller had before the step."""
+    """Return how many solved groups each step admits, with the share that its controller had before the step."""
 
     def adapter(case: Case) -> dict[str, Any]:
         given_params = dict(case["params"])
