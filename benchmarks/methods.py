@@ -197,9 +197,9 @@ def seen(found: Figures) -> str:
         if len(by_method[a]) > 1 and min(by_method[a]) > max(by_method[b])
     ]
     return (
-        f"From the highest mean (`{best}`, {means[best]:.3f}) to the lowest (`{worst}`, {means[worst]:.3f}) it is "
-        f"{means[best] - means[worst]:.3f}; two seeds of one method differ by up to {spread:.3f}. Pairs of methods of "
-        "which every seed of one is above every seed of the other: "
+        f"The highest mean (`{best}`, {means[best]:.3f}) and the lowest (`{worst}`, {means[worst]:.3f}) differ by "
+        f"{means[best] - means[worst]:.3f}; two seeds of one method differ by up to {spread:.3f}. Pairs of methods in "
+        "which every seed of one method is above every seed of the other: "
         f"{', '.join(apart) or 'none'} (of {len(by_method) * (len(by_method) - 1) // 2} pairs). pass@8 is "
         f"{min(passed):.3f} or more after training by any method."
     )
@@ -243,41 +243,41 @@ PAGE = """# Eight methods on one small task
 python benchmarks/methods.py
 ```
 
-Written by that command. The task is the quickstart's: adding two 3-digit numbers, after SFT on demonstrations that
-often forget a carry. Each method starts from the same SFT model of its seed and sees the same prompts in the same
+This command writes the page. The task is the quickstart's: adding two 3-digit numbers, after SFT on demonstrations that
+often forget a carry. For each seed, all methods start from the same SFT model and get the same prompts in the same
 order: {steps} steps of 32 prompts x 8 completions, two updates a step, AdamW with learning rate {lr:g}, rewards
 accuracy + 0.1 * format. Accuracy is on 300 held-out problems, 8 samples each at temperature 1.
 
 {table}
 
-In brackets: 95% bootstrap intervals over problems. Those of the first columns are of each problem's mean over
-{seeds}: they cover the choice of problems and sampling, not the luck of training, which the columns by seed show.
+In brackets: 95% bootstrap intervals over problems. The intervals of the first columns use each problem's mean over
+{seeds}: they cover the variance from problems and sampling, not from training, which the columns by seed show.
 
 {seen}
 
 ![share of right answers in training batches]({folder}/correct.svg)
 
-![entropy of the policy, nats a token]({folder}/entropy.svg)
+![entropy of the policy, nats per token]({folder}/entropy.svg)
 
 Means over the seeds; each point is the mean of three steps. Above: share of right answers in training batches; below:
-entropy in nats a token. All figures: [figures.json]({folder}/figures.json). Measured with torch {torch} on {cpus}
+entropy in nats per token. All figures: [figures.json]({folder}/figures.json). Measured with torch {torch} on {cpus}
 CPU cores; the longest training took {longest} seconds.
 
-## What this says and what it does not
+## Limits of the study
 
-- The model has 0.1 million parameters, and a problem takes about 35 tokens however it is solved: nothing here speaks
-  of long reasoning, of length, or of large models. The methods are as their presets say, save for what follows.
-- The budget is the same for all, so `dapo` and `dler` filter groups without a signal but do not generate more in
-  their place.
-- The rewards are the same for all: `dler` has no truncation reward (hardly any completion reaches the limit), and
-  `gdpo`, which is for rewards that differ in scale, has little to do: the format is right nearly always.
-- Two updates a step for all; `gspo`'s preset has four. A method that is made for many updates or stale samples
-  (`gspo`, `cispo`) is not tested in what it is made for.
-- One learning rate, chosen for the quickstart and tuned for no method here. Methods scale their loss differently
-  (`dr_grpo` divides by a constant length, others by a deviation). Adam's step does not depend on a constant factor,
-  but it does on cutting the gradient's norm at {limit:g}, which happened in {rarest} to {commonest} of the steps, by
-  method.
-- Three seeds are few: a difference that they show may be luck, and one that they do not show may be there.
+- The model has 0.1 million parameters, and every solution of a problem takes about 35 tokens: the results do not apply
+  to long reasoning, to length, or to large models. The methods use their presets, with the following exceptions.
+- The budget is the same for all methods, so `dapo` and `dler` filter groups without a signal but do not generate new
+  groups in their place.
+- The rewards are the same for all methods: `dler` has no truncation reward (hardly any completion reaches the limit),
+  and `gdpo`, which is for rewards that differ in scale, has little effect: the format is nearly always right.
+- All methods make two updates per step; `gspo`'s preset has four. Methods for many updates or stale samples (`gspo`,
+  `cispo`) are not tested in the setting that they are made for.
+- All methods have one learning rate, which was chosen for the quickstart and not tuned for any method. Methods scale
+  their loss differently (`dr_grpo` divides by a constant length, others by a standard deviation). Adam's step does not
+  depend on a constant factor, but it does depend on clipping the gradient's norm at {limit:g}, which happened in
+  {rarest} to {commonest} of the steps, depending on the method.
+- Three seeds are few: a difference that they show may be chance, and a difference that they do not show may exist.
 """
 
 

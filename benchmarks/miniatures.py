@@ -67,8 +67,8 @@ MINIATURES = {
     "curriculum": Miniature(
         claim="Easy prompts first teach more than the same prompts in a random order (SARI, CRAFT-GUI).",
         task=(
-            "Sums with one or two carries, as many of each. The demonstrations forget nine carries of ten, so that the "
-            "start model solves few of the first and hardly any of the second."
+            "Sums with one or two carries, equally many of each. The demonstrations forget nine carries of ten, so "
+            "that the start model solves few sums with one carry and hardly any with two."
         ),
         start=rows("sum_demonstrations", 19200, forget=0.9),
         data=rows("sums", 4000, fewest=1),
@@ -81,12 +81,12 @@ MINIATURES = {
         control=("both, uniformly", {"sampler": {"use": "uniform"}}),
     ),
     "hints": Miniature(
-        claim="A hint for groups without a right rollout teaches what plain GRPO never samples (GHPO).",
+        claim="Hints for groups without a right rollout teach solutions that plain GRPO never samples (GHPO).",
         task=(
             "Sums with two carries. The demonstrations of plain prompts forget every carry, so that the start model "
-            "never solves one. As many demonstrations show the beginning of a right solution below the prompt and "
-            "forget 65% of the carries after it: without them the start model would not know what a hint is. Held-out "
-            "prompts are plain. The form earns 0.1, too."
+            "never solves a sum. The other half of the demonstrations show the beginning of a right solution below the "
+            "prompt and forget 65% of the carries after it: they teach the start model to use a hint. Held-out prompts "
+            "are plain. The right format earns 0.1."
         ),
         start=rows("sum_demonstrations", 19200, forget=1.0, hinted=0.5),
         data=rows("sums", 4000, fewest=2),
@@ -104,14 +104,14 @@ MINIATURES = {
         ),
         control=("`grpo`", {}),
         remarks=(
-            "A first control without the reward for the form made no update in 41 steps, and could not be evaluated."
+            "A first control without the reward for the format made no update in 41 steps and could not be evaluated."
         ),
         equal=("tokens",),
     ),
     "replay": Miniature(
-        claim="Where rewards are sparse, stored successes in groups that failed teach faster (ARPO).",
+        claim="If rewards are sparse, stored successes in groups that failed speed up training (ARPO).",
         task=(
-            "64 sums with two carries, seen again and again. The demonstrations forget 95% of the carries, so that the "
+            "64 sums with two carries, used repeatedly. The demonstrations forget 95% of the carries, so that the "
             "start model is right about once in 400 rollouts."
         ),
         start=rows("sum_demonstrations", 19200, forget=0.95),
@@ -128,12 +128,12 @@ MINIATURES = {
         same_prompts=True,
     ),
     "chunks": Miniature(
-        claim="At the same context, a thought in chunks solves what one long thought has no room for (Delethink).",
+        claim="At the same context size, a thought in chunks solves problems that need a longer thought (Delethink).",
         task=(
-            "A running total of 12 steps: a thought of 26 tokens and an answer of 3, in a window of 13. The "
-            "demonstrations forget one step of ten; half of them go on from a carried piece of a thought, and a tenth "
-            "stop early and guess, so that one long thought can learn to end within the window. A chunk sees the "
-            "question, `<think>` and the last four tokens."
+            "A running total of 12 steps: a thought of 26 tokens and an answer of 3, in a window of 13 tokens. The "
+            "demonstrations forget one step of ten. Half of them continue from the end of an earlier chunk, and a "
+            "tenth stop early and guess, so that a single thought can learn to end within the window. The prompt of a "
+            "chunk is the question, `<think>` and the last four tokens."
         ),
         start={**rows("total_demonstrations", 19200), "chat": False},
         data=rows("totals", 4000),
@@ -157,20 +157,20 @@ MINIATURES = {
             },
         ),
         remarks=(
-            "In chunks the start model is right in 28% of its rollouts; the rest is training. "
-            "Before, the numbers to add stood after letters of a longer prompt, and the start model could look them "
-            "up from the beginning of a thought only: in chunks it stayed at chance."
+            "With chunks the start model is right in 28% of its rollouts; the remaining gain comes from training. In "
+            "an earlier version of the task, the numbers to add followed letters of a longer prompt, and the start "
+            "model could look them up only from the beginning of a thought: with chunks its accuracy stayed at chance."
         ),
         same_prompts=True,
         equal=("tokens",),
     ),
     "critic": Miniature(
-        claim="A critic that learns to name the check which an output fails teaches more than random checks (RLAC).",
+        claim="A critic that learns to name a check that an output fails teaches more than random checks (RLAC).",
         task=(
-            "Sums with one or two carries, of which the demonstrations forget 65%. An answer has three checks, one a "
-            "digit, and two are made of each output: those that two critics name, or two drawn at random. A quarter of "
-            "the demonstrations are a critic's, who names a check that fails. The critics' tokens count, so that equal "
-            "steps are equal checks, and at equal tokens the control makes more checks."
+            "Sums with one or two carries; the demonstrations forget 65% of the carries. An answer has three checks, "
+            "one per digit, and each output gets two checks: named by two critics, or selected at random. In a quarter "
+            "of the demonstrations a critic names a check that fails. The critics' tokens count: at equal steps both "
+            "arms make equally many checks, and at equal tokens the control makes more checks."
         ),
         start=rows("sum_demonstrations", 19200, forget=0.65, criticised=0.25),
         data=rows("sums", 4000, fewest=1),
@@ -191,9 +191,10 @@ MINIATURES = {
             },
         ),
         remarks=(
-            "Of the critics' first calls 45% name a check that fails, of random ones 35% would; of the last calls it "
-            "is 29%, since fewer outputs fail. Before, the start model named checks at random: 0.612 against 0.606 at "
-            "equal checks (six seeds), and 0.631 against 0.843 at equal tokens (four)."
+            "A check that fails is named by 45% of the critics' first calls, and would be named by 35% of random "
+            "choices; of the last calls it is 29%, since fewer outputs fail. In an earlier version the start model "
+            "named checks at random: accuracy was 0.612 against 0.606 at equal checks (six seeds), and 0.631 against "
+            "0.843 at equal tokens (four seeds)."
         ),
         equal=("steps", "tokens"),
     ),
@@ -369,7 +370,7 @@ def section(name: str, of: Values) -> str:
     said = " and ".join(f"**{verdict(control['difference'])}** at equal {control['equal']}" for control in controls)
     if one.same_prompts:
         apart = interval([a - b for a, b in zip(of["claimed"]["right"], controls[0]["right"], strict=True)])
-        said += f". Of the rollouts of all steps, the share of right ones differs by {signed(apart)}"
+        said += f". The share of right rollouts, over all steps, differs by {signed(apart)}"
     seeds = [
         f"- {arm['name']}, {arm['steps']} steps: {', '.join(f'{a:.3f}' for a in arm['accuracy'])}; a signal in "
         f"{fmean(arm['signal']):.0%} of the groups of training"
@@ -390,8 +391,8 @@ def signed(interval: Mapping[str, float]) -> str:
 
 
 EQUAL = {
-    "steps": "At equal steps the control samples as many rollouts.",
-    "tokens": "At equal tokens the control makes so many steps that it samples about as many.",
+    "steps": "At equal steps both arms sample equally many rollouts.",
+    "tokens": "At equal tokens the control makes as many steps as it needs to sample about equally many tokens.",
 }
 PAGE = """# Claims of published systems in miniature
 
@@ -399,26 +400,26 @@ PAGE = """# Claims of published systems in miniature
 python benchmarks/miniatures.py
 ```
 
-Written by that command. Each claim has a task that takes minutes on two CPU cores, with the `tiny` model (0.1 million
-parameters), and two arms: what the system adds, and a control without it. Both train the same start model, which SFT
-makes once. Accuracy is on held-out problems at temperature 1: the mean over {count} seeds of the training with
-Student's 95% interval over them. The difference is claimed minus control, paired by seed. *Shown*: its interval is
-above 0. *Denied*: below 0. *Not shown*: it holds 0.
+This command writes the page. Each claim is tested on a task that takes minutes on two CPU cores, with the `tiny` model
+(0.1 million parameters), and with two arms: with the system's addition, and a control without it. Both arms train the
+same start model, which SFT produces once. Accuracy is measured on held-out problems at temperature 1: the mean over
+{count} seeds of the training, with Student's 95% interval over the seeds. The difference is claimed minus control,
+paired by seed. *Shown*: its interval is above 0. *Denied*: the interval is below 0. *Not shown*: it contains 0.
 
 {table}
 
-Tokens sampled and seconds are means a run, of training alone; tokens include rollouts that hints replaced. Seconds were
-measured beside other work and compare nothing. Student's interval may leave 0 to 1. torch {torch}, {cpus} CPU cores.
-Steps and sizes come from a few runs of one more seed, mostly of the control; what was changed after a run that counts
-is said below. All figures and recipes: `benchmarks/results/miniature_*.json`.
+Tokens sampled and seconds are means per run, without evaluation; tokens include rollouts that hinted rollouts replaced.
+Seconds were measured while other programs ran, and cannot be compared. Student's interval may exceed the range 0 to 1.
+torch {torch}, {cpus} CPU cores. Steps and sizes were chosen with a few runs of one more seed, mostly of the control;
+changes that were made after a counted run are described below. All figures and recipes:
+`benchmarks/results/miniature_*.json`.
 
 {sections}
-## What this says and what it does not
+## Limits of the study
 
-- A claim is tested on one task, on which it could have come out either way: a verdict is about that task at that size,
-  not about the paper.
-- The tasks need few tokens and one skill. Nothing here speaks of large models, long thoughts or real data.
-- {count} seeds are few: a small difference that is there would be *not shown*.
+- A claim is tested on one task, whose outcome was open: a verdict holds for that task at that size, not for the paper.
+- The tasks need few tokens and one skill. The results do not apply to large models, long thoughts or real data.
+- {count} seeds are few: a small difference that exists would be *not shown*.
 """
 
 

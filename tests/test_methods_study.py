@@ -69,7 +69,7 @@ def test_intervals_by_seed_and_pooled_over_seeds(methods: Any, tmp_path: Path) -
 def test_claims_hold_on_every_seed(methods: Any) -> None:
     """a is above b in all pairs of seeds; c overlaps with both."""
     said = methods.seen(figures(sft=[0.1, 0.2], a=[0.8, 0.9], b=[0.5, 0.6], c=[0.55, 0.85]))
-    assert "(`a`, 0.850)" in said and "(`b`, 0.550) it is 0.300" in said
+    assert "(`a`, 0.850)" in said and "(`b`, 0.550) differ by 0.300" in said
     assert "differ by up to 0.300" in said
     assert "every seed of the other: `a` above `b` (of 3 pairs)" in said
     assert "other: none (of 1 pairs)" in methods.seen(figures(sft=[0.1, 0.2], a=[0.5, 0.7], b=[0.6, 0.8]))
