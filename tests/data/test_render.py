@@ -24,7 +24,7 @@ from posttrain.data.render import (
     render_examples,
     render_prompt,
 )
-from posttrain.data.row_formats import normalise
+from posttrain.data.row_formats import normalize_row
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -140,7 +140,7 @@ def test_sides_of_pairs_can_be_tool_calls(tiny: Any) -> None:
     def calling(name: str) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": {}}}]}]
 
-    row = normalise({"prompt": "q", "chosen": calling("add"), "rejected": calling("sub")}, "f:1")
+    row = normalize_row({"prompt": "q", "chosen": calling("add"), "rejected": calling("sub")}, "f:1")
     pair = join_pair("u", *encode(pair_texts({"uid": "u", **row}, tiny, section()), tiny, section()))
     assert [tiny.decode(list(ids)) for ids in (pair.chosen_ids, pair.rejected_ids)] == [
         f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call><eos>' for name in ("add", "sub")
