@@ -112,7 +112,7 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def listening(arguments: list[str]) -> Iterator[tuple[socket.socket, argparse.Namespace]]:
+def open_listener(arguments: list[str]) -> Iterator[tuple[socket.socket, argparse.Namespace]]:
     """Return the socket named by the arguments of `vllm serve`, and the arguments."""
     parser = argparse.ArgumentParser()
     for name in ("command", "model", "--uds", "--host", "--port", "--dtype", "--max-model-len"):
@@ -126,7 +126,7 @@ def listening(arguments: list[str]) -> Iterator[tuple[socket.socket, argparse.Na
 
 def serve_idle(arguments: list[str]) -> None:
     """Run `vllm serve` without a model, until its run has ended."""
-    with listening(arguments) as (listener, given):
+    with open_listener(arguments) as (listener, given):
         one = StandIn(os.environ[vllm_process.KEY_VARIABLE], listener)
         about = {"boot_id": vllm_process.boot_id(), "workers": 1, "model": {}, "pid": os.getpid(), "vllm": "0"}
         one.answers[vllm_process.ABOUT] = lambda _: (200, {**about, "max_model_len": int(given.max_model_len)})
@@ -136,7 +136,7 @@ def serve_idle(arguments: list[str]) -> None:
 
 def serve_transformers(arguments: list[str]) -> None:
     """Run a minimal `vllm serve`, until its run has ended."""
-    with listening(arguments) as (listener, given):
+    with open_listener(arguments) as (listener, given):
         key, window = os.environ[vllm_process.KEY_VARIABLE], int(given.max_model_len)
         one = transformers_server(listener, key, Path(given.model), given.dtype, window, lora=given.enable_lora)
         one.left = lambda: os._exit(0)

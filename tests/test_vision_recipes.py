@@ -33,7 +33,7 @@ def rows(name: str, of: str, size: int, seed: int = 0, **more: Any) -> list[dict
     return made
 
 
-def imitated(of: str, size: int) -> list[dict[str, Any]]:
+def load_demonstrations(of: str, size: int) -> list[dict[str, Any]]:
     """Return `size` rows of the training data of each sft stage of the recipe."""
     found = []
     for stage in TASKS[of]:
@@ -45,7 +45,7 @@ def imitated(of: str, size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("of", TASKS)
 def test_held_out_images_are_not_in_training_sets(of: str) -> None:
-    shown = {row["images"][0] for row in imitated(of, 400) + rows("problems", of, 400)}
+    shown = {row["images"][0] for row in load_demonstrations(of, 400) + rows("problems", of, 400)}
     tested = {row["images"][0] for row in rows("held_out", of, 40)}
     assert len(tested) > 25 and len(shown) > 300
     assert not tested & shown

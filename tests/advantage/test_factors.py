@@ -33,7 +33,7 @@ def column(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def answered(answers: list[int], logp: list[float]) -> RolloutBatch:
+def build_batch(answers: list[int], logp: list[float]) -> RolloutBatch:
     return rows(
         [0] * len(answers), [0.0] * len(answers), answer_ids=torch.tensor(answers), old_logp=column(*logp)[:, None]
     )
@@ -41,15 +41,15 @@ def answered(answers: list[int], logp: list[float]) -> RolloutBatch:
 
 def test_semantic_entropy_of_two_equal_clusters() -> None:
     """Two clusters of weight 1/2: ln 2; with four rows x = ln 2 / ln 4 = 1/2: 1 / (1 + 1/2)."""
-    found = semantic_entropy_terms(answered([0, 0, 1, 1], [-1.0] * 4), alpha=1.0)
+    found = semantic_entropy_terms(build_batch([0, 0, 1, 1], [-1.0] * 4), alpha=1.0)
     assert found.measure.tolist() == pytest.approx([math.log(2)])
     assert found.by_row.tolist() == pytest.approx([2 / 3] * 4)
-    assert semantic_entropy_terms(answered([0, 0, 1, 1], [-1.0] * 4), alpha=3.0, fn="linear").by_group.item() == 0.0
+    assert semantic_entropy_terms(build_batch([0, 0, 1, 1], [-1.0] * 4), alpha=3.0, fn="linear").by_group.item() == 0.0
 
 
 def test_semantic_entropy_weights_rows_by_likelihood_or_frequency() -> None:
     """exp(log-probs) 3/4 and 1/4: -3/4 ln 3/4 - 1/4 ln 1/4; mc: the mean of -ln p; frequency: ln 2."""
-    batch = answered([0, 1], [math.log(0.75), math.log(0.25)])
+    batch = build_batch([0, 1], [math.log(0.75), math.log(0.25)])
     p = [0.75, 0.25]
     rao = -sum(x * math.log(x) for x in p)
     assert semantic_entropy_terms(batch).measure.item() == pytest.approx(rao)
@@ -58,10 +58,10 @@ def test_semantic_entropy_weights_rows_by_likelihood_or_frequency() -> None:
 
 
 def test_rows_without_an_answer_are_their_own_cluster() -> None:
-    found = semantic_entropy_terms(answered([-1, -1, -1], [0.0] * 3), alpha=1.0)
+    found = semantic_entropy_terms(build_batch([-1, -1, -1], [0.0] * 3), alpha=1.0)
     assert found.measure.item() == pytest.approx(math.log(3))
     assert found.by_group.item() == pytest.approx(0.5)
-    assert semantic_entropy_terms(answered([-1], [0.0])).by_group.item() == 1.0
+    assert semantic_entropy_terms(build_batch([-1], [0.0])).by_group.item() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_negative_rewards_are_not_scaled_down_by_few_calls(groups: Groups) -> No
     assert optimal_tool_calls(groups([[0, 1]], rewards=[[-1, 1]], tool_calls=[[4, 1]])).tolist() == [-1.0, 1.0]
 
 
-def budgeted(lengths: list[int], difficulty: list[float]) -> RolloutBatch:
+def build_budget_batch(lengths: list[int], difficulty: list[float]) -> RolloutBatch:
     rows = len(lengths)
     return RolloutBatch(
         group_ids=torch.zeros(rows, dtype=torch.long),
@@ -124,7 +124,7 @@ def budgeted(lengths: list[int], difficulty: list[float]) -> RolloutBatch:
 def test_difficulty_budget() -> None:
     """u = 1 - 0.2 = 0.8. Hard: budget 100 + 10 * 0.8 = 108, ten tokens over at 0.01 each: 0.9. Medium: no length term.
     Easy: 50."""
-    batch = budgeted([118, 900, 60, 20, 500], [5, 4, 1, 1, 1])
+    batch = build_budget_batch([118, 900, 60, 20, 500], [5, 4, 1, 1, 1])
     assert uncertainty(batch).tolist() == pytest.approx([0.8] * 5)
     rewards = difficulty_budget(batch, hard_budget=100, easy_budget=50, uncertainty_scale=10, beta=0.01)
     assert rewards.tolist() == pytest.approx([0.9, 1, 0.9, 1, 0])

@@ -21,7 +21,7 @@ MODELS = {
 }
 
 
-def planned(call: Any, *words: str) -> dict[str, Any]:
+def read_plan(call: Any, *words: str) -> dict[str, Any]:
     done = call("plan", RECIPE, *words, "--gpu-gib", "80", "--json")
     assert done.exit_code == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -52,7 +52,7 @@ def test_tables_of_the_page_equal_the_predictions(call: Any, name: str) -> None:
     for gpus, servers in splits:
         engines, size = map(int, servers.split("x"))
         assert gpus + engines * size == (64 if name == "Qwen2.5-32B" else 16)
-        found = planned(call, *overrides, "--gpus", str(gpus), "--servers", servers)
+        found = read_plan(call, *overrides, "--gpus", str(gpus), "--servers", servers)
         assert found["fits"] and found["cluster"]["engine_holds_weights"]
         assert (line := row(name, gpus, servers, found)) in page, line
 
@@ -84,13 +84,13 @@ def test_printed_cluster_plan(call: Any) -> None:
 def test_rates_can_be_given(call: Any) -> None:
     """Engines of 2,048 / 8 rows of 4,096 tokens, at 10,000 tokens/s: 104.9 s; twice the FLOP/s halve the update."""
     words = ("--gpus", "48", "--servers", "8x2")
-    before = planned(call, *words)["cluster"]["seconds"]
-    after = planned(
+    before = read_plan(call, *words)["cluster"]["seconds"]
+    after = read_plan(
         call, *words, "--assume", "engine_tokens=10000", "--assume", "flops=1978e12", "--assume", "launch=0"
     )
     assert after["cluster"]["seconds"]["generate"] == pytest.approx(104.86, abs=0.01)
     assert after["cluster"]["seconds"]["update"] == pytest.approx(before["update"] / 2, rel=0.05)
-    assert planned(call, *words, "--card", "h200")["cluster"]["assumed"]["memory"] == 4.8e12
+    assert read_plan(call, *words, "--card", "h200")["cluster"]["assumed"]["memory"] == 4.8e12
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(*words: str) -> str:
+def expect_refusal(*words: str) -> str:
     """What a command says on stderr, with exit code 2 and in time."""
     started = time.process_time()
     result = CliRunner().invoke(app, list(words))
@@ -83,7 +83,7 @@ def refused(*words: str) -> str:
 def test_excessive_yaml_is_refused_with_one_sentence(what: str, folder: Path) -> None:
     text, told = TEXTS[what]
     (folder / "r.yaml").write_text(text)
-    assert told in refused("recipe", "validate", "r.yaml")
+    assert told in expect_refusal("recipe", "validate", "r.yaml")
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_excessive_yaml_is_refused_with_one_sentence(what: str, folder: Path) ->
 )
 def test_excessive_overrides_are_refused(override: str, told: str, folder: Path) -> None:
     (folder / "r.yaml").write_text(SFT)
-    assert told in refused("recipe", "validate", "r.yaml", override)
+    assert told in expect_refusal("recipe", "validate", "r.yaml", override)
 
 
 def test_excessive_recipe_names_are_refused(folder: Path) -> None:
-    assert "is not a file name" in refused("recipe", "validate", "x" * 5000)
-    assert "is a folder, not a recipe" in refused("recipe", "validate", str(folder))
+    assert "is not a file name" in expect_refusal("recipe", "validate", "x" * 5000)
+    assert "is a folder, not a recipe" in expect_refusal("recipe", "validate", str(folder))
     os.mkfifo(folder / "pipe.yaml")
-    assert "recipe: pipe.yaml is a pipe, not a file" in refused("recipe", "validate", "pipe.yaml")
-    assert "recipe: /dev/zero is a device, not a file" in refused("recipe", "validate", "/dev/zero")
+    assert "recipe: pipe.yaml is a pipe, not a file" in expect_refusal("recipe", "validate", "pipe.yaml")
+    assert "recipe: /dev/zero is a device, not a file" in expect_refusal("recipe", "validate", "/dev/zero")
 
 
 @pytest.mark.parametrize("key", ["data", "script", "template", "extends", "model"])
@@ -122,7 +122,7 @@ def test_pipes_and_devices_as_files_are_refused(key: str, folder: Path) -> None:
         "model": SFT.replace("tiny", "zero.gguf"),
     }
     (folder / "r.yaml").write_text(texts[key])
-    assert ("is a pipe, not a file" if "pipe" in texts[key] else "is a device, not a file") in refused(
+    assert ("is a pipe, not a file" if "pipe" in texts[key] else "is a device, not a file") in expect_refusal(
         "recipe", "validate", "r.yaml"
     )
 

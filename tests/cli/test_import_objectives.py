@@ -29,7 +29,7 @@ VERL = {
 MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
-def imported(folder: Path, values: Mapping[str, Any] | str, **options: Any) -> Draft:
+def import_recipe(folder: Path, values: Mapping[str, Any] | str, **options: Any) -> Draft:
     """The recipe that a command line, or a file with these keys, means. Dotted keys are those of verl."""
     if isinstance(values, str):
         (folder / "run.sh").write_text(values)
@@ -196,7 +196,7 @@ def left_out(draft: Draft) -> dict[str, str]:
 def test_imported_objective_equals_the_files(
     values: Any, stage: str, expected: Mapping[str, Any], folder: Path
 ) -> None:
-    draft = imported(folder, values, stage=stage)
+    draft = import_recipe(folder, values, stage=stage)
     for key, value in expected.items():
         assert draft.at(key) == (pytest.approx(value) if isinstance(value, float) else value), key
 
@@ -230,7 +230,7 @@ def test_unknown_objective_makes_the_recipe_invalid(
     values: Any, stage: str, key: str, written: str, call: Callable[..., Any], folder: Path
 ) -> None:
     """Otherwise the recipe would be valid but another experiment: plain DPO for hinge, GRPO for ReMax."""
-    draft = imported(folder, values, stage=stage)
+    draft = import_recipe(folder, values, stage=stage)
     assert draft.at(key) == written
     file = "run.sh" if (folder / "run.sh").exists() else "theirs.yaml"
     result = call("recipe", "import", file, "--stage", stage)
@@ -240,14 +240,14 @@ def test_unknown_objective_makes_the_recipe_invalid(
 
 
 def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
-    older = imported(folder, f"{OPENRLHF} --advantage_estimator group_norm --entropy_loss_coef 0.02")
+    older = import_recipe(folder, f"{OPENRLHF} --advantage_estimator group_norm --entropy_loss_coef 0.02")
     assert older.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.02}]
     entropy = {"actor_rollout_ref.actor.entropy_coeff": 0.01}
-    draft = imported(folder, VERL | entropy | {"algorithm.adv_estimator": "grpo"})
+    draft = import_recipe(folder, VERL | entropy | {"algorithm.adv_estimator": "grpo"})
     assert draft.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.01}]
-    trl = imported(folder, GRPO | {"loss_type": "grpo", "entropy_coef": 0.01})  # whose bonus is a mean over tokens
+    trl = import_recipe(folder, GRPO | {"loss_type": "grpo", "entropy_coef": 0.01})  # whose bonus is a mean over tokens
     assert trl.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.01, "aggregation": "token_mean"}]
-    value, bonus = imported(folder, VERL | entropy).plain()["regularisers"]  # verl's default is gae: PPO's critic
+    value, bonus = import_recipe(folder, VERL | entropy).plain()["regularisers"]  # verl's default is gae: PPO's critic
     assert (value["use"], value["coef"], bonus) == ("value", 0.1, {"use": "entropy_bonus", "coef": 0.01})
 
 
@@ -264,13 +264,13 @@ def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_trls_vllm_correction_is_imported(given: Any, entry: Any, folder: Path) -> None:
-    draft = imported(folder, GRPO | {"use_vllm": True} | given)
+    draft = import_recipe(folder, GRPO | {"use_vllm": True} | given)
     assert draft.plain().get("corrections") == (None if entry is None else [entry])
 
 
 def test_trls_masks_of_tokens_and_rows_are_imported(folder: Path) -> None:
     given = {"use_vllm": True, "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.2}
-    draft = imported(folder, GRPO | given | {"vllm_importance_sampling_mode": "token_mask"})
+    draft = import_recipe(folder, GRPO | given | {"vllm_importance_sampling_mode": "token_mask"})
     assert sorted(draft.plain()["corrections"], key=lambda entry: entry["use"]) == [
         {"use": "off_policy_seq_mask", "threshold": 0.5},
         {"use": "tis", "level": "token", "mode": "mask", "clip_max": 3.0},
@@ -281,19 +281,19 @@ def test_trls_masks_of_tokens_and_rows_are_imported(folder: Path) -> None:
 
 def test_ratios_that_trl_combines_otherwise_are_noted(folder: Path) -> None:
     vespo = {"vllm_importance_sampling_correction": True, "use_vllm": True, "loss_type": "vespo"}
-    assert any("vespo's ratio of the row" in note for note in imported(folder, GRPO | vespo).notes)
+    assert any("vespo's ratio of the row" in note for note in import_recipe(folder, GRPO | vespo).notes)
     gspo = {"importance_sampling_level": "sequence", "beta": 0.1}
-    assert any("the ratio of its row" in note for note in imported(folder, GRPO | gspo).notes)
+    assert any("the ratio of its row" in note for note in import_recipe(folder, GRPO | gspo).notes)
     cpo = "trl cpo --model_name_or_path org/x --dataset_name rows.jsonl --label_smoothing 0.1"
-    assert not any("label_smoothing" in note for note in imported(folder, cpo).notes)  # CPO's `sigmoid` reads it
+    assert not any("label_smoothing" in note for note in import_recipe(folder, cpo).notes)  # CPO's `sigmoid` reads it
 
 
 def test_axolotls_correction_equals_trls(folder: Path) -> None:
     given = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_mask"}
-    draft = imported(folder, AXOLOTL | {"rl": "grpo", "trl": given})
+    draft = import_recipe(folder, AXOLOTL | {"rl": "grpo", "trl": given})
     assert draft.plain()["corrections"] == [{"use": "tis", "level": "token", "mode": "mask", "clip_max": 3.0}]
     assert left_out(draft) == {}
-    assert "corrections" not in imported(folder, AXOLOTL | {"rl": "grpo"}).plain()
+    assert "corrections" not in import_recipe(folder, AXOLOTL | {"rl": "grpo"}).plain()
 
 
 @pytest.mark.parametrize("key", ["reward_model.model.path", "reward.reward_model.model_path"])
@@ -301,16 +301,16 @@ def test_verl_asks_a_reward_model_where_it_is_switched_on_and_then_nothing_else(
     switch = key.removesuffix(".model.path").removesuffix(".model_path") + ".enable"
     given = VERL | {"algorithm.adv_estimator": "grpo", key: "org/rm"}
     for off in (given, given | {switch: False}):
-        draft = imported(folder, off)
+        draft = import_recipe(folder, off)
         assert [entry["use"] for entry in draft.plain()["rewards"]] == ["math.accuracy"]
         assert left_out(draft) == {key: f"{switch} is not true: verl does not ask it"}
-    draft = imported(folder, given | {switch: True})
+    draft = import_recipe(folder, given | {switch: True})
     assert draft.plain()["rewards"] == [{"use": "reward_model", "params": {"path": "org/rm"}}]
     assert left_out(draft) == {}
 
 
 def test_overridden_key_is_named(folder: Path) -> None:
-    draft = imported(
+    draft = import_recipe(
         folder, GRPO | {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"}
     )
     assert (draft.at("loss.use"), draft.at("loss.ratio_max")) == ("cispo", 5.0)
@@ -318,34 +318,34 @@ def test_overridden_key_is_named(folder: Path) -> None:
     assert "`loss.use` is cispo: loss_type" in told["importance_sampling_level"]
     assert "epsilon_high" not in told  # it is read as cispo's bound
     axolotl = AXOLOTL | {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj"]}
-    assert "all-linear: lora_target_linear" in left_out(imported(folder, axolotl))["lora_target_modules"]
+    assert "all-linear: lora_target_linear" in left_out(import_recipe(folder, axolotl))["lora_target_modules"]
 
 
 def test_unused_dependent_key_is_left_out(folder: Path) -> None:
-    told = left_out(imported(folder, TRL | {"train_batch_size": 64}, stage="sft"))
+    told = left_out(import_recipe(folder, TRL | {"train_batch_size": 64}, stage="sft"))
     assert "`batch.size`" in told["train_batch_size"]
     unused = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.1}
-    assert left_out(imported(folder, VERL | unused)) == {}
+    assert left_out(import_recipe(folder, VERL | unused)) == {}
     command = f"{OPENRLHF} --advantage_estimator group_norm --dynamic_filtering --dynamic_filtering_reward_range"
-    told = left_out(imported(folder, f"{command} 0.2 0.8"))
+    told = left_out(import_recipe(folder, f"{command} 0.2 0.8"))
     assert "all-correct and all-wrong groups" in told["dynamic_filtering_reward_range"]
-    assert left_out(imported(folder, f"{command} 0 1")) == {}
+    assert left_out(import_recipe(folder, f"{command} 0 1")) == {}
 
 
 def test_keys_that_change_samples_or_rows_are_reported(folder: Path) -> None:
-    told = left_out(imported(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
+    told = left_out(import_recipe(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
     assert "completions are sampled" in told["actor_rollout_ref.rollout.do_sample"]
     rows = [{"path": "org/rows", "type": "chat_template", "revision": "v1"}]
-    assert "the newest rows" in left_out(imported(folder, AXOLOTL | {"datasets": rows}))["datasets.0.revision"]
+    assert "the newest rows" in left_out(import_recipe(folder, AXOLOTL | {"datasets": rows}))["datasets.0.revision"]
     trl = {"trl": {"num_generations": 4, "sync_ref_model": True, "min_p": 0.1, "importance_sampling_level": "token"}}
-    told = left_out(imported(folder, AXOLOTL | {"rl": "grpo"} | trl))
+    told = left_out(import_recipe(folder, AXOLOTL | {"rl": "grpo"} | trl))
     assert set(told) == {"trl.sync_ref_model", "trl.min_p"} and "did you mean" not in "".join(told.values())
 
 
 def test_reference_other_than_the_starting_policy(folder: Path) -> None:
     given = FACTORY | {"stage": "dpo", "ref_model": "org/reference"}
-    assert imported(folder, given).at("anchors.reference") == "org/reference"
-    assert imported(folder, GRPO | {"ref_model": "org/reference"}).at("kl.reference") == "org/reference"
+    assert import_recipe(folder, given).at("anchors.reference") == "org/reference"
+    assert import_recipe(folder, GRPO | {"ref_model": "org/reference"}).at("kl.reference") == "org/reference"
 
 
 def test_axolotl_pairs_are_read(call: Callable[..., Any], folder: Path) -> None:
@@ -378,7 +378,7 @@ def test_none_and_peft_s_own_defaults_in_a_script(folder: Path) -> None:
 
 def test_shares_of_interleaved_sources(folder: Path) -> None:
     shares = FACTORY | {"dataset": "a,b", "mix_strategy": "interleave_over", "interleave_probs": "0.7,0.3"}
-    mix = imported(folder, shares).plain()["data"]["mix"]
+    mix = import_recipe(folder, shares).plain()["data"]["mix"]
     assert [(source["source"], source["weight"]) for source in mix] == [("a", 0.7), ("b", 0.3)]
-    mix = imported(folder, shares | {"mix_strategy": "concat"}).plain()["data"]["mix"]  # read nowhere there
+    mix = import_recipe(folder, shares | {"mix_strategy": "concat"}).plain()["data"]["mix"]  # read nowhere there
     assert all("weight" not in source for source in mix)

@@ -136,7 +136,7 @@ THINGS = [
 ]  # fmt: skip
 
 
-def _told(text: str, key: str, what: str, hint: str) -> None:
+def check_message(text: str, key: str, what: str, hint: str) -> None:
     """One block of lines has the place, the key, what was looked for, and the hint."""
     blocks = text.replace("\nr.yaml", "\n\nr.yaml").replace("\nnote: ", "\n\n").split("\n\n")
     found = [block for block in blocks if f"  {key}: " in block]
@@ -155,7 +155,7 @@ def test_missing_functions_and_files_are_refused(
     before = sorted(folder.iterdir())
     checked, run = call("recipe", "validate", "r.yaml"), call(verb, "r.yaml")
     assert (checked.exit_code, run.exit_code) == (2, 2), run.output
-    _told(checked.stderr, key, what, hint)
+    check_message(checked.stderr, key, what, hint)
     assert run.stderr == checked.stderr
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
@@ -170,7 +170,7 @@ def test_missing_models_data_and_runs_are_notes_of_validate(
     assert (checked.exit_code, run.exit_code) == (0, 2), checked.output
     assert "r.yaml: valid" in checked.stdout and checked.stderr.startswith("note: ")
     for text in (checked.stderr, run.stderr):
-        _told(text, key, what, hint)
+        check_message(text, key, what, hint)
     assert "note" not in run.stderr
     told = json.loads(call("recipe", "validate", "r.yaml", "--json").stdout)
     assert told["valid"] and any(key in note["what"] and what in note["what"] for note in told["notes"])
@@ -195,7 +195,7 @@ def test_hub_id_similar_to_a_folder_gets_a_note(folder: Path, call: Call) -> Non
     _write(folder, "sft", "model: {path: modle}")
     checked = call("recipe", "validate", "r.yaml")
     assert checked.exit_code == 0
-    _told(checked.stderr, "model.path", "`modle` is read as a hub id", "`model`")
+    check_message(checked.stderr, "model.path", "`modle` is read as a hub id", "`model`")
     _write(folder, "sft", "model: {path: Qwen/Qwen3-4B}\ndata: {source: openai/gsm8k}")
     assert call("recipe", "validate", "r.yaml").stderr == ""
 
@@ -226,7 +226,7 @@ def test_every_merge_of_a_sweep_is_looked_up_before_the_first(folder: Path, call
     (folder / "e.yaml").write_text(HEADS["eval"], encoding="utf-8")
     result = call("merge", "r.yaml", "--sweep", "models.0.parameters.weight=0:1:0.5", "--eval", "e.yaml")
     assert result.exit_code == 2
-    _told(result.stderr, "models.1.model", "model not found: ./modle", "`./model`")
+    check_message(result.stderr, "models.1.model", "model not found: ./modle", "`./model`")
     assert not (folder / "runs").exists()
 
 

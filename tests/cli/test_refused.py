@@ -197,7 +197,7 @@ print(json.dumps(told))
 """
 
 
-def changed(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def apply_changes(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     found = deepcopy(recipe)
     for key, value in changes.items():
         *above, last = (int(part) if part.isdigit() else part for part in key.split("."))
@@ -226,7 +226,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     (folder / "rows.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
     verbs = {}
     for number, (recipe, changes, _) in enumerate(BAD):
-        (folder / f"{number}.yaml").write_text(yaml.safe_dump(changed(recipe, changes), sort_keys=False))
+        (folder / f"{number}.yaml").write_text(yaml.safe_dump(apply_changes(recipe, changes), sort_keys=False))
         verbs[f"{number}.yaml"] = recipe["stage"].replace("_", "-")
     done = subprocess.run(
         [sys.executable, "-c", EACH, json.dumps(verbs)], cwd=folder, capture_output=True, text=True, env=os.environ

@@ -25,7 +25,7 @@ ROWS: list[dict[str, Any]] = [
 def factor(batch: Any, *, size: Column = "size", best: PartialColumn | None = None, name: str = "word") -> None: ...
 
 
-def wanted(**given: Any) -> list[RequiredColumn]:
+def list_required_columns(**given: Any) -> list[RequiredColumn]:
     return list(named_columns("factors.0", "mine", keyword_parameters(factor), given))
 
 
@@ -34,8 +34,8 @@ def test_annotations_name_columns() -> None:
         "PartialColumn | None",
         None,
     )
-    assert wanted() == [RequiredColumn("factors.0.size", "mine", "size", True)]
-    assert wanted(best="some", size="n")[1:] == [RequiredColumn("factors.0.best", "mine", "some", False)]
+    assert list_required_columns() == [RequiredColumn("factors.0.size", "mine", "size", True)]
+    assert list_required_columns(best="some", size="n")[1:] == [RequiredColumn("factors.0.best", "mine", "some", False)]
     assert load_index()["factor"]["inverse_easiness"]["params"]["column"] == ["Column", "easiness"]
 
 
@@ -43,19 +43,19 @@ def test_rows_must_hold_the_numeric_columns() -> None:
     """In every row if the component needs one number each, in at least one row if not; NaN is missing; text is not a
     number.
     """
-    found = [problem for _, problem in find_problems(ROWS, wanted(best="some"), acts=False)]
+    found = [problem for _, problem in find_problems(ROWS, list_required_columns(best="some"), acts=False)]
     assert [(p.where, p.what) for p in found] == [
         ("row 3", "`mine` reads the column `size`: 1 of 3 rows without a number")
     ]
-    assert list(find_problems(ROWS[:2], wanted(best="some"), acts=False)) == []
+    assert list(find_problems(ROWS[:2], list_required_columns(best="some"), acts=False)) == []
     with pytest.raises(DataError, match=r"row 1 .*factors.0.size: `mine` reads the column `word` as a number, .* 'x'"):
-        refuse_missing(ROWS, wanted(size="word"), acts=False)
+        refuse_missing(ROWS, list_required_columns(size="word"), acts=False)
     with pytest.raises(DataError, match=r"factors.0.size: .* column `sise`, and the data has none\n.*\n.*sise: size"):
-        refuse_missing(ROWS, wanted(size="sise"), acts=False)
+        refuse_missing(ROWS, list_required_columns(size="sise"), acts=False)
 
 
 def test_columns_measured_by_rollouts_are_not_required_in_the_data() -> None:
-    measured = wanted(size="tool_seconds")
+    measured = list_required_columns(size="tool_seconds")
     assert list(find_problems(ROWS, measured, acts=True)) == []
     ((_, problem),) = find_problems(ROWS, measured, acts=False)
     assert "`tools` or an `environment`" in problem.hint

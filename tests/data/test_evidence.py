@@ -31,7 +31,7 @@ def write(folder: Path, problems: list[Values], completions: list[Values]) -> st
     return str(folder / "completions.jsonl")
 
 
-def answered(uid: str, answer: str, shown: str | None = None) -> Values:
+def make_record(uid: str, answer: str, shown: str | None = None) -> Values:
     text = f"<think>x</think><answer>{answer}</answer>"
     turns = [{"text": "<search>towns</search>", "calls": [], "reply": shown}, {"text": text, "calls": []}]
     return {"uid": uid, "completion": text, **({"turns": turns} if shown else {})}
@@ -46,13 +46,13 @@ def test_alternative_answers_are_judged_once_and_accepted_by_votes(tmp_path: Pat
         {"uid": "a", "prompt": "A town?", "row": {"answer": ["Oslo", "Kristiania"], "land": "Norway"}},
         {"uid": "b", "prompt": "2+2?", "row": {"answer": "4"}},
     ]
-    first = [answered("a", "the Bergen", "Bergen is a town."), answered("a", "kristiania"), answered("b", "4")]
+    first = [make_record("a", "the Bergen", "Bergen is a town."), make_record("a", "kristiania"), make_record("b", "4")]
     runs = [
         write(tmp_path / "one", problems, first),
         write(
             tmp_path / "two",
             problems,
-            [answered("a", "Bergen; Molde"), answered("a", "rome"), {"uid": "b", "completion": "4"}],
+            [make_record("a", "Bergen; Molde"), make_record("a", "rome"), {"uid": "b", "completion": "4"}],
         ),
     ]
     asked = rows_of("questions", runs=runs)

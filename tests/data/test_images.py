@@ -45,7 +45,7 @@ def write(tmp_path: Path) -> Write:
     return make
 
 
-def encoded(color: str = "green", kind: str = "PNG", mode: str = "RGB", **how: Any) -> bytes:
+def encode_image(color: str = "green", kind: str = "PNG", mode: str = "RGB", **how: Any) -> bytes:
     stream = io.BytesIO()
     Pillow.new(mode, (12, 6), color).save(stream, format=kind, **how)
     return stream.getvalue()
@@ -63,14 +63,14 @@ TEXT = {"type": "text", "text": "What is it?"}
 FORMS: dict[str, dict[str, Any]] = {
     "a path": {"prompt": "What is it?", "image": "red.png"},
     "a list with a place": {"prompt": "<image>What is it?", "images": ["red.png"]},
-    "a data URL": {"prompt": "What is it?", "images": [url(encoded())]},
+    "a data URL": {"prompt": "What is it?", "images": [url(encode_image())]},
     "stored bytes": {"prompt": "What is it?", "image": {"path": "red.png"}},
     "messages": {"messages": [{"role": "user", "content": "What is it?"}], "image": "red.png"},
-    "parts": {"messages": [{"role": "user", "content": [part(url(encoded())), TEXT]}]},
+    "parts": {"messages": [{"role": "user", "content": [part(url(encode_image())), TEXT]}]},
     "a part with a path": {"messages": [{"role": "user", "content": [{"type": "image", "image": "red.png"}, TEXT]}]},
     "a part with base64": {
         "messages": [
-            {"role": "user", "content": [{"type": "image", "base64": base64.b64encode(encoded()).decode()}, TEXT]}
+            {"role": "user", "content": [{"type": "image", "base64": base64.b64encode(encode_image()).decode()}, TEXT]}
         ]
     },
     "an empty part and a column": {
@@ -160,7 +160,7 @@ def test_images_from_parquet_and_functions(tmp_path: Path) -> None:
     """Hugging Face's Image feature stores bytes; a user's function can return Pillow images."""
     import datasets
 
-    stored = datasets.Dataset.from_dict({"prompt": ["a"], "image": [{"bytes": encoded(), "path": None}]})
+    stored = datasets.Dataset.from_dict({"prompt": ["a"], "image": [{"bytes": encode_image(), "path": None}]})
     stored = stored.cast_column("image", datasets.Image())
     stored.to_parquet(tmp_path / "rows.parquet")
     stored.save_to_disk(tmp_path / "saved")
@@ -202,7 +202,7 @@ def test_exif_orientation_rotates_a_photo(tmp_path: Path) -> None:
 )
 def test_every_pixel_format_becomes_rgb(mode: str, color: Any, kind: str, pixel: Any) -> None:
     """Transparent parts become white; 16 bits are scaled, not truncated."""
-    found = open_image(Image(data_url(encoded(color, kind, mode))))
+    found = open_image(Image(data_url(encode_image(color, kind, mode))))
     assert found.mode == "RGB" and found.size == (12, 6)
     assert pixel is None or found.getpixel((0, 0)) == pixel
 
@@ -227,7 +227,7 @@ def header_only(width: int, height: int) -> bytes:
     return start + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
 
 
-def animated() -> bytes:
+def encode_animation() -> bytes:
     stream = io.BytesIO()
     frames = [Pillow.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
     frames[0].save(stream, format="GIF", save_all=True, append_images=frames[1:])
@@ -237,13 +237,13 @@ def animated() -> bytes:
 FILES = {
     "empty.png": b"",
     "text.png": b"this is no image",
-    "cut.png": encoded()[:-20],
-    "cut.jpg": encoded("green", "JPEG")[:-100],
+    "cut.png": encode_image()[:-20],
+    "cut.jpg": encode_image("green", "JPEG")[:-100],
     "huge.png": header_only(12_000, 12_000),
     "bomb.png": header_only(60_000, 60_000),
     "narrow.png": header_only(2000, 10),
     "zero.png": header_only(0, 10),
-    "moving.gif": animated(),
+    "moving.gif": encode_animation(),
     "page.html": b"<html><body>404</body></html>",
 }
 ASSISTANT = {"role": "assistant", "content": "x"}
@@ -346,7 +346,7 @@ def test_urls_are_not_fetched_unless_allowed(write: Write, tmp_path: Path, monke
 
     def open_url(address: str, timeout: float) -> Any:
         asked.append((address, timeout))
-        return io.BytesIO(encoded())
+        return io.BytesIO(encode_image())
 
     monkeypatch.setattr("urllib.request.urlopen", open_url)
     row = {"prompt": "a", "image": "https://example.com/a.png"}
@@ -354,7 +354,7 @@ def test_urls_are_not_fetched_unless_allowed(write: Write, tmp_path: Path, monke
         load_rows(write(row), tmp_path)
     assert asked == []
     (fetched,) = load_rows(write(row, image={"fetch": True}), tmp_path)
-    assert fetched["images"] == [data_url(encoded())] and asked == [("https://example.com/a.png", 30)]
+    assert fetched["images"] == [data_url(encode_image())] and asked == [("https://example.com/a.png", 30)]
 
 
 def test_downscaled_image_keeps_the_allowed_aspect_ratio() -> None:

@@ -42,7 +42,7 @@ def section(**keys: Any) -> Data:
     return Data(source="unused", **keys)
 
 
-def marked(example: Example, tokenizer: Any) -> str:
+def mark_trained(example: Example, tokenizer: Any) -> str:
     """Return the sequence as text with trained runs in [brackets]."""
     text, inside = "", False
     for token, trained in zip(example.ids, example.trained, strict=True):
@@ -56,9 +56,10 @@ def marked(example: Example, tokenizer: Any) -> str:
 
 def test_completion_trains_the_last_turn_with_its_eos(tiny: Any) -> None:
     assert (
-        marked(render_example(ROW, tiny, section()), tiny) == "<bos><|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]"
+        mark_trained(render_example(ROW, tiny, section()), tiny)
+        == "<bos><|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]"
     )
-    assert marked(render_example(TALK, tiny, section()), tiny) == (
+    assert mark_trained(render_example(TALK, tiny, section()), tiny) == (
         "<bos><|user|>1+1=?<|assistant|><think>a</think>2<eos><|user|>ok<|assistant|>[<think>b</think>bye<eos>]"
     )
 
@@ -72,7 +73,7 @@ def test_the_mask_by_hand(tiny: Any) -> None:
 
 
 def test_assistant_trains_every_turn_and_all_trains_everything(tiny: Any) -> None:
-    assert marked(render_example(TALK, tiny, section(train_on="assistant")), tiny) == (
+    assert mark_trained(render_example(TALK, tiny, section(train_on="assistant")), tiny) == (
         "<bos><|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]<|user|>ok<|assistant|>[<think>b</think>bye<eos>]"
     )
     assert all(render_example(TALK, tiny, section(train_on="all")).trained)
@@ -86,19 +87,19 @@ def test_turns_after_the_last_assistant_turn_are_dropped(tiny: Any) -> None:
 def test_system_column_becomes_the_system_message(tiny: Any) -> None:
     """As in LLaMA-Factory's Alpaca and ShareGPT data, and in axolotl's `alpaca_w_system` and `chatml.intel`."""
     for row in (ROW, TALK):
-        found = marked(render_example({**row, "system": "Be brief."}, tiny, section(system="S")), tiny)
+        found = mark_trained(render_example({**row, "system": "Be brief."}, tiny, section(system="S")), tiny)
         assert found.startswith("<bos><|system|>Be brief.<|user|>")
     own = {"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS[:2]], "system": "Be brief."}
-    assert marked(render_example(own, tiny, section()), tiny).startswith("<bos><|system|>mine<|user|>")
+    assert mark_trained(render_example(own, tiny, section()), tiny).startswith("<bos><|system|>mine<|user|>")
     blank = {**ROW, "system": " "}
-    assert marked(render_example(blank, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
+    assert mark_trained(render_example(blank, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
     assert plain_text({**ROW, "system": "Be brief."}, "prompt", section(chat=False)) == f"Be brief.\n\n{ROW['prompt']}"
 
 
 def test_recipe_system_message_is_added_if_the_row_has_none(tiny: Any) -> None:
     own = {"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS[:2]]}
-    assert marked(render_example(ROW, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
-    assert marked(render_example(own, tiny, section(system="S")), tiny).startswith("<bos><|system|>mine<|user|>")
+    assert mark_trained(render_example(ROW, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
+    assert mark_trained(render_example(own, tiny, section(system="S")), tiny).startswith("<bos><|system|>mine<|user|>")
 
 
 def test_tool_calls_are_trained_and_tool_results_are_not(tiny: Any) -> None:
@@ -114,7 +115,7 @@ def test_tool_calls_are_trained_and_tool_results_are_not(tiny: Any) -> None:
             {"role": "assistant", "content": "two"},
         ],
     }
-    assert marked(render_example(row, tiny, section(train_on="assistant")), tiny) == (
+    assert mark_trained(render_example(row, tiny, section(train_on="assistant")), tiny) == (
         '<bos><|system|>{"name": "add"}\n<|user|>q<|assistant|>'
         '[<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><eos>]<|tool|>2<|assistant|>[two<eos>]'
     )
@@ -188,16 +189,18 @@ def test_text_after_the_last_trained_turn_is_reported(tiny: Any) -> None:
 
 def test_plain_text_without_a_template(tiny: Any) -> None:
     row = {"uid": "u", "prompt": "1+1=", "completion": "2"}
-    assert marked(render_example(row, tiny, section(chat=False)), tiny) == "1+1=[2<eos>]"
-    assert marked(render_example({**row, "prompt": ""}, tiny, section(chat=False)), tiny) == "<bos>[2<eos>]"
-    assert marked(render_example(row, tiny, section(chat=False, train_on="all")), tiny) == "[1+1=2<eos>]"
+    assert mark_trained(render_example(row, tiny, section(chat=False)), tiny) == "1+1=[2<eos>]"
+    assert mark_trained(render_example({**row, "prompt": ""}, tiny, section(chat=False)), tiny) == "<bos>[2<eos>]"
+    assert mark_trained(render_example(row, tiny, section(chat=False, train_on="all")), tiny) == "[1+1=2<eos>]"
     assert render_prompt(row, tiny, section(chat=False)).text == "1+1="
     with pytest.raises(DataError, match="`chat: false` cannot write"):
         render_example({"uid": "u", "prompt": [TURNS[0]], "completion": "x"}, tiny, section(chat=False))
 
 
 def test_text_only_rows_need_train_on_all(tiny: Any) -> None:
-    assert marked(render_example({"uid": "u", "text": "abc"}, tiny, section(train_on="all")), tiny) == "[abc<eos>]"
+    assert (
+        mark_trained(render_example({"uid": "u", "text": "abc"}, tiny, section(train_on="all")), tiny) == "[abc<eos>]"
+    )
     with pytest.raises(DataError, match="no prompt to leave out"):
         render_example({"uid": "u", "text": "abc"}, tiny, section())
 
@@ -245,7 +248,7 @@ def test_templates_that_strip_thinking_give_one_sequence_per_turn(with_template:
     """Each turn as it was generated: with its thinking, after earlier turns without theirs."""
     tokenizer = with_template(STRIPS_THINKING)
     found = render_examples(TALK, tokenizer, section(train_on="assistant"))
-    assert [marked(e, tokenizer) for e in found] == [
+    assert [mark_trained(e, tokenizer) for e in found] == [
         "<|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]",
         "<|user|>1+1=?<|assistant|>2<eos><|user|>ok<|assistant|>[<think>b</think>bye<eos>]",
     ]
@@ -256,7 +259,7 @@ def test_templates_that_strip_thinking_give_one_sequence_per_turn(with_template:
 
 def test_think_opened_by_the_prompt_is_not_repeated(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(OPENS_THINK)
-    assert marked(render_example(ROW, tokenizer, section()), tokenizer) == (
+    assert mark_trained(render_example(ROW, tokenizer, section()), tokenizer) == (
         "<|user|>1+1=?<|assistant|><think>\n[a</think>2<eos>]"
     )
     with pytest.raises(DataError, match="the answer never closes it"):
@@ -265,7 +268,7 @@ def test_think_opened_by_the_prompt_is_not_repeated(with_template: Callable[[str
 
 def test_template_without_an_end_of_turn_gets_eos(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(NO_END)
-    assert marked(render_example(ROW, tokenizer, section()), tokenizer) == (
+    assert mark_trained(render_example(ROW, tokenizer, section()), tokenizer) == (
         "## user\n1+1=?\n## assistant\n[<think>a</think>2<eos>]"
     )
 
@@ -276,7 +279,7 @@ def test_end_of_turn_comes_from_the_template_and_nothing_after_it_is_trained(
     tokenizer = with_template(OTHER_END)
     row = {**ROW, "completion": "o"}  # a letter that the end-of-turn token's own text has, too
     assert (
-        marked(render_example(row, tokenizer, section()), tokenizer)
+        mark_trained(render_example(row, tokenizer, section()), tokenizer)
         == "<|user|>1+1=?<|tool|>\n<|assistant|>[o<|tool|>]"
     )
 
@@ -324,7 +327,7 @@ SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, train
 
 def test_smollm2_every_assistant_turn(smollm2: Any) -> None:
     example = render_example(TALK, smollm2, section(train_on="assistant"))
-    assert marked(example, smollm2) == (
+    assert mark_trained(example, smollm2) == (
         SYSTEM + "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n[<think>a</think>2<|im_end|>]\n"
         "<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n[<think>b</think>bye<|im_end|>]"
     )
@@ -350,4 +353,4 @@ def test_smollm2_token_spanning_prompt_and_answer_is_split(smollm2: Any) -> None
     example = render_example(row, smollm2, section(chat=False))
     prompt = render_prompt(row, smollm2, section(chat=False)).ids
     assert example.ids[: len(prompt)] == prompt
-    assert marked(example, smollm2) == "hel[lo there<|im_end|>]"
+    assert mark_trained(example, smollm2) == "hel[lo there<|im_end|>]"

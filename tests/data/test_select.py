@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def chosen(folder: Path, **select: Any) -> list[str]:
+def select_rows(folder: Path, **select: Any) -> list[str]:
     section = Data.model_validate({"source": "rows.jsonl", "select": select})
     return [row["prompt"].split()[2] for row in load_rows(section, folder)]
 
@@ -44,16 +44,16 @@ def chosen(folder: Path, **select: Any) -> list[str]:
 def test_selection_rules(folder: Path) -> None:
     """The rate of row n is 1 - n/4; rows keep the order of the data."""
     run = {"run": "run"}
-    assert chosen(folder, pass_rate=[{**run, "low": 0.25, "high": 0.75}]) == ["1", "2", "3"]
-    assert chosen(folder, pass_rate=[{**run, "lowest": 2}]) == ["3", "4"]
-    assert chosen(folder, pass_rate=[{"run": "run/problems.jsonl", "low": 0.25}, {**run, "lowest": 1}]) == ["3"]
-    assert chosen(folder, failed={**run, "solved": 0.5}) == ["3", "4"]
-    assert chosen(folder, failed={**run, "hard": "hard", "copies": 3}) == ["1", "2", "3", "4"]
-    assert chosen(folder, reasoning={"part": "sft"}) == ["0", "1", "2", "3"], "without an answer it is for sft"
-    assert chosen(folder, reasoning={"part": "rl"}) == ["4"]
-    assert chosen(folder, reasoning={"part": "rl", "middle": "rl"}) == ["2", "4"]
+    assert select_rows(folder, pass_rate=[{**run, "low": 0.25, "high": 0.75}]) == ["1", "2", "3"]
+    assert select_rows(folder, pass_rate=[{**run, "lowest": 2}]) == ["3", "4"]
+    assert select_rows(folder, pass_rate=[{"run": "run/problems.jsonl", "low": 0.25}, {**run, "lowest": 1}]) == ["3"]
+    assert select_rows(folder, failed={**run, "solved": 0.5}) == ["3", "4"]
+    assert select_rows(folder, failed={**run, "hard": "hard", "copies": 3}) == ["1", "2", "3", "4"]
+    assert select_rows(folder, reasoning={"part": "sft"}) == ["0", "1", "2", "3"], "without an answer it is for sft"
+    assert select_rows(folder, reasoning={"part": "rl"}) == ["4"]
+    assert select_rows(folder, reasoning={"part": "rl", "middle": "rl"}) == ["2", "4"]
     both = {"pass_rate": [{**run, "low": 0.25}], "reasoning": {"part": "sft", "sft_max": 1, "rl_min": 3}}
-    assert chosen(folder, **both) == ["0", "1", "3"], "rules hold one after the other"
+    assert select_rows(folder, **both) == ["0", "1", "3"], "rules hold one after the other"
 
 
 def test_copies_have_distinct_names(folder: Path) -> None:
@@ -72,9 +72,9 @@ def test_benchmark_removes_rows_that_differ_only_in_numbers(folder: Path) -> Non
     """All five prompts are `what is N plus N`. A prompt of digits alone is kept unless the official rule is used."""
     bench = {"source": "bench.jsonl", "columns": {"prompt": "problem"}}
     with pytest.raises(DataError, match="decontaminate leaves no row of 5"):
-        chosen(folder, decontaminate={"benchmarks": [bench]})
+        select_rows(folder, decontaminate={"benchmarks": [bench]})
     write(folder / "bench.jsonl", [{"problem": "1 + 1 ="}, {"problem": "Is it so that what is 3 plus 3? no"}])
-    assert chosen(folder, decontaminate={"benchmarks": [bench], "ngram": 5}) == ["0", "1", "2", "4"]
+    assert select_rows(folder, decontaminate={"benchmarks": [bench], "ngram": 5}) == ["0", "1", "2", "4"]
     write(folder / "rows.jsonl", [{"prompt": "2 + 2 ="}, {"prompt": "a word or two"}])
     section: Values = {"benchmarks": [bench]}
     for skip_empty, left in ((True, 2), (False, 1)):
@@ -95,11 +95,11 @@ def test_benchmark_removes_rows_that_differ_only_in_numbers(folder: Path) -> Non
 )
 def test_invalid_selection_is_an_error(folder: Path, select: Values, told: str) -> None:
     with pytest.raises(DataError, match=told):
-        chosen(folder, **select)
+        select_rows(folder, **select)
 
 
 def test_evaluation_of_other_rows_is_an_error(folder: Path) -> None:
     write(folder / "run" / "problems.jsonl", [{"uid": rows(folder)[0]["uid"], "accuracy": 0.5}])
     with pytest.raises(DataError, match="run has pass rates of 1 of 5 rows") as error:
-        chosen(folder, pass_rate=[{"run": "run"}])
+        select_rows(folder, pass_rate=[{"run": "run"}])
     assert "evaluate the same" in str(error.value)

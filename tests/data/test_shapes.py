@@ -16,29 +16,29 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def shaped(row: dict[str, Any], template: str | None = None) -> dict[str, Any]:
+def normalize(row: dict[str, Any], template: str | None = None) -> dict[str, Any]:
     return normalize_row(row, "here", template)
 
 
 def test_prompt_and_answer_keep_all_columns() -> None:
     row = {"prompt": "q", "answer": 7, "level": None}
-    assert shaped(row) == row
+    assert normalize(row) == row
 
 
 def test_instruction_input_output() -> None:
-    row = shaped({"instruction": "Add.", "input": "1 2", "output": "3"})
+    row = normalize({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert (row["prompt"], row["completion"], row["instruction"]) == ("Add.\n\n1 2", "3", "Add.")
-    assert shaped({"instruction": "Add.", "input": "", "output": "3"})["prompt"] == "Add."
+    assert normalize({"instruction": "Add.", "input": "", "output": "3"})["prompt"] == "Add."
 
 
 def test_sharegpt_turns_become_messages() -> None:
-    row = shaped({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
+    row = normalize({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
     assert row["messages"] == [USER, assistant("a")]
 
 
 def test_messages_as_json_text_in_csv_files() -> None:
-    assert shaped({"messages": '[{"role": "user", "content": "q"}]'})["messages"] == [USER]
-    assert shaped({"prompt": '[{"a": 1}]'})["prompt"] == '[{"a": 1}]'  # a prompt that is JSON but not messages
+    assert normalize({"messages": '[{"role": "user", "content": "q"}]'})["messages"] == [USER]
+    assert normalize({"prompt": '[{"a": 1}]'})["prompt"] == '[{"a": 1}]'  # a prompt that is JSON but not messages
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_messages_as_json_text_in_csv_files() -> None:
     ],
 )
 def test_pairs_in_all_column_names(row: dict[str, Any]) -> None:
-    pair = shaped(row)
+    pair = normalize(row)
     assert (pair["chosen"], pair["rejected"]) == ("a", "b")
     assert pair["prompt"] in ("q", [USER], "q ")
 
@@ -69,17 +69,17 @@ def test_prompt_of_a_pair_is_the_conversation_before_its_last_answer(column: str
     answers.
     """
     earlier = [USER, assistant("hello"), {"role": "user", "content": "and now?"}]
-    pair = shaped({column: [*earlier, assistant("a")], "chosen": sides[0], "rejected": sides[1]})
+    pair = normalize({column: [*earlier, assistant("a")], "chosen": sides[0], "rejected": sides[1]})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (earlier, "a", "b")
 
 
 def test_empty_conversation_next_to_a_pair_is_not_its_prompt() -> None:
-    pair = shaped({"messages": [], "chosen": "q a", "rejected": "q b"})
+    pair = normalize({"messages": [], "chosen": "q a", "rejected": "q b"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q ", "a", "b")
 
 
 def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
-    pair = shaped({"chosen": "Human: hi\nwonder", "rejected": "Human: hi\nworld"})
+    pair = normalize({"chosen": "Human: hi\nwonder", "rejected": "Human: hi\nworld"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("Human: hi\n", "wonder", "world")
 
 
@@ -94,53 +94,57 @@ def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
 def test_error_for_a_pair_names_its_probable_prompt_column(row: dict[str, Any]) -> None:
     """Both answers begin with `The`, which is not a prompt."""
     with pytest.raises(DataError, match="the pair has no `prompt`; is it") as error:
-        shaped(row)
+        normalize(row)
     name = next(iter(row))
     assert f"columns: {{prompt: {name}}}" in str(error.value)
-    made = shaped(row, f"So: {{{name}}}")
+    made = normalize(row, f"So: {{{name}}}")
     sides = [side if isinstance(side, str) else side[0]["content"] for side in (row["chosen"], row["rejected"])]
     assert (made["prompt"], made["chosen"], made["rejected"]) == ("So: q", *sides)
 
 
 def test_instruction_next_to_a_pair_is_its_prompt() -> None:
     """LLaMA-Factory's preference data in Alpaca's format."""
-    pair = shaped({"instruction": "q", "input": "more", "chosen": "The a", "rejected": "The b"})
+    pair = normalize({"instruction": "q", "input": "more", "chosen": "The a", "rejected": "The b"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q\n\nmore", "The a", "The b")
     whole = {"instruction": "other words", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}
-    assert shaped(whole)["prompt"] == [USER]
+    assert normalize(whole)["prompt"] == [USER]
 
 
 def test_template_can_use_the_common_prompt_of_both_sides() -> None:
-    pair = shaped({"chosen": "q a", "rejected": "q b"}, "So: {prompt}")
+    pair = normalize({"chosen": "q a", "rejected": "q b"}, "So: {prompt}")
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("So: q ", "a", "b")
 
 
 def test_pairs_that_cannot_be_compared() -> None:
     with pytest.raises(DataError, match="both must be of one kind"):
-        shaped({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]})
+        normalize({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]})
     with pytest.raises(DataError, match="begin with different messages: a pair is two answers to one prompt"):
-        shaped({"chosen": [USER, assistant("a")], "rejected": [{"role": "user", "content": "z"}, assistant("b")]})
+        normalize({"chosen": [USER, assistant("a")], "rejected": [{"role": "user", "content": "z"}, assistant("b")]})
     with pytest.raises(
         DataError, match="`chosen` must be one assistant message after the prompt, not: assistant, user"
     ):
+<<<<<<< HEAD
         shaped({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
     begun = [assistant("a look"), {"role": "tool", "content": "3"}]
     with pytest.raises(DataError, match="both begin with 2 same messages after the prompt"):
         shaped({"prompt": [USER], "chosen": [*begun, assistant("a")], "rejected": [*begun, assistant("b")]})
+=======
+        normalize({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
+>>>>>>> 22c176e6 (tests: helper functions named by participles get verbs)
     with pytest.raises(DataError, match="begins with another conversation than `prompt`"):
-        shaped({"prompt": "z", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]})
+        normalize({"prompt": "z", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]})
 
 
 def test_prompt_template_fills_columns_and_braces_can_be_written() -> None:
-    row = shaped({"question": "1+1", "answer": "2"}, "Solve {question}. Write \\boxed{{}}.")
+    row = normalize({"question": "1+1", "answer": "2"}, "Solve {question}. Write \\boxed{{}}.")
     assert row["prompt"] == "Solve 1+1. Write \\boxed{}."
     with pytest.raises(DataError, match="no column `qestion`") as error:
-        shaped({"question": "1+1"}, "Solve {qestion}")
+        normalize({"question": "1+1"}, "Solve {qestion}")
     assert "did you mean `question`?" in str(error.value)
     with pytest.raises(DataError, match="is no column name"):
-        shaped({"question": "1+1"}, "Write \\boxed{}.")
+        normalize({"question": "1+1"}, "Write \\boxed{}.")
     with pytest.raises(DataError, match="braces"):
-        shaped({"question": "1+1"}, "Write {question")
+        normalize({"question": "1+1"}, "Write {question")
 
 
 def test_completion_template_makes_the_answer_from_columns() -> None:
@@ -159,7 +163,7 @@ def test_completion_template_makes_the_answer_from_columns() -> None:
 
 def test_error_for_an_unknown_format_lists_columns_and_formats() -> None:
     with pytest.raises(DataError, match="no shape that is known; columns: Question, answer") as error:
-        shaped({"Question": "x", "answer": "y"})
+        normalize({"Question": "x", "answer": "y"})
     assert "prompt + chosen + rejected" in str(error.value)
     assert "columns: {" in str(error.value)
 
@@ -177,7 +181,7 @@ def test_error_for_an_unknown_format_lists_columns_and_formats() -> None:
 def test_error_for_unreadable_tool_calls_names_the_row(calls: Any) -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     with pytest.raises(DataError, match=r"^here  `messages\[1\].tool_calls` cannot be read: "):
-        shaped({"messages": [USER, turn]})
+        normalize({"messages": [USER, turn]})
 
 
 @pytest.mark.parametrize(

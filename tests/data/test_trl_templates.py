@@ -45,7 +45,7 @@ TOOLS = [
 ]
 
 
-def said(role: str, text: str, **more: Any) -> dict[str, Any]:
+def make_message(role: str, text: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": text, **more}
 
 
@@ -57,40 +57,54 @@ def result(text: str, number: int = 1) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"c{number}", "content": text}
 
 
-ASK = said("user", "Umbrella in Bergen?")
-BERGEN = said("assistant", "", tool_calls=[call(place="Bergen")])
+ASK = make_message("user", "Umbrella in Bergen?")
+BERGEN = make_message("assistant", "", tool_calls=[call(place="Bergen")])
 CASES: dict[str, list[dict[str, Any]]] = {
-    "plain": [said("user", "Seven plus eight?"), said("assistant", "Fifteen.")],
-    "system": [said("system", "Talk tersely."), said("user", "Morning"), said("assistant", "Hey!")],
-    "turns": [said("user", "Knock"), said("assistant", "Who?"), said("user", "Me"), said("assistant", "Enter.")],
-    "call last": [ASK, said("assistant", "", tool_calls=[call(place="Bergen", hours=6)])],
-    "content and call": [ASK, said("assistant", "Let me see.", tool_calls=[call(place="Bergen")])],
-    "tool result": [ASK, BERGEN, result("showers"), said("assistant", "Take one.")],
+    "plain": [make_message("user", "Seven plus eight?"), make_message("assistant", "Fifteen.")],
+    "system": [
+        make_message("system", "Talk tersely."),
+        make_message("user", "Morning"),
+        make_message("assistant", "Hey!"),
+    ],
+    "turns": [
+        make_message("user", "Knock"),
+        make_message("assistant", "Who?"),
+        make_message("user", "Me"),
+        make_message("assistant", "Enter."),
+    ],
+    "call last": [ASK, make_message("assistant", "", tool_calls=[call(place="Bergen", hours=6)])],
+    "content and call": [ASK, make_message("assistant", "Let me see.", tool_calls=[call(place="Bergen")])],
+    "tool result": [ASK, BERGEN, result("showers"), make_message("assistant", "Take one.")],
     "parallel calls": [
         ASK,
-        said("assistant", "", tool_calls=[call(place="Bergen"), call(2, place="Voss")]),
+        make_message("assistant", "", tool_calls=[call(place="Bergen"), call(2, place="Voss")]),
         result("showers"),
         result("clear", 2),
-        said("assistant", "Only in Bergen."),
+        make_message("assistant", "Only in Bergen."),
     ],
     "reasoning_content": [
-        said("user", "Seven plus eight?"),
-        said("assistant", "Fifteen.", reasoning_content="ten and five"),
+        make_message("user", "Seven plus eight?"),
+        make_message("assistant", "Fifteen.", reasoning_content="ten and five"),
     ],
     "thoughts": [
-        said("user", "Six sixes?"),
-        said("assistant", "<think>\nsquare it\n</think>\n\nThirty-six"),
-        said("user", "Nine nines?"),
-        said("assistant", "<think>\nsquare that\n</think>\n\nEighty-one"),
+        make_message("user", "Six sixes?"),
+        make_message("assistant", "<think>\nsquare it\n</think>\n\nThirty-six"),
+        make_message("user", "Nine nines?"),
+        make_message("assistant", "<think>\nsquare that\n</think>\n\nEighty-one"),
     ],
-    "empty": [said("user", "Anyone?"), said("assistant", ""), said("user", "Hello?"), said("assistant", "Present.")],
+    "empty": [
+        make_message("user", "Anyone?"),
+        make_message("assistant", ""),
+        make_message("user", "Hello?"),
+        make_message("assistant", "Present."),
+    ],
     "header words": [
-        said("user", "assistant"),
-        said("assistant", "final"),
-        said("user", "model"),
-        said("assistant", "a"),
+        make_message("user", "assistant"),
+        make_message("assistant", "final"),
+        make_message("user", "model"),
+        make_message("assistant", "a"),
     ],
-    "unicode": [said("user", "Smørbrød 寿司?"), said("assistant", "Ærlig talt: 寿司 – „ja“ 🍣")],
+    "unicode": [make_message("user", "Smørbrød 寿司?"), make_message("assistant", "Ærlig talt: 寿司 – „ja“ 🍣")],
 }
 
 # What comes of the twelve in their order, and of which templates. +: trained on, as checked below. Else refused: c, the
@@ -280,7 +294,7 @@ def test_masks_agree_for_answers_that_look_like_markup(template: str) -> None:
     opens = opening_mark(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
     for answer in HOSTILE:
         content = f"<think>\nwell\n</think>\n\n{answer}" if opens else answer
-        messages = [said("user", answer), said("assistant", content)]
+        messages = [make_message("user", answer), make_message("assistant", content)]
         (text,) = texts_of(tokenizer, messages)
         prompt, written = (piece.text for piece in text.pieces)
         (theirs,) = masks(tokenizer, messages)

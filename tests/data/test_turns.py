@@ -74,7 +74,7 @@ def texts(tokenizer: Any, *messages: dict[str, Any], tools: Any = None, **keys: 
     return render.example_texts(row, tokenizer, Data(source="x", **keys))
 
 
-def trained(found: list[Text]) -> list[str]:
+def list_trained_texts(found: list[Text]) -> list[str]:
     return [piece.text for text in found for piece in text.pieces if piece.trained]
 
 
@@ -108,18 +108,18 @@ def test_text_missing_from_the_rendering_is_an_error(
 @pytest.mark.parametrize("answer", ["final", "a", "channel final", "assistant", "to", "<", "commentary"])
 def test_answer_is_not_searched_for_in_the_header(with_template: Template, answer: str) -> None:
     found = texts(with_template(CHANNELS), USER, {"role": "assistant", "content": answer})
-    assert trained(found) == [f"channel final<|tool|>{answer}<eos>"]
+    assert list_trained_texts(found) == [f"channel final<|tool|>{answer}<eos>"]
 
 
 def test_call_and_thought_keep_their_headers(with_template: Template) -> None:
     tokenizer = with_template(CHANNELS)
     turn = {**CALLING, "thinking": "sum them"}
-    assert trained(texts(tokenizer, USER, turn)) == [
+    assert list_trained_texts(texts(tokenizer, USER, turn)) == [
         "channel analysis<|tool|>sum them<eos><|assistant|>"
         'to=add channel commentary<|tool|>{"a": 1, "b": "two"}<|tool|>'
     ]
     thought = {"role": "assistant", "content": "3", "reasoning_content": "sum them"}  # another name for the same
-    assert trained(texts(tokenizer, USER, thought)) == [
+    assert list_trained_texts(texts(tokenizer, USER, thought)) == [
         "channel analysis<|tool|>sum them<eos><|assistant|>channel final<|tool|>3<eos>"
     ]
 
@@ -137,14 +137,14 @@ def test_context_is_rendered_as_before_the_answer(with_template: Template) -> No
 def test_empty_thought_added_by_the_template_is_reported(with_template: Template) -> None:
     tokenizer = with_template(FILLS_THOUGHT)
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "4"})
-    assert trained([text]) == ["<think>\n\n</think>\n\n4<eos>"]
+    assert list_trained_texts([text]) == ["<think>\n\n</think>\n\n4<eos>"]
     assert text.notes == (ADDED_THOUGHT,)
     assert text.frames == ("<think>\n\n</think>\n\n…<eos>",)
     for own in ("<think>\nhm\n</think>\n\n4", "<think></think>4"):  # the row's own thought, empty or not
         (text,) = texts(tokenizer, USER, {"role": "assistant", "content": own})
         assert text.notes == ()
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "4", "reasoning_content": "two twos"})
-    assert (trained([text]), text.notes) == (["<think>\ntwo twos\n</think>\n\n4<eos>"], ())
+    assert (list_trained_texts([text]), text.notes) == (["<think>\ntwo twos\n</think>\n\n4<eos>"], ())
 
 
 def test_dropped_thoughts_of_earlier_turns_are_reported(with_template: Template) -> None:
@@ -159,7 +159,7 @@ def test_answer_with_a_thought_is_refused_if_the_prompt_closes_the_thought(
     with_template: Template, closed: str
 ) -> None:
     tokenizer = with_template(CLOSED_THOUGHT.replace("<think>\n\n</think>\n\n", closed))
-    assert trained(texts(tokenizer, USER, {"role": "assistant", "content": "4"})) == ["4<eos>"]
+    assert list_trained_texts(texts(tokenizer, USER, {"role": "assistant", "content": "4"})) == ["4<eos>"]
     for turn in ({"content": "<think>hm</think>4"}, {"content": "4", "reasoning_content": "hm"}):
         with pytest.raises(DataError, match="leaves no room for the thought"):
             texts(tokenizer, USER, {"role": "assistant", **turn})
@@ -179,20 +179,22 @@ def test_lost_text_not_written_by_the_model_is_only_reported(with_template: Temp
 
 def test_messages_are_converted_to_the_form_a_template_reads(with_template: Template) -> None:
     """Content parts, arguments as text, and turns without content."""
-    assert trained(texts(with_template(PARTS), USER, {"role": "assistant", "content": "a"})) == ["a<eos>"]
-    assert trained(texts(with_template(TEXT_ARGUMENTS), USER, CALLING)) == ['add|{"a": 1, "b": "two"}<eos>']
+    assert list_trained_texts(texts(with_template(PARTS), USER, {"role": "assistant", "content": "a"})) == ["a<eos>"]
+    assert list_trained_texts(texts(with_template(TEXT_ARGUMENTS), USER, CALLING)) == ['add|{"a": 1, "b": "two"}<eos>']
 
 
 def test_end_of_answer_and_end_of_turn_are_both_trained(with_template: Template) -> None:
-    assert trained(texts(with_template(TWO_ENDS), USER, {"role": "assistant", "content": "a"})) == ["a<|tool|><eos>"]
+    assert list_trained_texts(texts(with_template(TWO_ENDS), USER, {"role": "assistant", "content": "a"})) == [
+        "a<|tool|><eos>"
+    ]
 
 
 def test_texts_changed_by_the_template_are_found(with_template: Template) -> None:
     (text,) = texts(with_template(TRIMS), USER, {"role": "assistant", "content": "  a  "})
-    assert (trained([text]), text.notes) == (["a<eos>"], ())
+    assert (list_trained_texts([text]), text.notes) == (["a<eos>"], ())
     escaped = with_template(START + "{{ m.content | tojson }}<eos>" + END)
     (text,) = texts(escaped, USER, {"role": "assistant", "content": 'say "é"\n\tnow'})
-    assert trained([text]) == ['"say \\"é\\"\\n\\tnow"<eos>']
+    assert list_trained_texts([text]) == ['"say \\"é\\"\\n\\tnow"<eos>']
 
 
 def test_text_removed_by_the_template_is_trained_and_reported_for_earlier_turns(with_template: Template) -> None:
@@ -200,7 +202,7 @@ def test_text_removed_by_the_template_is_trained_and_reported_for_earlier_turns(
     tokenizer = with_template(STRIPS_NOTES)
     noted = {"role": "assistant", "content": "so <note>aside</note> yes"}
     (text,) = texts(tokenizer, USER, noted)
-    assert (trained([text]), text.notes) == (["so <note>aside</note> yes<eos>"], ())
+    assert (list_trained_texts([text]), text.notes) == (["so <note>aside</note> yes<eos>"], ())
     (text,) = texts(tokenizer, USER, noted, USER, ANSWER)
     assert text.notes == (EARLIER_PARTS,)
     with pytest.raises(DataError, match="does not write `content` of this assistant message"):
@@ -212,7 +214,7 @@ def test_untrained_turns_are_context_only_and_reported(with_template: Template) 
     unwanted = {"role": "assistant", "content": "a", "train": False}
     for keys in ({}, {"train_on": "assistant"}):
         (text,) = texts(tokenizer, USER, unwanted, **keys)
-        assert (trained([text]), text.drop_cause) == ([], UNWANTED)
+        assert (list_trained_texts([text]), text.drop_cause) == ([], UNWANTED)
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "b"}, USER, unwanted, train_on="assistant")
     assert "".join(piece.text for piece in text.pieces) == "<|user|>q<eos><|assistant|>b<eos>"
     (text,) = texts(

@@ -49,7 +49,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-def graded(completions: list[str], **params: Any) -> list[Any]:
+def grade(completions: list[str], **params: Any) -> list[Any]:
     columns = {name: params.pop(name) for name in ("answer", "rubric") if name in params}
     return model_judge.score(completions, [ASKED] * len(completions), **columns, path="tiny", **params)
 
@@ -66,7 +66,7 @@ def test_truncated_reply_is_not_a_judgement(says: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(TransformersEngine, "generate", generate)
     for _ in range(2):  # the second time from the cache
-        assert graded(["good", "cut"]) == [
+        assert grade(["good", "cut"]) == [
             {"reward": 0.9, "unparsed": 0.0},
             {"reward": None, "unparsed": 1.0},
         ]
@@ -82,7 +82,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("wide")
 def test_ratings_are_fractions_and_requested_once(says: Any) -> None:
     heard = says(Blue="<think>Score: 1</think>Good.\nScore: 9", Green="I cannot say")
-    found = graded(["Blue", "Green", "<think>Blue</think>Red", "Blue"])
+    found = grade(["Blue", "Green", "<think>Blue</think>Red", "Blue"])
     assert found == [
         {"reward": 0.9, "unparsed": 0.0},
         {"reward": None, "unparsed": 1.0},
@@ -90,7 +90,7 @@ def test_ratings_are_fractions_and_requested_once(says: Any) -> None:
         {"reward": 0.9, "unparsed": 0.0},
     ]
     assert len(heard) == 3
-    graded(["Green", "Blue"])
+    grade(["Green", "Blue"])
     assert len(heard) == 3
 
 
@@ -98,8 +98,8 @@ def test_ratings_are_fractions_and_requested_once(says: Any) -> None:
 def test_rubrics_and_comparisons(says: Any) -> None:
     says(criteria="1: yes\n2: no", compare="Verdict: A")
     rubric = [[{"text": "a colour", "weight": 3}, "short"], None]
-    assert graded(["Blue", "Blue"], ask="rubric", rubric=rubric) == [{"reward": 0.75, "unparsed": 0.0}, None]
-    found = graded(["Blue", "", "Blue"], ask="versus", answer=["Azure", "Azure", None])
+    assert grade(["Blue", "Blue"], ask="rubric", rubric=rubric) == [{"reward": 0.75, "unparsed": 0.0}, None]
+    found = grade(["Blue", "", "Blue"], ask="versus", answer=["Azure", "Azure", None])
     assert found == [{"reward": 0.5, "unparsed": 0.0}, {"reward": 0.0, "unparsed": 0.0}, None]
 
 
@@ -107,7 +107,7 @@ def test_question_without_room_has_no_reply() -> None:
     """The tiny model has 256 tokens, and the question alone has more characters."""
     judge = model_judge._load_judge("tiny", ".", "auto", "auto")
     judge.engine.window = 256
-    assert graded(["Blue"], max_tokens=8) == [{"reward": None, "unparsed": 1.0}]
+    assert grade(["Blue"], max_tokens=8) == [{"reward": None, "unparsed": 1.0}]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def prompt_of(text: str) -> Prompt:
     return Prompt(text, {"prompt": text}, text, tuple(TOKENIZER.encode(text, add_special_tokens=False)))
 
 
-def searched(judge: Any, *, most: int = 40, **settings: Any) -> tuple[Rollout, Steps]:
+def run_search(judge: Any, *, most: int = 40, **settings: Any) -> tuple[Rollout, Steps]:
     """Each step writes a digit, the sample's number; the third step of a trace ends it with `!`."""
 
     def script(prompt: Prompt, sample: int) -> str:
@@ -88,7 +88,7 @@ def test_search_finds_the_best_trace():
     """The judge prefers the digit of each new step: 2 each time, 6 in total, after three steps of two traces at
     most.
     """
-    found, engine = searched(last_digit)
+    found, engine = run_search(last_digit)
     assert (found.text, found.finish) == ("2.2.2!", "stop")
     assert found.scores == {"search/reward": 6.0, "search/steps": 3.0}
     assert [len(call["prompts"]) for call in engine.calls] == [1, 2, 2]
@@ -103,14 +103,14 @@ def test_late_reward_needs_a_beam():
             5.0 if t.text.startswith("0.1") and t.text.count(".") == 2 else 0.1 * last_digit([t])[0] for t in traces
         ]
 
-    assert searched(judge, beam=1)[0].text.startswith("2.")
-    assert searched(judge, beam=3)[0].text.startswith("0.1.")
+    assert run_search(judge, beam=1)[0].text.startswith("2.")
+    assert run_search(judge, beam=3)[0].text.startswith("0.1.")
 
 
 def test_search_limits():
-    found, _ = searched(last_digit, most=3)
+    found, _ = run_search(last_digit, most=3)
     assert (found.text, found.finish) == ("2.2", "length")
-    found, _ = searched(last_digit, max_steps=2)
+    found, _ = run_search(last_digit, max_steps=2)
     assert (found.text, found.finish) == ("2.2.", "length")
 
 
@@ -248,7 +248,7 @@ def test_step_requests_the_remaining_tokens(monkeypatch):
         return generate(self, prompts, *args, **keys)
 
     monkeypatch.setattr(Steps, "generate", measured)
-    searched(last_digit, most=5, step_tokens=4)
+    run_search(last_digit, most=5, step_tokens=4)
     start = len(prompt_of("q").ids)
     assert asked[0] == (start, 4) and {new for _, new in asked} == {4, 3, 1}
     assert all(length + new <= start + 5 for length, new in asked)

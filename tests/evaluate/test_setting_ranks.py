@@ -26,7 +26,7 @@ def _run(path: Path, rows: Sequence[Mapping[str, Any]], **summary: float) -> Pat
     return path
 
 
-def _ranked(settings: Mapping[str, Sequence[Path]], criterion: Criterion) -> list[dict[str, Any]]:
+def rank_settings(settings: Mapping[str, Sequence[Path]], criterion: Criterion) -> list[dict[str, Any]]:
     rows = [{"setting": name, "ranked": measure_setting(runs, criterion)} for name, runs in settings.items()]
     return rank_rows(rows, criterion)
 
@@ -40,7 +40,7 @@ def test_ranking_uses_the_last_quarter_of_a_run(tmp_path: Path) -> None:
     b = _run(tmp_path / "b", [{"reward": 0.3}] * 8)
     criterion = choose_criterion([a, b], measured=False)
     assert (criterion.kind, criterion.name) == ("last_part", "reward")
-    rows = _ranked({"b": [b], "a": [a]}, criterion)
+    rows = rank_settings({"b": [b], "a": [a]}, criterion)
     assert [(row["setting"], row["rank"], row["ranked"]["mean"]) for row in rows] == [
         ("a", 1, pytest.approx(0.5)),
         ("b", 2, pytest.approx(0.3)),
@@ -59,7 +59,7 @@ def test_lowest_loss_ranks_first_and_setting_without_runs_last(tmp_path: Path) -
     losses = {"high": (2.0, 2.01), "low": (1.0, 1.01)}
     runs = {name: [_run(tmp_path / name, [{"loss": loss} for loss in pair] * 4)] for name, pair in losses.items()}
     criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
-    rows = _ranked({"none": [], **runs}, criterion)
+    rows = rank_settings({"none": [], **runs}, criterion)
     assert [(row["setting"], row["rank"]) for row in rows] == [("low", 1), ("high", 2), ("none", None)]
     assert describe_ranking(rows, criterion)[1] == "The interval of low overlaps with no other."
 
@@ -67,7 +67,7 @@ def test_lowest_loss_ranks_first_and_setting_without_runs_last(tmp_path: Path) -
 def test_settings_with_equal_values_have_no_order(tmp_path: Path) -> None:
     runs = {name: [_run(tmp_path / name, [{"reward": 0.0}] * 8)] for name in ("a", "b")}
     criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
-    said = describe_ranking(_ranked(runs, criterion), criterion)
+    said = describe_ranking(rank_settings(runs, criterion), criterion)
     assert said[0].endswith("; without intervals, because the values of each setting are all equal.")
     assert said[1:] == ["All settings have the same value, 0: they have no order."]
 

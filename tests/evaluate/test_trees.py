@@ -150,7 +150,7 @@ def recipe_of(folder: Path, shape: Any = None, **changes: Any) -> Any:
     return load_dict(values, base_dir=folder, where="test").recipe
 
 
-def made(recipe: Any, folder: Path) -> list[Values]:
+def generate_records(recipe: Any, folder: Path) -> list[Values]:
     resume = (folder / "completions.jsonl").exists()
     with RunDirectory.open(folder, name="g", text="", resolved={}, resume=resume) as directory:
         generate.run(recipe, directory)
@@ -164,7 +164,7 @@ def test_record_has_its_tree_and_the_best_path(tmp_path: Path, shape: Any) -> No
     """Each node's text begins with its parent's; the completion is the path of the highest reward; step values are
     probabilities, and a node with children has a value between theirs.
     """
-    records = made(recipe_of(tmp_path, shape), tmp_path / "run")
+    records = generate_records(recipe_of(tmp_path, shape), tmp_path / "run")
     assert len(records) == 6 and sum(len(r["tree"]["nodes"]) > 3 for r in records) > 2
     for record in records:
         nodes = {node["number"]: node for node in record["tree"]["nodes"]}
@@ -186,10 +186,10 @@ def test_record_has_its_tree_and_the_best_path(tmp_path: Path, shape: Any) -> No
 def test_tree_generation_resumes_after_the_last_complete_chunk(tmp_path: Path) -> None:
     """Three chunks of two prompts; the last one is truncated and sampled again: the same records."""
     recipe = recipe_of(tmp_path)
-    whole = made(recipe, tmp_path / "run")
+    whole = generate_records(recipe, tmp_path / "run")
     lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "completions.jsonl").write_text("".join(lines[:5]))
-    assert made(recipe, tmp_path / "run") == whole
+    assert generate_records(recipe, tmp_path / "run") == whole
 
 
 @pytest.mark.parametrize(

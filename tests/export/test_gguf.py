@@ -22,12 +22,12 @@ from .conftest import byte_level
 FolderOf = Callable[..., Path]
 
 
-def loaded(path: Path, dtype: str = "float32") -> LoadedModel:
+def load_model(path: Path, dtype: str = "float32") -> LoadedModel:
     return load(Model.model_validate({"path": str(path), "device": "cpu", "dtype": dtype}), path.parent)
 
 
-def written(path: Path, dtype: str, file: Path, stored: str = "float32") -> dict[str, Any]:
-    model = loaded(path, stored)
+def write_gguf(path: Path, dtype: str, file: Path, stored: str = "float32") -> dict[str, Any]:
+    model = load_model(path, stored)
     gguf_model.write(model, file, dtype, {"name": "mine", "license": "mit", "base": "me/base"})
     return gguf_model.verify(model, file, dtype)
 
@@ -35,9 +35,9 @@ def written(path: Path, dtype: str, file: Path, stored: str = "float32") -> dict
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_float32_gives_the_same_model(folder_of: FolderOf, tmp_path: Path, kind: str) -> None:
     folder, file = folder_of(kind), tmp_path / "m.gguf"
-    report = written(folder, "float32", file)
+    report = write_gguf(folder, "float32", file)
     assert report["logit_gap"] < 1e-5
-    before, after = loaded(folder), loaded(file)
+    before, after = load_model(folder), load_model(file)
     assert after.eos_ids == before.eos_ids and after.tokenizer.chat_template == before.tokenizer.chat_template
     assert (after.model.lm_head.weight is after.model.model.embed_tokens.weight) == kind.startswith("qwen")
     gap = (probe_logits(after.model, after.tokenizer) - probe_logits(before.model, before.tokenizer)).abs().max()
@@ -48,22 +48,22 @@ def test_float32_gives_the_same_model(folder_of: FolderOf, tmp_path: Path, kind:
 def test_loading_parses_the_gguf_file_once(
     folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(folder_of("llama"), "float32", tmp_path / "m.gguf")
+    write_gguf(folder_of("llama"), "float32", tmp_path / "m.gguf")
     parsed: list[Path] = []
     parse = GGUFReader.__init__
     monkeypatch.setattr(GGUFReader, "__init__", lambda self, path: (parsed.append(Path(path)), parse(self, path))[1])
-    loaded(tmp_path / "m.gguf")
+    load_model(tmp_path / "m.gguf")
     assert parsed == [tmp_path / "m.gguf"]
-    loaded(tmp_path / "m.gguf")
+    load_model(tmp_path / "m.gguf")
     assert len(parsed) == 2, "a file may be written anew"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
 def test_other_types_round_every_matrix_once(folder_of: FolderOf, tmp_path: Path, dtype: str) -> None:
     folder, file = folder_of("qwen2"), tmp_path / "m.gguf"
-    report = written(folder, dtype, file)
+    report = write_gguf(folder, dtype, file)
     assert 0 < report["logit_gap"] < 0.05
-    before, after = loaded(folder).model, loaded(file).model
+    before, after = load_model(folder).model, load_model(file).model
     one, other = before.model.layers[0].mlp.up_proj.weight, after.model.layers[0].mlp.up_proj.weight
     if dtype == "q8_0":
         largest = one.detach().reshape(-1, 32).abs().amax(1, keepdim=True)
@@ -77,7 +77,7 @@ def test_other_types_round_every_matrix_once(folder_of: FolderOf, tmp_path: Path
 
 def test_row_length_not_a_multiple_of_32_is_stored_as_float16(folder_of: FolderOf, tmp_path: Path) -> None:
     folder, file = folder_of("llama", intermediate_size=80), tmp_path / "m.gguf"
-    written(folder, "q8_0", file)
+    write_gguf(folder, "q8_0", file)
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
     assert (types["blk.0.ffn_down.weight"], types["blk.0.ffn_up.weight"]) == ("F16", "Q8_0")
     assert types["output_norm.weight"] == "F32"
@@ -86,7 +86,7 @@ def test_row_length_not_a_multiple_of_32_is_stored_as_float16(folder_of: FolderO
 def test_gguf_metadata(folder_of: FolderOf, tmp_path: Path) -> None:
     """Keys by which llama.cpp loads the file; expected values are written by hand."""
     file = tmp_path / "m.gguf"
-    written(folder_of("llama", dtype=torch.bfloat16), "bfloat16", file, "bfloat16")
+    write_gguf(folder_of("llama", dtype=torch.bfloat16), "bfloat16", file, "bfloat16")
     reader = GGUFReader(file)
     said = {key: field.contents() for key, field in reader.fields.items()}
     numbers = {
@@ -120,9 +120,9 @@ def test_gguf_metadata(folder_of: FolderOf, tmp_path: Path) -> None:
 def test_rotary_pairs_of_llama_are_interleaved(folder_of: FolderOf, tmp_path: Path) -> None:
     """Row 1 of a head of 16 in llama.cpp's order is row 8 here: the partner of row 0."""
     folder, file = folder_of("llama"), tmp_path / "m.gguf"
-    written(folder, "float32", file)
+    write_gguf(folder, "float32", file)
     (stored,) = (t for t in GGUFReader(file).tensors if t.name == "blk.1.attn_k.weight")
-    own = loaded(folder).model.model.layers[1].self_attn.k_proj.weight.detach().numpy()
+    own = load_model(folder).model.model.layers[1].self_attn.k_proj.weight.detach().numpy()
     assert np.array_equal(stored.data[:4], own[[0, 8, 1, 9]])
     assert np.array_equal(stored.data[16:18], own[[16, 24]])
 
@@ -145,12 +145,12 @@ def test_models_not_representable_as_gguf_are_refused(
     folder_of: FolderOf, tmp_path: Path, kind: str, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=said) as error:
-        written(folder_of(kind, **changes), "float32", tmp_path / "m.gguf")
+        write_gguf(folder_of(kind, **changes), "float32", tmp_path / "m.gguf")
     assert "convert_hf_to_gguf.py" in str(error.value) and "--to merged" in str(error.value)
 
 
 def test_weight_beyond_float16_is_refused(folder_of: FolderOf, tmp_path: Path) -> None:
-    model = loaded(folder_of("llama"))
+    model = load_model(folder_of("llama"))
     with torch.no_grad():
         model.model.model.layers[0].mlp.up_proj.weight[3, 4] = 1e5
     with pytest.raises(ModelError, match=r"mlp\.up_proj\.weight has a weight above 65504(.|\n)*--dtype bfloat16"):
@@ -159,7 +159,7 @@ def test_weight_beyond_float16_is_refused(folder_of: FolderOf, tmp_path: Path) -
 
 @pytest.mark.parametrize("fault", ["weight", "tokens"])
 def test_file_that_differs_from_the_model_is_detected(folder_of: FolderOf, tmp_path: Path, fault: str) -> None:
-    model, file = loaded(folder_of("llama")), tmp_path / "m.gguf"
+    model, file = load_model(folder_of("llama")), tmp_path / "m.gguf"
     gguf_model.write(model, file, "float32", {"name": "m"})
     if fault == "weight":
         with torch.no_grad():

@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, Any]]:
+def train_on_gpus(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, Any]]:
     """Return the metrics of a run on this number of GPUs."""
     data = {"source": "pairs.jsonl" if recipe["stage"] == "dpo" else "rows.jsonl"}
     (folder / "recipe.yaml").write_text(json.dumps({"data": data, **recipe}))
@@ -81,8 +81,8 @@ def trained(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, A
 @pytest.mark.parametrize("stage", RECIPES)
 def test_several_gpus_equal_one(folder: Path, stage: str, shard: bool, gpus: int) -> None:
     recipe = {"stage": stage, "model": TINY, **RECIPES[stage]}
-    one = trained(folder, recipe, 1)
-    many = trained(folder, recipe | {"model": TINY | {"shard": shard}}, gpus)
+    one = train_on_gpus(folder, recipe, 1)
+    many = train_on_gpus(folder, recipe | {"model": TINY | {"shard": shard}}, gpus)
     for row, other in zip(one, many, strict=True):
         for name in ("loss", "grad_norm", "num_tokens"):
             assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), (row["step"], name)
@@ -116,7 +116,7 @@ def test_every_rank_has_a_synced_engine(folder: Path, gpus: int, model: dict[str
         "optim": {"lr": 1e-4 if "lora" in model else 1e-6},
         "run": {"steps": 3},
     }
-    rows = trained(folder, recipe, gpus)
+    rows = train_on_gpus(folder, recipe, gpus)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["rollout/rows"] == 32 and row["grad_norm"] > 0 for row in rows)
     assert all(row["mismatch/mean"] < 0.1 for row in rows)

@@ -168,7 +168,7 @@ LENGTHS = torch.tensor([3, 1, 2, 0, 2, 3])
 MASK = torch.arange(3) < LENGTHS[:, None]
 
 
-def uneven(garbage: float) -> tuple[RolloutBatch, torch.Tensor]:
+def build_uneven_groups(garbage: float) -> tuple[RolloutBatch, torch.Tensor]:
     """Return groups of 4 and 2 rows with an empty row; masked cells hold garbage."""
     generator = torch.Generator().manual_seed(3)
 
@@ -194,7 +194,7 @@ def test_garbage_under_the_mask_changes_nothing(name: str, garbage: float) -> No
     function = registry.get("group_loss", name).function
     results = []
     for fill in (0.0, garbage):
-        rows, logp = uneven(fill)
+        rows, logp = build_uneven_groups(fill)
         found = function(rows, logp)
         found.values.sum().backward()
         assert bool((logp.grad[~MASK] == 0).all())
@@ -205,7 +205,7 @@ def test_garbage_under_the_mask_changes_nothing(name: str, garbage: float) -> No
 
 @pytest.mark.parametrize("name", ALL)
 def test_group_values_are_in_order_of_appearance_and_group_weights_are_detached(name: str) -> None:
-    rows, logp = uneven(0.0)
+    rows, logp = build_uneven_groups(0.0)
     function = registry.get("group_loss", name).function
     keys = {"kl_beta": 0.0} if "kl_beta" in registry.get("group_loss", name).params else {}
     found = function(rows, logp, **keys)

@@ -55,7 +55,7 @@ def pair(tmp_path: Path, base: Path) -> Path:
     return tmp_path
 
 
-def listed(*weights: float) -> list[dict[str, Any]]:
+def list_models(*weights: float) -> list[dict[str, Any]]:
     return [{"model": n, "parameters": {"weight": w}} for n, w in zip("ab", weights, strict=True)]
 
 
@@ -65,7 +65,7 @@ def test_combined_adapter_equals_the_weighted_sum(
 ) -> None:
     """W + 0.5 (W_a - W) - 2 (W_b - W), with PEFT's own merge on both sides; the adapters and the base are unchanged."""
     before = {file: file.read_bytes() for name in ("a", "b", "base") for file in (pair / name).iterdir()}
-    summary = merge(merge_method="lora_combine", models=listed(0.5, -2.0), parameters=parameters)
+    summary = merge(merge_method="lora_combine", models=list_models(0.5, -2.0), parameters=parameters)
     w, a, b = dense(base), dense(base, pair / "a"), dense(base, pair / "b")
     merged = dense(base, pair / "run" / "final")
     for name, tensor in merged.items():
@@ -81,7 +81,7 @@ def test_combined_adapter_equals_the_weighted_sum(
 
 
 def test_svd_of_a_lower_rank_is_the_best_approximation(pair: Path, base: Path, merge: Merge) -> None:
-    summary = merge(merge_method="lora_combine", models=listed(1, 1), parameters={"combination": "svd", "rank": 2})
+    summary = merge(merge_method="lora_combine", models=list_models(1, 1), parameters={"combination": "svd", "rank": 2})
     assert summary["ranks"] == {"2": 4}
     w, a, b = dense(base)[LAYER], dense(base, pair / "a")[LAYER], dense(base, pair / "b")[LAYER]
     u, s, v = torch.linalg.svd((a - w + b - w).double())
@@ -99,7 +99,7 @@ def test_linear_needs_equal_ranks_and_returns_a_single_adapter(tmp_path: Path, b
     adapter(tmp_path / "b", base, 2, rank=4)
     linear = {"combination": "linear"}
     with pytest.raises(MergeError, match=r"q_proj|down_proj: `linear` mixes adapters of equal rank only"):
-        merge(tmp_path / "no", merge_method="lora_combine", models=listed(1, 1), parameters=linear)
+        merge(tmp_path / "no", merge_method="lora_combine", models=list_models(1, 1), parameters=linear)
     models = [{"model": "a"}, {"model": "a", "parameters": {"weight": 0}}]
     assert merge(merge_method="lora_combine", models=models, parameters=linear)["ranks"] == {"2": 4}
     torch.testing.assert_close(dense(base, tmp_path / "run/final")[LAYER], dense(base, tmp_path / "a")[LAYER])
@@ -114,7 +114,7 @@ def spoil(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], 
     return apply
 
 
-def configured(**values: Any) -> Callable[[Path], Any]:
+def edit_config(**values: Any) -> Callable[[Path], Any]:
     def apply(root: Path) -> None:
         path = root / "b/adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -124,12 +124,12 @@ def configured(**values: Any) -> Callable[[Path], Any]:
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another base": (configured(base_model_name_or_path="tiny"), "different bases"),
-    "another revision": (configured(revision="v2"), "different revisions"),
-    "dora": (configured(use_dora=True), "use_dora: True is more than B A"),
-    "whole modules": (configured(modules_to_save=["lm_head"]), "modules_to_save"),
-    "a changed base": (configured(init_lora_weights="pissa_niter_4"), "changed the base that this adapter fits"),
-    "no lora": (configured(peft_type="IA3"), "only LORA is B A"),
+    "another base": (edit_config(base_model_name_or_path="tiny"), "different bases"),
+    "another revision": (edit_config(revision="v2"), "different revisions"),
+    "dora": (edit_config(use_dora=True), "use_dora: True is more than B A"),
+    "whole modules": (edit_config(modules_to_save=["lm_head"]), "modules_to_save"),
+    "a changed base": (edit_config(init_lora_weights="pissa_niter_4"), "changed the base that this adapter fits"),
+    "no lora": (edit_config(peft_type="IA3"), "only LORA is B A"),
     "B is missing": (spoil(lambda t: t.pop(FIRST.replace("_A", "_B"))), "lora_B.weight is missing"),
     "nan": (spoil(lambda t: t[FIRST].fill_(float("nan"))), "NaN or infinite"),
     "other targets": (
@@ -137,8 +137,8 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         "different targets: only one of them is on model.layers.0.self_attn.q_proj",
     ),
     "another width": (spoil(lambda t: t.update({FIRST: torch.ones(1, 8)})), "do not fit at"),
-    "single tokens": (configured(trainable_token_indices=[3]), "trainable_token_indices"),
-    "parameters of experts": (configured(r=7), "the adapter's rank there is 7"),
+    "single tokens": (edit_config(trainable_token_indices=[3]), "trainable_token_indices"),
+    "parameters of experts": (edit_config(r=7), "the adapter's rank there is 7"),
     "weights of the base": (
         spoil(lambda t: t.update({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(2)})),
         "hint: save it in PEFT with save_embedding_layers=False",
@@ -154,14 +154,14 @@ def test_invalid_adapters_are_refused(pair: Path, merge: Merge, fault: str) -> N
     change, match = SPOILT[fault]
     change(pair)
     with pytest.raises(MergeError, match=match):
-        merge(merge_method="lora_combine", models=listed(1, 1))
+        merge(merge_method="lora_combine", models=list_models(1, 1))
     assert not (pair / "run" / "final").exists() and not (pair / "run" / "final.tmp").exists()
 
 
 @pytest.mark.usefixtures("pair")
 def test_cancelling_adapters_are_refused(merge: Merge) -> None:
     with pytest.raises(MergeError, match="combined adapter is zero"):
-        merge(merge_method="lora_combine", models=listed(0, 0))
+        merge(merge_method="lora_combine", models=list_models(0, 0))
 
 
 @pytest.mark.usefixtures("pair")
@@ -181,6 +181,6 @@ def test_full_model_as_adapter_is_refused(merge: Merge) -> None:
     ],
 )
 def test_invalid_recipes_are_refused(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
-    values = {"stage": "merge", "merge_method": "lora_combine", "models": listed(1, 1), **changes}
+    values = {"stage": "merge", "merge_method": "lora_combine", "models": list_models(1, 1), **changes}
     with pytest.raises(RecipeError, match=match):
         load_dict(values, base_dir=tmp_path, where="test")

@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def written(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
@@ -64,7 +64,7 @@ def test_written_model_equals_the_rule_in_memory(models: Path, merge: Merge, met
     assert summary["changed"] > 0
     assert {key: summary["parameters"].get(key) for key in parameters} == parameters
     rule = registry.get("merge", method)
-    base, inputs = written(models / "base"), [written(models / m["model"]) for m in listed]
+    base, inputs = read_weights(models / "base"), [read_weights(models / m["model"]) for m in listed]
     if method == "slerp":
         inputs = [base, *inputs]
     if method == "karcher":  # the base is one of the models
@@ -78,13 +78,13 @@ def test_written_model_equals_the_rule_in_memory(models: Path, merge: Merge, met
     expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)
     # Their norms are sums, whose order depends on memory alignment and on the number of threads.
     rounding = 1e-7 if method in ("karcher", "model_stock") else 0
-    torch.testing.assert_close(written(models / "run/final"), expected, rtol=0, atol=rounding)
+    torch.testing.assert_close(read_weights(models / "run/final"), expected, rtol=0, atol=rounding)
 
 
 def test_share_of_the_whole_model(models: Path, merge: Merge) -> None:
     parameters = {"density": 0.1, "scale": 1.0, "granularity": "global"}
     merge(merge_method="update_selective", models=AB[:1], base_model="base", parameters=parameters)
-    base, tuned, merged = (written(models / name) for name in ("base", "a", "run/final"))
+    base, tuned, merged = (read_weights(models / name) for name in ("base", "a", "run/final"))
     expected = state_dict_merges.update_selective(base, tuned, **parameters)
     torch.testing.assert_close(merged, expected, rtol=0, atol=0)
     changed = sum(int((merged[name] != base[name]).sum()) for name in base)
@@ -95,7 +95,7 @@ def test_random_numbers_depend_only_on_the_seed(models: Path, merge: Merge) -> N
     recipe = {"merge_method": "dare_ties", "models": AB, "base_model": "base", "parameters": {"density": 0.3}}
     for output, seed in (("one", 0), ("two", 0), ("three", 1)):
         merge(output=models / output, run={"seed": seed}, **recipe)
-    one, two, three = (written(models / name / "final") for name in ("one", "two", "three"))
+    one, two, three = (read_weights(models / name / "final") for name in ("one", "two", "three"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], three[name]) for name in one)
 
@@ -138,7 +138,7 @@ def test_mergekit_file(models: Path, merge: Merge) -> None:
     (models / "theirs.yml").write_text(MERGEKIT)
     values = load(str(models / "theirs.yml"), stage="merge").recipe.model_dump(by_alias=True, exclude_none=True)
     merge(**{key: value for key, value in values.items() if key not in ("stage", "run")})
-    base, other, merged = (written(models / name) for name in ("base", "a", "run/final"))
+    base, other, merged = (read_weights(models / name) for name in ("base", "a", "run/final"))
     for layer, attention in ((0, base), (1, other)):
         name = f"model.layers.{layer}.self_attn.q_proj.weight"
         torch.testing.assert_close(merged[name], attention[name])

@@ -43,7 +43,7 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def written(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
@@ -66,7 +66,7 @@ slices:
 def test_layers_are_stacked_in_order(pair: Path, merge: Merge) -> None:
     """Embeddings are the first slice's, norm and head the last one's. transformers loads the 8 layers."""
     summary = go(merge, STACK)
-    a, b, merged = (written(pair / name) for name in ("a", "b", "run/final"))
+    a, b, merged = (read_weights(pair / name) for name in ("a", "b", "run/final"))
     sources = [(a, 0), (a, 1), (a, 2), (b, 1), (b, 2), (b, 3), (b, 4), (a, 3)]
     for number, (model, layer) in enumerate(sources):
         for part in PARTS:
@@ -86,7 +86,7 @@ def test_the_last_line_says_what_was_stacked(pair: Path, merge: Merge, capsys: p
 
 def test_ends_come_from_the_first_and_the_last_slice(pair: Path, merge: Merge) -> None:
     go(merge, STACK.replace("[{model: a, layer_range: [3, 4]}]", "[{model: b, layer_range: [0, 1]}]"))
-    a, b, merged = (written(pair / name) for name in ("a", "b", "run/final"))
+    a, b, merged = (read_weights(pair / name) for name in ("a", "b", "run/final"))
     assert torch.equal(merged["model.embed_tokens.weight"], a["model.embed_tokens.weight"])
     assert torch.equal(merged["model.norm.weight"], b["model.norm.weight"])
     assert torch.equal(merged["lm_head.weight"], b["lm_head.weight"])
@@ -98,7 +98,7 @@ def test_a_model_on_itself_of_an_architecture_with_other_words(tmp_path: Path, m
     source = "  - sources: [{model: a, layer_range: [0, 3]}]\n"
     go(merge, f"merge_method: passthrough\nslices:\n{source}{source}")
     assert json.loads((tmp_path / "run/final/config.json").read_text())["n_layer"] == 6
-    a, merged = written(tmp_path / "a"), written(tmp_path / "run/final")
+    a, merged = read_weights(tmp_path / "a"), read_weights(tmp_path / "run/final")
     assert torch.equal(merged["transformer.h.5.attn.c_attn.weight"], a["transformer.h.2.attn.c_attn.weight"])
 
 
@@ -123,7 +123,7 @@ slices:
   - sources: [{{model: a, layer_range: [2, 4]}}]
 """
     assert go(merge, text)["probe"]["logit_gap"] < 1e-5
-    assert not written(pair / "run/final")["model.layers.2.mlp.down_proj.weight"].any()
+    assert not read_weights(pair / "run/final")["model.layers.2.mlp.down_proj.weight"].any()
 
 
 def test_parts_are_merged_with_values_of_their_own(pair: Path, merge: Merge) -> None:
@@ -142,7 +142,7 @@ slices:
 parameters: {weight: 1.0, normalize: false}
 """
     go(merge, text)
-    a, b, merged = (written(pair / name) for name in ("a", "b", "run/final"))
+    a, b, merged = (read_weights(pair / name) for name in ("a", "b", "run/final"))
     expected = [(0.2, 0, 0.6, 3), (0.8, 1, 0.6, 4), (1.0, 3, 3.0, 0)]
     for number, (x, i, y, k) in enumerate(expected):
         for part in PARTS:
@@ -164,7 +164,7 @@ slices:
 parameters: {weight: 0.5}
 """
     go(merge, text)
-    base, b, merged = (written(pair / name) for name in ("base", "b", "run/final"))
+    base, b, merged = (read_weights(pair / name) for name in ("base", "b", "run/final"))
     name = "mlp.up_proj.weight"
     start, other = base[LAYER.format(3, name)], b[LAYER.format(1, name)]
     torch.testing.assert_close(merged[LAYER.format(1, name)], start + 0.5 * (other - start))

@@ -59,7 +59,7 @@ def engine_starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def saved(loaded: LoadedModel, folder: Path, **section: Any) -> Model:
+def save_model(loaded: LoadedModel, folder: Path, **section: Any) -> Model:
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return Model.model_validate({"path": str(folder), "device": "cpu", **section})
@@ -86,7 +86,7 @@ def test_engine_settings_come_from_a_model_skeleton(kind: str, lora: Lora | None
 def test_engine_loads_its_model_after_the_trainers_weights(
     lora: Lora | None, loaded: LoadedModel, prompts: list[Prompt], engine_starts: list[Any], tmp_path: Path
 ) -> None:
-    section, place = saved(loaded, tmp_path / "model", lora=lora), {"scratch": tmp_path / "engine", "max_len": 64}
+    section, place = save_model(loaded, tmp_path / "model", lora=lora), {"scratch": tmp_path / "engine", "max_len": 64}
     with start_early(SECTION, section, tmp_path, training=True, **place) as begun:
         assert begun is not None
         time.sleep(0.1)
@@ -103,7 +103,7 @@ def test_engine_started_for_another_window_is_replaced(
     loaded: LoadedModel, engine_starts: list[Any], tmp_path: Path
 ) -> None:
     """The prompts turn out to need another window than the engine was started with."""
-    section, place = saved(loaded, tmp_path / "model"), {"scratch": tmp_path / "engine", "max_len": 64}
+    section, place = save_model(loaded, tmp_path / "model"), {"scratch": tmp_path / "engine", "max_len": 64}
     with start_early(SECTION, section, tmp_path, training=True, **{**place, "max_len": 32}) as begun:
         assert begun is not None
         engine: Any = make_engine(SECTION, loaded, begun=begun, **place)
@@ -115,7 +115,7 @@ def test_engine_started_for_another_window_is_replaced(
 
 
 def test_error_before_first_use_ends_the_engine(loaded: LoadedModel, engine_starts: list[Any], tmp_path: Path) -> None:
-    section = saved(loaded, tmp_path / "model")
+    section = save_model(loaded, tmp_path / "model")
     before = threading.active_count()
     begin = start_early(SECTION, section, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64)
     with pytest.raises(ZeroDivisionError), begin as begun:
@@ -128,7 +128,7 @@ def test_error_before_first_use_ends_the_engine(loaded: LoadedModel, engine_star
 @pytest.mark.parametrize("change", [{"engine": "transformers"}, {"vllm": {"server": {"devices": [1]}}}])
 def test_only_vllm_beside_the_trainer_starts_early(change: dict[str, Any], loaded: LoadedModel, tmp_path: Path) -> None:
     section = EngineSection.model_validate({"engine": "vllm", **change})
-    model = saved(loaded, tmp_path / "model")
+    model = save_model(loaded, tmp_path / "model")
     with start_early(section, model, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64) as begun:
         assert begun is None and not (tmp_path / "engine").exists()
 
@@ -152,7 +152,7 @@ def test_engine_with_known_cache_size_does_not_wait(
     begun.wait()
     assert len(engine_starts) == 1
     begun.close()
-    model = saved(loaded, tmp_path / "model", lora={"rank": 3})
+    model = save_model(loaded, tmp_path / "model", lora={"rank": 3})
     lora = begin_colocated(Vllm(), load(model, tmp_path, training=True), scratch=tmp_path, max_len=64)
     assert not (lora.folder / vllm_start.READY_FILE).exists()
     lora.close()

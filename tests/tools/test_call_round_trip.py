@@ -61,7 +61,7 @@ def form_of(template: str) -> Format | None:
     return detect_format(tokenizer(template)) if render_call(tokenizer(template)) is not None else None
 
 
-def rendered(template: str, arguments: list[dict[str, Any]]) -> str | None:
+def render_turn(template: str, arguments: list[dict[str, Any]]) -> str | None:
     """Return the assistant's turn with these calls; None if the template refuses them (several in a turn)."""
     question = {"role": "user", "content": "x"}
     begun = chat.render(tokenizer(template), [question], generation_prompt=True)
@@ -92,7 +92,7 @@ def test_most_templates_write_calls() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rendered_call_is_parsed_back(template: str, kind: str) -> None:
     arguments, form = KINDS[kind], form_of(template)
-    text = rendered(template, arguments)
+    text = render_turn(template, arguments)
     if text is None:
         assert kind == "parallel calls"  # `only supports single tool-calls at once`
         return

@@ -64,7 +64,7 @@ RARE = (  # another half of a minute
 FAMILIES = [*RENAMED, *SAME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARE)]
 
 
-def started(base: Path, **keys: Any) -> tuple[LoadedModel, Optimizer]:
+def start_training(base: Path, **keys: Any) -> tuple[LoadedModel, Optimizer]:
     section = Model.model_validate({"path": str(base), "device": "cpu", **keys})
     loaded = load(section, base, training=True)
     return loaded, optim.build(loaded.model, Optim(lr=1e-3))
@@ -82,7 +82,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
@@ -101,14 +101,14 @@ def test_run_resumes_exactly_and_final_model_loads_elsewhere(kind: str, tmp_path
     """Full training: the checkpoint holds every weight and moment; it and the final model load elsewhere with the
     published names of the architecture; an engine gets the final model's weights."""
     base = save_family(kind, tmp_path / "base")
-    loaded, optimizer = started(base)
+    loaded, optimizer = start_training(base)
     train(loaded, optimizer)
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
     saved = weights(loaded.model)
     train(loaded, optimizer)
     following = weights(loaded.model)
 
-    again, another = started(base)
+    again, another = start_training(base)
     assert not equal(weights(again.model), saved)
     state = checkpoint.restore(tmp_path / "checkpoints", again, another)
     assert state is not None and state.step == 1
@@ -117,17 +117,17 @@ def test_run_resumes_exactly_and_final_model_loads_elsewhere(kind: str, tmp_path
     assert equal(weights(again.model), following)
 
     folder = tmp_path / "checkpoints" / "step-00000001"
-    assert stored(folder).keys() == stored(base).keys()
+    assert read_weights(folder).keys() == read_weights(base).keys()
     if kind in RENAMED:
-        assert not stored(base).keys() <= saved.keys()
+        assert not read_weights(base).keys() <= saved.keys()
     assert equal(weights(AutoModelForCausalLM.from_pretrained(folder)), saved)
     assert save(loaded, tmp_path / "final")["logit_gap"] < 1e-5
-    assert stored(tmp_path / "final").keys() == stored(base).keys()
+    assert read_weights(tmp_path / "final").keys() == read_weights(base).keys()
     elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     with torch.no_grad():
         assert torch.equal(elsewhere.eval()(input_ids=IDS).logits, loaded.model.eval()(input_ids=IDS).logits)
         with weight_stream(loaded.model) as named:
-            assert equal(as_saved(named), stored(tmp_path / "final"))
+            assert equal(as_saved(named), read_weights(tmp_path / "final"))
 
 
 def test_model_loaded_from_module_names_is_saved_with_published_names(tmp_path: Path) -> None:
@@ -137,23 +137,23 @@ def test_model_loaded_from_module_names_is_saved_with_published_names(tmp_path: 
     plain.save_pretrained(tmp_path / "modules", save_original_format=False)
     (tmp_path / "modules" / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
     (tmp_path / "modules" / "tokenizer_config.json").write_bytes((base / "tokenizer_config.json").read_bytes())
-    assert stored(tmp_path / "modules").keys() != stored(base).keys()
-    loaded, _ = started(tmp_path / "modules")
+    assert read_weights(tmp_path / "modules").keys() != read_weights(base).keys()
+    loaded, _ = start_training(tmp_path / "modules")
     save(loaded, tmp_path / "final")
-    assert equal(stored(tmp_path / "final"), stored(base))
+    assert equal(read_weights(tmp_path / "final"), read_weights(base))
 
 
 def test_optimizer_moments_are_matched_by_name(tmp_path: Path) -> None:
     """Parameters of a checkpoint may come in another order, by another version of torch or transformers."""
     base = save_family("llama", tmp_path / "base")
-    loaded, optimizer = started(base)
+    loaded, optimizer = start_training(base)
     train(loaded, optimizer)
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
     moments = torch.load(tmp_path / "checkpoints/step-00000001/optimizer.pt", weights_only=True)
     for group, names in zip(moments["param_groups"], moments["names"], strict=True):
         group["params"].reverse()
         names.reverse()
-    again, another = started(base)
+    again, another = start_training(base)
     own = checkpoint._parameter_names(another, again.model, None)
     another.load_state_dict(checkpoint._match_by_name(moments, own, tmp_path))
     named = {id(p): n for n, p in loaded.model.named_parameters()}
@@ -163,16 +163,16 @@ def test_optimizer_moments_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def test_moments_of_other_weights_are_refused(tmp_path: Path) -> None:
-    loaded, optimizer = started(save_family("llama", tmp_path / "base"))
+    loaded, optimizer = start_training(save_family("llama", tmp_path / "base"))
     moments = {**optimizer.state_dict(), "names": [["a"], ["b"]]}
     with pytest.raises(RunError, match=r"has the optimizer state of other weights, e.g. a"):
         checkpoint._match_by_name(moments, checkpoint._parameter_names(optimizer, loaded.model, None), tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    loaded, optimizer = started(save_family("mixtral", tmp_path / "base"))
+    loaded, optimizer = start_training(save_family("mixtral", tmp_path / "base"))
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
-    other, _ = started(save_family("qwen3_moe", tmp_path / "other"))
+    other, _ = start_training(save_family("qwen3_moe", tmp_path / "other"))
     with pytest.raises(RunError, match=r"step-00000001 cannot be loaded: .*"):
         checkpoint.load_weights(other, tmp_path / "checkpoints" / "step-00000001")
 
@@ -185,12 +185,12 @@ ROUTED = ("phimoe", "llama4_text")  # whose routers are linear layers by class, 
 def test_an_adapter_goes_on_and_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
     """The save is proven by PEFT on the base; merged, the adapter is a model under published names."""
     base = save_family(kind, tmp_path / "base")
-    loaded, optimizer = started(base, lora={"rank": 2})
+    loaded, optimizer = start_training(base, lora={"rank": 2})
     for _ in range(2):
         train(loaded, optimizer)
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=2), loaded, optimizer, 1)
     saved = weights(loaded.model)
-    again, another = started(base, lora={"rank": 2})
+    again, another = start_training(base, lora={"rank": 2})
     checkpoint.restore(tmp_path / "checkpoints", again, another)
     assert equal(weights(again.model), saved)
     train(loaded, optimizer)
@@ -204,8 +204,8 @@ def test_an_adapter_goes_on_and_is_what_peft_loads(kind: str, tmp_path: Path) ->
         expected = loaded.model.eval()(input_ids=IDS).logits
         assert torch.allclose(merged.model(input_ids=IDS).logits, expected, atol=1e-4)
         with weight_stream(loaded.model, merged=True) as named:
-            found, dense = as_saved(named), stored(tmp_path / "dense")
-    assert found.keys() == dense.keys() == stored(base).keys()
+            found, dense = as_saved(named), read_weights(tmp_path / "dense")
+    assert found.keys() == dense.keys() == read_weights(base).keys()
     assert all(torch.allclose(found[name], dense[name], atol=1e-6) for name in dense)
 
 
@@ -245,7 +245,7 @@ def test_router_loss_of_the_configuration_is_switched_off_in_passes(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["phimoe", "llama4_text", "falcon"])
 def test_all_linear_selects_every_matrix_product_layer(kind: str, tmp_path: Path) -> None:
     """Routers are linear layers by class but return more than a product; Falcon's layers are a class of their own."""
-    loaded, _ = started(save_family(kind, tmp_path / "base"), lora={"rank": 2})
+    loaded, _ = start_training(save_family(kind, tmp_path / "base"), lora={"rank": 2})
     adapted = {name.rpartition(".")[2] for name in adapters.layers_of(loaded.model.get_base_model())}
     assert {"phimoe": "q_proj", "llama4_text": "q_proj", "falcon": "query_key_value"}[kind] in adapted
     assert not {"router", "gate"} & adapted

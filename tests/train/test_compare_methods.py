@@ -20,7 +20,7 @@ from posttrain.train.compare_methods import compare, summarize, tabulate_rows
 from posttrain.train.saved_rollouts import SavedRollouts
 
 
-def resolved(**changes: Any) -> dict[str, Any]:
+def resolve_recipe(**changes: Any) -> dict[str, Any]:
     """Return an rl run's resolved recipe."""
     values = {
         "stage": "rl",
@@ -94,7 +94,7 @@ def test_advantages_and_clipping_of_each_method(saved: SavedRollouts) -> None:
 
     cispo keeps every token; dapo drops the group that is all right; verl_rank needs what is not saved.
     """
-    outcomes = {o.name: o for o in compare(resolved(), saved, ["grpo", "cispo", "dapo", "verl_rank"])}
+    outcomes = {o.name: o for o in compare(resolve_recipe(), saved, ["grpo", "cispo", "dapo", "verl_rank"])}
     grpo, cispo, dapo = outcomes["grpo"], outcomes["cispo"], outcomes["dapo"]
     assert grpo.advantages.tolist() == pytest.approx([0.7071, -0.7071, 0, 0], abs=1e-3)
     assert grpo.clipped == pytest.approx(0.5) and not grpo.push.any()
@@ -110,7 +110,7 @@ def test_advantages_and_clipping_of_each_method(saved: SavedRollouts) -> None:
 
 
 def test_compare_methods_command(saved: SavedRollouts, tmp_path: Path) -> None:
-    (tmp_path / "resolved.json").write_text(json.dumps(resolved()))
+    (tmp_path / "resolved.json").write_text(json.dumps(resolve_recipe()))
     saved_rollouts.write(tmp_path, 5, saved, keep=1)
     call = CliRunner().invoke
     text = call(app, ["compare-methods", str(tmp_path), "--algorithm", "dapo,cispo", "--rows", "2"])

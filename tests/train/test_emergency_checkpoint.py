@@ -91,7 +91,7 @@ def generate_beside_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "make_engine", apart)
 
 
-def finished(opened: Opened, name: str, recipe: Stage, *, resume: bool = False) -> list[dict[str, Any]]:
+def finish_run(opened: Opened, name: str, recipe: Stage, *, resume: bool = False) -> list[dict[str, Any]]:
     with opened(name, resume=resume) as directory:
         rl.run(recipe, directory)
     return timeless(directory.path)
@@ -99,14 +99,14 @@ def finished(opened: Opened, name: str, recipe: Stage, *, resume: bool = False) 
 
 def test_failing_reward_keeps_finished_steps(recipe: Make, opened: Opened, tmp_path: Path) -> None:
     """Without `save_every` the two previous steps were once lost. After a fix, the run resumes exactly."""
-    expected = finished(opened, "straight", recipe())
+    expected = finish_run(opened, "straight", recipe())
     (tmp_path / "broken").touch()
     with opened("broken run") as directory, pytest.raises(RunError, match="no more"):
         rl.run(recipe(), directory)
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
     (tmp_path / "broken").unlink()
-    assert finished(opened, "broken run", recipe(), resume=True) == expected
+    assert finish_run(opened, "broken run", recipe(), resume=True) == expected
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -160,7 +160,7 @@ def test_failing_controller_keeps_finished_steps(
     fix, the run resumes exactly: the controller gets each step once."""
     (tmp_path / "driven.py").write_text(DRIVEN.replace("{flag}", str(tmp_path / "broken")).replace("{how}", how))
     made = recipe(controllers={"rollout.max_new_tokens": {"use": "driven.py:Driven"}})
-    expected = finished(opened, "straight", made)
+    expected = finish_run(opened, "straight", made)
     assert [row["control/rollout.max_new_tokens"] for row in expected] == [8, 7, 6, 5]
     (tmp_path / "broken").touch()
     with opened("broken run") as directory, pytest.raises(Exception, match=told):
@@ -168,7 +168,7 @@ def test_failing_controller_keeps_finished_steps(
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
     (tmp_path / "broken").unlink()
-    assert finished(opened, "broken run", made, resume=True) == expected
+    assert finish_run(opened, "broken run", made, resume=True) == expected
 
 
 def failing_pass(monkeypatch: pytest.MonkeyPatch, step: int, minibatch: int, error: Exception) -> None:
@@ -205,7 +205,7 @@ def test_error_in_the_first_update_of_a_step_keeps_finished_steps(
 ) -> None:
     """The weights are still those of step 2, and its rollouts exist: the run resumes exactly."""
     made = recipe(**changes, batch={"minibatches": 2}, rewards=[{"use": "rewards.py:digits"}])
-    expected = finished(opened, "straight", made)
+    expected = finish_run(opened, "straight", made)
     assert [row["updates"] for row in expected] == [2, 2, 2, 2]
     with monkeypatch.context() as patch, opened("broken run") as directory:
         failing_pass(patch, 3, 1, error)
@@ -214,7 +214,7 @@ def test_error_in_the_first_update_of_a_step_keeps_finished_steps(
     assert "saved after step 2: the next step failed before its update" in capsys.readouterr().err
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
-    assert finished(opened, "broken run", made, resume=True) == expected
+    assert finish_run(opened, "broken run", made, resume=True) == expected
 
 
 def test_weights_between_two_updates_are_not_saved(
@@ -298,7 +298,7 @@ def test_failure_in_rollouts_sampled_ahead_keeps_those_of_the_step(
 ) -> None:
     """Rollouts of step 3 fail before the update of step 2, whose own rollouts are saved and trained on after all."""
     made = recipe(**STALE, run={"steps": 4, "save_every": save_every})
-    expected = finished(opened, "straight", made)
+    expected = finish_run(opened, "straight", made)
     (tmp_path / "broken").touch()
     with opened("broken run") as directory, pytest.raises(RunError, match="no more"):
         rl.run(made, directory)
@@ -306,7 +306,7 @@ def test_failure_in_rollouts_sampled_ahead_keeps_those_of_the_step(
     assert newest is not None and checkpoints.step_of(newest) == 1
     assert (newest / rollout_source.QUEUED_FILE).is_file()
     (tmp_path / "broken").unlink()
-    assert finished(opened, "broken run", made, resume=True) == expected
+    assert finish_run(opened, "broken run", made, resume=True) == expected
 
 
 SLOW = """
@@ -344,7 +344,7 @@ def test_rollouts_of_older_weights_are_not_sampled_again(
     """An engine beside the trainer: rollouts of step 3 fail while step 2 trains, and step 3 finds out. A checkpoint of
     step 2 cannot hold them: a checkpoint of step 1 stays the newest; without one, step 2's is written."""
     if saved:
-        finished(opened, "run", recipe(**STALE, run={"steps": 1}))
+        finish_run(opened, "run", recipe(**STALE, run={"steps": 1}))
     (tmp_path / "broken").touch()
     with opened(resume=saved) as directory, pytest.raises(RunError, match="no more"):
         rl.run(recipe(**STALE), directory)

@@ -59,7 +59,7 @@ def recipe(tmp_path: Path) -> Any:
     return make
 
 
-def finished(opened: Opened, name: str, recipe: Any, *, resume: bool = False) -> list[dict[str, Any]]:
+def finish_run(opened: Opened, name: str, recipe: Any, *, resume: bool = False) -> list[dict[str, Any]]:
     with opened(name, resume=resume) as directory:
         rl.run(recipe, directory)
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(directory.path)]
@@ -70,7 +70,7 @@ def test_full_disk_during_a_checkpoint(
 ) -> None:
     """The checkpoint of step 3 does not fit: those of 1 and 2 stay, and the run resumes from 2 once there is space.
     Then the disk flips a bit of the last checkpoint: the run resumes from the one before."""
-    expected = finished(opened, "straight", recipe())
+    expected = finish_run(opened, "straight", recipe())
     saved, original = list[Path](), torch.save
 
     def full(value: Any, path: Path) -> None:
@@ -86,11 +86,11 @@ def test_full_disk_during_a_checkpoint(
             rl.run(recipe(), directory)
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
-    assert finished(opened, "full", recipe(), resume=True) == expected
+    assert finish_run(opened, "full", recipe(), resume=True) == expected
     weights = checkpoints.folder_for(directory.checkpoints, 4) / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the same size: only its hash differs
-    assert finished(opened, "full", recipe(), resume=True) == expected
+    assert finish_run(opened, "full", recipe(), resume=True) == expected
     assert weights.read_bytes() == whole, "made anew from step 3"
     assert "step-00000004 is damaged and is not used" in capsys.readouterr().err
 
@@ -140,7 +140,7 @@ SPOILT = [
 def test_unloadable_checkpoint_is_skipped(recipe: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
     """Its manifest is right, but a run cannot load its files: the previous checkpoint is used, and the numbers equal an
     unbroken run's. If none can be loaded, the run does not silently start again."""
-    expected = finished(opened, "run", recipe())
+    expected = finish_run(opened, "run", recipe())
     with opened("run", resume=True) as directory:
         folders = [checkpoints.folder_for(directory.checkpoints, step) for step in (3, 4)]
     for spoil in SPOILT:
@@ -148,7 +148,7 @@ def test_unloadable_checkpoint_is_skipped(recipe: Any, opened: Opened, capsys: p
         spoil(folders[1])
         (folders[1] / checkpoints.MANIFEST).unlink()
         checkpoints.seal(folders[1])
-        assert finished(opened, "run", recipe(), resume=True) == expected, spoil.__name__
+        assert finish_run(opened, "run", recipe(), resume=True) == expected, spoil.__name__
         said = capsys.readouterr().err
         assert "step-00000004 cannot be loaded and is not used" in said and "resumed after step 3" in said
         assert checkpoints.verify(folders[1].with_name("step-00000004.unusable")), "set aside, as it was"
@@ -214,7 +214,7 @@ def test_failed_sync_loses_no_step(
         inner(self, model, version)
 
     monkeypatch.setattr(TransformersEngine, "sync", sync)
-    expected = finished(opened, "straight", whole)
+    expected = finish_run(opened, "straight", whole)
     lost["version"] = version
     with opened("broken") as directory, pytest.raises(EngineError, match="the engine is gone"):
         rl.run(whole, directory)
@@ -223,7 +223,7 @@ def test_failed_sync_loses_no_step(
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == version
     lost["version"] = -1
-    assert finished(opened, "broken", whole, resume=True) == expected
+    assert finish_run(opened, "broken", whole, resume=True) == expected
 
 
 def test_resumed_run_syncs_in_its_first_step(recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +240,12 @@ def test_resumed_run_syncs_in_its_first_step(recipe: Any, opened: Opened, monkey
     for name, changes in (("in turns", {}), ("ahead", {"staleness": 1})):
         made = recipe(**changes)
         made = made.model_copy(update={"run": made.run.model_copy(update={"keep_checkpoints": 4})})
-        straight = finished(opened, name, made)
+        straight = finish_run(opened, name, made)
         with opened(name, resume=True) as directory:
             for step in (3, 4):
                 shutil.rmtree(checkpoints.folder_for(directory.checkpoints, step))
         told.clear()
-        assert finished(opened, name, made, resume=True) == straight
+        assert finish_run(opened, name, made, resume=True) == straight
         assert told == ["step 2", "sync 2", "step 3", "sync 3"]
 
 
@@ -267,7 +267,7 @@ def test_killed_server_ends_the_run_which_resumes(
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
     monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
     elsewhere = recipe(save_every=None, engine="vllm", vllm={"server": {"devices": [1]}})
-    expected = finished(opened, "straight", elsewhere)
+    expected = finish_run(opened, "straight", elsewhere)
     update = rl.update
 
     def killing(p: Any, batch: Any, sequences: Any, step: int, rows_of: Any) -> Any:
@@ -282,4 +282,4 @@ def test_killed_server_ends_the_run_which_resumes(
     assert len(read_metrics(directory.path)) == 3
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 3
-    assert finished(opened, "broken", elsewhere, resume=True) == expected
+    assert finish_run(opened, "broken", elsewhere, resume=True) == expected

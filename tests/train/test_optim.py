@@ -25,7 +25,7 @@ def states(optimizer: Any) -> dict[tuple[int, ...], set[torch.dtype]]:
     return {tuple(p.shape): {s["state1"].dtype, s["state2"].dtype} for p, s in optimizer.state.items()}
 
 
-def stepped(use: Any, steps: int = 5) -> tuple[Any, nn.Module]:
+def run_steps(use: Any, steps: int = 5) -> tuple[Any, nn.Module]:
     model: Any = tiny.build(0)[0]
     optimizer = optim.build(model, Optim(use=use, lr=1e-3))
     draw = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def test_weights_outside_the_adapters_are_clipped_too() -> None:
 
 def test_matrices_have_8_bit_moments_and_embeddings_float32() -> None:
     """`tiny`: matrices of 64 x 64 = 4096 and more; norms of 64; tied embeddings of vocabulary x 64."""
-    optimizer, model = stepped("adamw_8bit", steps=1)
+    optimizer, model = run_steps("adamw_8bit", steps=1)
     embeddings = tuple(model.get_input_embeddings().weight.shape)  # type: ignore[operator]
     for shape, dtypes in states(optimizer).items():
         assert dtypes == {torch.float32 if len(shape) == 1 or shape == embeddings else torch.uint8}, shape
@@ -65,7 +65,7 @@ def test_updates_equal_adamw_up_to_quantization() -> None:
     start: Any = tiny.build(0)[0]
     moved = [
         torch.cat([(a - b).detach().flatten() for a, b in zip(model.parameters(), start.parameters(), strict=True)])
-        for _, model in (stepped("adamw"), stepped("adamw_8bit"))
+        for _, model in (run_steps("adamw"), run_steps("adamw_8bit"))
     ]
     assert float(moved[0].norm()) > 0.1
     assert float((moved[0] - moved[1]).norm() / moved[0].norm()) < 0.05

@@ -59,7 +59,7 @@ def folder(dpo_recipe: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(folder: Path, values: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+def train_and_resume(folder: Path, values: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """Return the metrics of a run through the command line, after checking that a resumed run has the same."""
     recipe = {
         "stage": "dpo",
@@ -90,13 +90,13 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_method_per_family_trains_and_resumes_exactly(name: str, folder: Path) -> None:
-    assert len(trained(folder, FAMILIES[name], 4)) == 4
+    assert len(train_and_resume(folder, FAMILIES[name], 4)) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_margin_grows_in_twenty_steps(name: str, folder: Path) -> None:
-    rows = trained(folder, METHODS[name], 20)
+    rows = train_and_resume(folder, METHODS[name], 20)
     margins = [row["rewards/margins"] for row in rows]
     assert len(rows) == 20
     assert margins[-1] > margins[0] + 1e-3

@@ -23,7 +23,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 LORA = {"path": "tiny", "lora": {"rank": 4}}
 
 
-def prepared(recipe: Any, tmp_path: Any) -> tuple[Any, Any]:
+def prepare_job(recipe: Any, tmp_path: Any) -> tuple[Any, Any]:
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
     return loaded, prepare_pairs(recipe.data, loaded.tokenizer, tmp_path).items
 
@@ -43,7 +43,7 @@ def test_loss_and_gradients_equal_those_of_trl(dpo_recipe, opened, tmp_path):
     """One batch of 6 pairs, a policy moved away from its reference, beta 0.3: TRL's sigmoid loss with a reference model
     against our dpo with precomputed log-probs."""
     recipe = dpo_recipe(loss={"beta": 0.3}, batch={"size": 6, "micro_size": 6})
-    loaded, pairs = prepared(recipe, tmp_path)
+    loaded, pairs = prepare_job(recipe, tmp_path)
     reference = copy.deepcopy(loaded.model)
     with opened() as directory:
         job = Job.of(recipe, directory, loaded, len(pairs))
@@ -95,7 +95,7 @@ def stock_trainer(model: Any, reference: Any, loaded: Any, pairs: Any, tmp_path:
 def test_the_reference_under_lora_is_the_base_without_adapter(dpo_recipe, opened, tmp_path):
     """After training, log-probs with the adapter disabled still equal the precomputed ones."""
     recipe = dpo_recipe(model=LORA)
-    loaded, pairs = prepared(recipe, tmp_path)
+    loaded, pairs = prepare_job(recipe, tmp_path)
     with opened() as directory:
         job = Job.of(recipe, directory, loaded, len(pairs))
         loss = registry.resolve("pair_loss", "dpo").function
@@ -159,7 +159,7 @@ def test_resumed_run_uses_the_stored_reference(dpo_recipe, opened, rows_of, monk
 
 
 def test_stored_reference_of_other_pairs_is_not_used(dpo_recipe, tmp_path):
-    _, pairs = prepared(dpo_recipe(), tmp_path)
+    _, pairs = prepare_job(dpo_recipe(), tmp_path)
     logps = {side: torch.ones(len(pairs)) for side in reference_models.SIDES}
     stored_logps.write(tmp_path / "cache", reference_models.tokens_of(pairs), logps)
     assert torch.equal(

@@ -75,7 +75,7 @@ def make(recipe: Make, tmp_path: Path) -> Make:  # noqa: F811
     return made
 
 
-def sampled(folder: Path) -> list[Values]:
+def load_samples(folder: Path) -> list[Values]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
@@ -102,7 +102,7 @@ def test_killed_run_resumes_exactly(
     for step in range(4, 7):
         shutil.rmtree(checkpoints.folder_for(tmp_path / "killed" / "checkpoints", step))
     assert run("killed", made, resume=True) == straight
-    assert sampled(tmp_path / "killed") == sampled(tmp_path / "straight")
+    assert load_samples(tmp_path / "killed") == load_samples(tmp_path / "straight")
     states = [
         json.loads((checkpoints.folder_for(tmp_path / n / "checkpoints", 6) / "state.json").read_text())["sampler"]
         for n in ("straight", "killed")
@@ -130,7 +130,7 @@ def test_prompts_solved_by_greedy_decoding_are_not_trained_on(make: Make, run: A
 def test_user_defined_sampler(make: Make, run: Any, use: Any, tmp_path: Path) -> None:  # noqa: F811
     use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.0))
     run("run", make(**SAMPLERS["own"], run={"samples_per_step": 99}))
-    first = [row for row in sampled(tmp_path / "run") if row["step"] == 1]
+    first = [row for row in load_samples(tmp_path / "run") if row["step"] == 1]
     assert {number for number in range(24) if any(f"{number}+{number}=" in row["prompt"] for row in first)} >= {21, 22}
     assert all(f"{number}+{number}=" not in row["prompt"] for row in first for number in (10, 15, 20))
 

@@ -75,7 +75,7 @@ def values_of(**changes: Any) -> Values:
     }
 
 
-def trained(cli: Any, home: Path, name: str = "run", **changes: Any) -> list[Values]:
+def train_run(cli: Any, home: Path, name: str = "run", **changes: Any) -> list[Values]:
     (home / f"{name}.yaml").write_text(json.dumps(values_of(**changes)))
     cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name))
     return list(cli.rows_of(home / name))
@@ -90,7 +90,7 @@ def test_replayed_successes_keep_their_stored_log_probs(
 ) -> None:
     """Each replayed row is the first of a group whose other rows failed, has the tokens and log-probs of the step that
     sampled it, and an advantage above 0; log-probs of fresh rows are computed."""
-    metrics = trained(cli, home, batch=batch)
+    metrics = train_run(cli, home, batch=batch)
     count = 0
     for step, (rollouts, given) in enumerate(zip(seen.rollouts, seen.batches, strict=True)):
         replayed = [n for n, rollout in enumerate(rollouts) if rollout.stored]
@@ -128,7 +128,7 @@ def test_replayed_successes_keep_their_stored_log_probs(
 def test_replay_of_successes_with_row_selection(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
     """DART: of four rows the three with the largest entropy are trained on; a replayed success can be one of them, with
     its advantage above 0."""
-    metrics = trained(cli, home, algorithm="dart")
+    metrics = train_run(cli, home, algorithm="dart")
     replayed = [
         (given, n)
         for given in seen.batches if given.replayed is not None
@@ -152,7 +152,7 @@ def test_added_rows_keep_their_advantages_and_log_probs(
 ) -> None:
     """An added row has a group of its own and its stored values. Its ratio is to its sampling policy: by `old_logp`
     with a clip, by `rollout_logp` with ReMix, where `old_logp` is the current policy."""
-    metrics = trained(cli, home, algorithm=algorithm)
+    metrics = train_run(cli, home, algorithm=algorithm)
     samples = [json.loads(line) for line in (home / "run" / "samples.jsonl").read_text().splitlines()]
     sampled = [[one for one in rollouts if one.stored is None] for rollouts in seen.rollouts if len(rollouts) == 16]
     count = 0
@@ -200,7 +200,7 @@ def test_left_out_rows_get_a_separate_update(
 
     monkeypatch.setattr(replay, "update_once", recorded)
     own = {"use": "compensation", "size": 6, "p_end": 1.0}
-    metrics = trained(cli, home, algorithm="rorecomp", replay=own)
+    metrics = train_run(cli, home, algorithm="rorecomp", replay=own)
     left: list[tuple[int, float, list[int], torch.Tensor]] = []  # step, advantage, tokens, log-probs
     for step, (rollouts, given) in enumerate(zip(seen.rollouts, seen.batches, strict=True)):
         batches = [(batch, what) for batch, what in apart if what["step"] == step]
@@ -226,7 +226,7 @@ def test_left_out_rows_get_a_separate_update(
 def test_metrics_describe_sampled_rollouts(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
     """A step's reward is the mean over its 16 sampled rollouts, including replaced ones, which earned 0. Their tokens
     count as sampled, those of replayed rows do not."""
-    metrics = trained(cli, home)
+    metrics = train_run(cli, home)
     assert any(row["replay/rows"] for row in metrics)
     for row, rollouts in zip(metrics, seen.rollouts, strict=True):
         earned = sum(one.reward or 0.0 for one in rollouts if one.stored is None)
@@ -235,7 +235,7 @@ def test_metrics_describe_sampled_rollouts(cli: Any, home: Path, seen: Seen) -> 
         groups = {one.group for one in rollouts}
         mixed = [g for g in groups if len({one.reward for one in rollouts if one.group == g}) > 1]
         assert row["signal/share"] == len(mixed) / 4
-    plain = trained(cli, home, "plain", replay=None, run={**values_of()["run"], "steps": 1})
+    plain = train_run(cli, home, "plain", replay=None, run={**values_of()["run"], "steps": 1})
     assert plain[0]["num_tokens"] == metrics[0]["num_tokens"]
 
 
@@ -260,7 +260,7 @@ def test_run_resumes_exactly(cli: Any, home: Path, changes: Values) -> None:
 
 
 def test_user_defined_replay_class(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
-    trained(cli, home, replay={"use": "./own.py:Newest", "age": 2, "limit": 6})
+    train_run(cli, home, replay={"use": "./own.py:Newest", "age": 2, "limit": 6})
     for step, rollouts in enumerate(seen.rollouts):
         assert all(one.stored is None or one.stored.step == step - 1 for one in rollouts)
     assert sum(one.stored is not None for one in seen.rollouts[-1]) >= 2

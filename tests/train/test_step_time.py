@@ -136,7 +136,7 @@ MEASURED = {
 }
 
 
-def measured(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_record(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a record's side or run."""
     file, _, run = name.partition(":")
     record = json.loads((RESULTS / f"{file}.json").read_text())
@@ -146,7 +146,7 @@ def measured(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("name", MEASURED)
 def test_predicted_step_times_match_measured_runs(name: str) -> None:
     shape, card, update, rollout = MEASURED[name]
-    record, side = measured(name)
+    record, side = read_record(name)
     settings, setting = side["settings"], record["setting"]
     flops, memory, nvlink, gib = CARDS[card]
     rows, ranks = setting["prompts"] * setting["group"], side.get("processes", 1)

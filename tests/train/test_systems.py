@@ -80,7 +80,7 @@ REWARDS = (
 )
 
 
-def paid(example: Example) -> float | None:
+def expected_reward(example: Example) -> float | None:
     """Return the reward that an example expects."""
     found = example.expected["reward"] if isinstance(example.expected, Mapping) else example.expected
     return None if found is None else float(found)  # type: ignore[arg-type]
@@ -91,10 +91,12 @@ def test_shipped_reward_scores_its_examples_in_a_run(use: str, cli: Any, tmp_pat
     """Stored completions from the reward's examples get the expected rewards in a run and are trained on."""
     script, function = use.split(".")
     path = Path(str(shipped_folder("rewards").joinpath(f"{script}.py")))
-    known = [e for e in read_examples(path)[function] if not e.params and e.completion and paid(e) is not None]
+    known = [
+        e for e in read_examples(path)[function] if not e.params and e.completion and expected_reward(e) is not None
+    ]
     known = [e for e in known if e.columns.keys() == known[0].columns.keys()][:8]
     rows = [
-        {"prompt": f"Question {n}?", "completion": e.completion, **e.columns, "paid": paid(e)}
+        {"prompt": f"Question {n}?", "completion": e.completion, **e.columns, "paid": expected_reward(e)}
         for n, e in enumerate(known)
     ]
     assert len({row["paid"] for row in rows}) > 1

@@ -75,7 +75,7 @@ def test_killed_run_resumes_exactly(
 # --- each system, three steps through the command line ---
 
 
-def trained(folder: Path, algorithm: str, changes: Values) -> tuple[list[Values], list[Values]]:
+def train_preset(folder: Path, algorithm: str, changes: Values) -> tuple[list[Values], list[Values]]:
     """Return metrics and samples of three steps of a preset's example on the tiny model."""
     shown = json.loads(CliRunner().invoke(app, ["methods", "show", f"preset/{algorithm}", "--json"]).stdout)[0]
     base = {key: value for key, value in yaml.safe_load(shown["recipe"]).items() if key != "rewards"}
@@ -108,7 +108,7 @@ PAID = {"rewards": [{"use": "easy.py:most"}], "scoring": {"max_bad_gold": 1}}
 @pytest.mark.slow
 def test_saturn_moves_to_harder_formulas(tmp_path: Path) -> None:
     (tmp_path / "easy.py").write_text(EASY)
-    metrics, samples = trained(tmp_path, "saturn", {**PAID, "sampler": {"window": 4}})
+    metrics, samples = train_preset(tmp_path, "saturn", {**PAID, "sampler": {"window": 4}})
     assert [row["sampler/stage"] for row in metrics] == [1, 2, 3]
     by_step = {step: {len(s["prompt"].split(" & ")) for s in samples if s["step"] == step} for step in (1, 2, 3)}
     assert [max(by_step[step]) for step in (1, 2, 3)] == sorted({max(found) for found in by_step.values()})
@@ -119,7 +119,7 @@ def test_saturn_moves_to_harder_formulas(tmp_path: Path) -> None:
 def test_scaler_adapts_each_environment_and_swaps_one(tmp_path: Path) -> None:
     (tmp_path / "easy.py").write_text(EASY)
     changes = {**PAID, "sampler": {"active": 2, "max_limit": 1, "gain": 8.0}}
-    metrics, _ = trained(tmp_path, "scaler", changes)
+    metrics, _ = train_preset(tmp_path, "scaler", changes)
     assert metrics[0]["sampler/difficulty"] > 0
     assert metrics[-1]["sampler/retired"] > 0
     state = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/state.json")).read_text())["sampler"]
@@ -128,7 +128,7 @@ def test_scaler_adapts_each_environment_and_swaps_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ariadne_rewards_prefixes_of_the_path(tmp_path: Path) -> None:
-    metrics, samples = trained(tmp_path, "ariadne", {})
+    metrics, samples = train_preset(tmp_path, "ariadne", {})
     assert {"score/path/path_reward", "score/path/tag_format"} & set(metrics[0]) or "path/path_reward" in str(
         samples[0]
     )
@@ -136,7 +136,7 @@ def test_ariadne_rewards_prefixes_of_the_path(tmp_path: Path) -> None:
     assert len({sample["prompt"].count("\n") for sample in samples}) > 1, "mazes of several sizes"
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, asked: Callable[[str], str]) -> None:
+def script_searches(monkeypatch: pytest.MonkeyPatch, asked: Callable[[str], str]) -> None:
     """Rollouts that search for what `asked` finds in the question and give different answers in their second turn."""
     words = itertools.count()
 
@@ -161,14 +161,14 @@ def test_search_agents_train_with_masked_tool_results(
 ) -> None:
     """The tool answers from the documents of the question's world; the tokens it returned are not trained on."""
     (tmp_path / "easy.py").write_text(EASY)
-    scripted(monkeypatch, lambda text: text.split("?")[0].split()[-1])
+    script_searches(monkeypatch, lambda text: text.split("?")[0].split()[-1])
     changes: Values = {
         **PAID,
         "tool_prompt": "none",
         "rollout": {"max_turns": 3, "turn_tokens": 120, "max_new_tokens": 1500},
         "tools": [{"use": "search_world", "params": {"top": 1}}],
     }
-    metrics, samples = trained(tmp_path, algorithm, changes)
+    metrics, samples = train_preset(tmp_path, algorithm, changes)
     documents = make_world(0, 400).documents
     returned = [call["result"] for sample in samples for turn in sample["turns"] for call in turn["calls"]]
     assert len(returned) >= 40
@@ -191,6 +191,6 @@ def test_questions_over_custom_documents(tmp_path: Path) -> None:
         "tools": [{"use": "search", "params": {"folder": "docs", "top": 1}}],
         "rollout": {"max_turns": 2, "turn_tokens": 16, "max_new_tokens": 200, "staleness": 1},
     }
-    metrics, samples = trained(tmp_path, "asearcher", changes)
+    metrics, samples = train_preset(tmp_path, "asearcher", changes)
     assert sum(row["updates"] for row in metrics) > 0
     assert any("X1" in sample["prompt"] for sample in samples), "no question with a hidden name was drawn"

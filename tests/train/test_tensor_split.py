@@ -121,7 +121,7 @@ def test_tensor_parallel_plan_is_followed_or_refused() -> None:
 def test_adapter_biases_are_divided_like_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks run in turn: column outputs are concatenated and row terms are summed."""
     monkeypatch.setattr(tensor_split, "sum_parts", lambda x, _: x)
-    x, whole = torch.randn(3, 8), adapted()
+    x, whole = torch.randn(3, 8), build_adapted_layer()
     with torch.no_grad():
         columns = [run_part(whole, rank, Part(0), x) for rank in range(2)]
         rows = [run_part(whole, rank, Part(1), x.chunk(2, -1)[rank]) for rank in range(2)]
@@ -130,7 +130,7 @@ def test_adapter_biases_are_divided_like_their_layers(monkeypatch: pytest.Monkey
     torch.testing.assert_close(rows[0] + rows[1] - whole.base_layer.bias, expected)  # after each sum
 
 
-def adapted() -> Any:
+def build_adapted_layer() -> Any:
     """Return a linear layer, 8 to 6, under an adapter with a bias; no number is 0."""
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["0"], lora_bias=True)

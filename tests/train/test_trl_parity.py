@@ -147,7 +147,7 @@ def rows_of_data(rewards: dict[str, list[float | None]]) -> list[dict[str, Any]]
     return [{"prompt": f"{i // SIZE}+1=", **{name: values[i] for name, values in rewards.items()}} for i in range(ROWS)]
 
 
-def scored(trainer: Trainer, rewards: dict[str, list[float | None]] = REWARDS) -> dict[str, Tensor]:
+def score_with_trl(trainer: Trainer, rewards: dict[str, list[float | None]] = REWARDS) -> dict[str, Tensor]:
     """Return TRL's batch with its advantages; log-probs from elsewhere are added by `with_logps`."""
     return trainer._generate_and_score_completions(rows_of_data(rewards))
 
@@ -220,7 +220,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @METHOD
 def test_advantages_match_trl(made: Made, method: str) -> None:
-    expected = scored(made(method))["advantages"]
+    expected = score_with_trl(made(method))["advantages"]
     found = ours(method).compute_advantages(our_batch()).advantages
     assert found is not None and (expected != 0).sum() >= 8
     assert_close(found, expected)
@@ -239,7 +239,7 @@ def test_loss_and_gradient_match_trl(made: Made, method: str, kl: str) -> None:
         pytest.skip("TRL's GMPO has k3 alone")
     beta = 0.0 if kl == "none" else 0.5
     trainer, given = made(method, use_bias_correction_kl=kl == "k3_is"), logps(method)
-    batch, rows = scored(trainer), our_batch()
+    batch, rows = score_with_trl(trainer), our_batch()
     expected, by_logp = trl_step(trainer, batch, given, beta)
     found, ours_by_logp = our_step(ours(method, kl={"coef": beta, **({"use": kl} if beta else {})}), rows, given)
     assert_close(found, expected)
@@ -257,7 +257,7 @@ def test_loss_and_gradient_match_trl(made: Made, method: str, kl: str) -> None:
 def test_masking_of_truncated_rows_matches_trl(made: Made, method: str) -> None:
     """TRL's `mask_truncated_completions`: truncated rows lose their tokens and stay in the row count."""
     trainer, given = made(method, mask_truncated_completions=True), logps(method)
-    batch = scored(trainer)
+    batch = score_with_trl(trainer)
     expected, by_logp = trl_step(trainer, batch, given)
     found, ours_by_logp = our_step(ours(method, loss={"mask_truncated": True}), our_batch(), given)
     if method == "gmpo":  # TRL's rows without tokens have ratio 1: -A in the value, and no gradient
@@ -273,7 +273,7 @@ def test_accumulation_over_micro_batches_matches_trl(made: Made, method: str) ->
     parts = [slice(i, i + SIZE) for i in range(0, ROWS, SIZE)]
     settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "per_device_train_batch_size": SIZE}
     trainer, given = made(method, **settings), logps(method)
-    batch = scored(trainer)
+    batch = score_with_trl(trainer)
     steps = [trl_step(trainer, part(batch, rows), part(given, rows)) for rows in parts]
     objective = ours(method)
     assigned = objective.compute_advantages(our_batch().replace(old_logp=given["old"], ref_logp=given["ref"]))
@@ -288,7 +288,7 @@ def test_accumulation_over_micro_batches_matches_trl(made: Made, method: str) ->
 def test_two_sided_clip(made: Made) -> None:
     """TRL's `delta` is our `dual_clip`."""
     trainer, given = made("grpo", delta=1.5), logps("cispo")
-    expected, by_logp = trl_step(trainer, scored(trainer), given)
+    expected, by_logp = trl_step(trainer, score_with_trl(trainer), given)
     found, ours_by_logp = our_step(ours("grpo", loss={"dual_clip": 1.5}), our_batch(), given)
     assert_close(found, expected)
     assert_close(ours_by_logp, by_logp)
@@ -395,7 +395,7 @@ def test_parameter_gradients_match_trl(made: Made, method: str) -> None:
     are compared.
     """
     trainer = made(method)
-    batch, model = scored(trainer), trainer.model
+    batch, model = score_with_trl(trainer), trainer.model
     assert "old_per_token_logps" not in batch
     names, weights = zip(*model.named_parameters(), strict=True)
     expected = torch.autograd.grad(trainer._compute_loss(model, batch), weights)
@@ -417,7 +417,7 @@ def test_parameter_gradients_match_trl(made: Made, method: str) -> None:
 def test_dapo_drops_groups_without_a_signal(made: Made) -> None:
     """The preset filters, as the paper does: the second group's 15 tokens leave the denominator of the same sum."""
     trainer, given = made("dapo"), logps("dapo")
-    expected, by_logp = trl_step(trainer, scored(trainer), given)
+    expected, by_logp = trl_step(trainer, score_with_trl(trainer), given)
     found, ours_by_logp = our_step(preset_objective("dapo"), our_batch(), given)
     tokens = sum(LENGTHS)
     assert sum(LENGTHS[SIZE : 2 * SIZE]) == 15
@@ -430,7 +430,7 @@ def test_equal_rewards_have_zero_advantage(made: Made) -> None:
     equal: dict[str, list[float | None]] = {"right": [0.1] * ROWS, "short": [0.4] * ROWS}
     found = ours("grpo").compute_advantages(our_batch(equal)).advantages
     assert found is not None and (found == 0).all()
-    assert scored(made("grpo"), equal)["advantages"].abs().max() < 5e-3
+    assert score_with_trl(made("grpo"), equal)["advantages"].abs().max() < 5e-3
 
 
 @pytest.mark.parametrize("method", ["dapo", "cispo"])
@@ -439,7 +439,7 @@ def test_several_updates_have_their_own_denominators(made: Made, method: str) ->
     half = slice(0, ROWS // 2)
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": ROWS // 2}
     trainer, given = made(method, **settings), logps(method)
-    expected, _ = trl_step(trainer, part(scored(trainer), half), part(given, half))
+    expected, _ = trl_step(trainer, part(score_with_trl(trainer), half), part(given, half))
     objective = ours(method)
     update = objective.compute_advantages(our_batch().replace(old_logp=given["old"])).select(range(ROWS)[half])
     found, _ = objective.loss(update, given["new"][half], objective.totals(update))
@@ -452,6 +452,6 @@ def test_huge_ratios_stay_finite(made: Made) -> None:
     """A token 800 nats more likely than before, in a row with a negative advantage: TRL's loss is infinite."""
     trainer, given = made("grpo"), logps("grpo")
     given["old"][1, 0] = given["new"][1, 0] - 800
-    expected, _ = trl_step(trainer, scored(trainer), given)
+    expected, _ = trl_step(trainer, score_with_trl(trainer), given)
     found, by_logp = our_step(ours("grpo"), our_batch(), given)
     assert expected.isinf() and found.isfinite() and by_logp.isfinite().all()

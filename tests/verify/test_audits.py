@@ -42,7 +42,7 @@ def test_judge_sees_tool_results_up_to_the_turn() -> None:
     assert audits.turns_so_far([], ["a", "b"]) == ["a", "a\nb"]
 
 
-def scored(use: str, samples: list[Sample], reply: str) -> Any:
+def score_samples(use: str, samples: list[Sample], reply: str) -> Any:
     params = {"endpoint": {"url": f"scripted:{reply}", "model": "none", "cache": "none"}}
     section = Reward(use=use, params=params)
     with Scorer([section], Scoring(workers=1), Path.cwd()) as scorer:
@@ -56,7 +56,7 @@ def test_win_rates_compare_the_answers_of_each_prompt() -> None:
         for group, prompt in enumerate(("one?", "two?"))
         for text in ("a", "b", "c")
     ]
-    found = scored("judge.win_rate", samples, "Verdict: A")
+    found = score_samples("judge.win_rate", samples, "Verdict: A")
     assert [float(x) for x in found.rewards] == [0.5] * 6
     assert found.components["win_rate/unparsed"] == [0.0] * 6
 
@@ -67,9 +67,11 @@ def test_checklist_scores_each_turn_by_its_weights() -> None:
         row={"prompt": "talk", "checklist": [["greets", {"text": "asks", "weight": 3}], ["ends"]]},
         parts=("hi", "bye"),
     )
-    found = scored("audits.checklist", [sample], "1: yes\n2: no")  # the second turn has one criterion: unreadable
+    found = score_samples(
+        "audits.checklist", [sample], "1: yes\n2: no"
+    )  # the second turn has one criterion: unreadable
     assert found.rewards == [None]
     sample = Sample(completion="hi", row={"prompt": "talk", "checklist": [["greets"]]}, parts=("hi", "more"))
-    found = scored("audits.checklist", [sample], "1: yes")
+    found = score_samples("audits.checklist", [sample], "1: yes")
     assert found.rewards == [1.0]
     assert found.turn_scores["checklist"] == [(1.0, 0.0)]

@@ -91,7 +91,7 @@ def test_gold_without_an_action_is_an_error() -> None:
             gold_actions(answer)
 
 
-def earned(text: str, answer: Any, **keys: Any) -> float:
+def score_action(text: str, answer: Any, **keys: Any) -> float:
     gold = gold_actions(answer)
     assert gold is not None
     return action_reward(text, gold, **keys)["reward"]
@@ -100,15 +100,15 @@ def earned(text: str, answer: Any, **keys: Any) -> float:
 def test_clicking_every_corner_is_not_rewarded() -> None:
     """Four clicks, one of which hits: the first is compared, and three of the four are surplus."""
     gold = {"action": "click", "bbox": [0, 0, 2, 2]}
-    assert earned("click(1, 1)\nclick(9, 9)\nclick(9, 1)\nclick(1, 9)", gold) == 0.25
-    assert earned("click(9, 9)\nclick(1, 1)\nclick(9, 1)\nclick(1, 9)", gold) == 0.125
-    assert earned("click(start_box='(9,9) (1,1)')", gold) == 0.5
-    assert earned("click()", gold) == 0.5
+    assert score_action("click(1, 1)\nclick(9, 9)\nclick(9, 1)\nclick(1, 9)", gold) == 0.25
+    assert score_action("click(9, 9)\nclick(1, 1)\nclick(9, 1)\nclick(1, 9)", gold) == 0.125
+    assert score_action("click(start_box='(9,9) (1,1)')", gold) == 0.5
+    assert score_action("click()", gold) == 0.5
 
 
 def test_coordinate_scales_of_a_screen() -> None:
     """Half of a 200 x 100 screen is (100, 50); a distance of 0.05 of the screen counts with a tolerance of 0.06."""
     keys: dict[str, Any] = {"coordinates": "0-1000", "gold_coordinates": "pixels", "size": [200, 100]}
-    assert earned("click(500, 500)", "click(100, 50)", **keys) == 1
-    assert earned("click(550, 500)", "click(100, 50)", **keys) == 0.5
-    assert earned("click(550, 500)", "click(100, 50)", tolerance=0.06, **keys) == 1
+    assert score_action("click(500, 500)", "click(100, 50)", **keys) == 1
+    assert score_action("click(550, 500)", "click(100, 50)", **keys) == 0.5
+    assert score_action("click(550, 500)", "click(100, 50)", tolerance=0.06, **keys) == 1

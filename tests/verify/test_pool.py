@@ -250,14 +250,14 @@ with Scorer([Reward(use="./mine.py:score", timeout_s=3.0)], Scoring(workers=2), 
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     pids = []
     for name in ("hang.pid", "quick.pid"):
-        _wait_for(functools.partial(_written, tmp_path / name), 60)
+        _wait_for(functools.partial(_has_text, tmp_path / name), 60)
         pids.append(int((tmp_path / name).read_text()))
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     _wait_for(lambda: not any(map(alive, pids)), 30)
 
 
-def _written(path: Path) -> bool:
+def _has_text(path: Path) -> bool:
     return path.exists() and path.read_text() != ""
 
 

@@ -20,7 +20,7 @@ HEAD = "import re\ndef last(text):\n    found = re.findall(r'-?[0-9]+', text.rpa
 HEAD += "    return found[-1] if found else ''\n"
 
 
-def tried(use: str, **params: Any) -> Trial:
+def try_reward(use: str, **params: Any) -> Trial:
     return try_rewards([Reward(use=use, params=params)], Scoring(workers=1), None, ROWS)
 
 
@@ -40,7 +40,7 @@ def tried(use: str, **params: Any) -> Trial:
 )
 def test_trial_names_the_exploit_of_a_reward(script: Callable[..., Path], body: str, paying: dict[str, int]) -> None:
     path = script(f"{HEAD}\ndef score(completion, answer):\n    return {body}\n")
-    trial = tried(f"{path}:score")
+    trial = try_reward(f"{path}:score")
     found = {name: paid for name, (paid, _) in trial.paying_tricks.items()}
     assert paying.items() <= found.items()
     if not paying:
@@ -77,7 +77,7 @@ def test_reward_that_evaluates_the_answer_is_detected(
     """
     path = script(EVALUATES.format(arguments=local, local=local, passes=passes, full=full))
     paying = {
-        name: found for name, found in tried(f"{path}:score").paying_tricks.items() if "name of the scorer" in name
+        name: found for name, found in try_reward(f"{path}:score").paying_tricks.items() if "name of the scorer" in name
     }
     (name,) = paying
     assert paying == {name: (3, 3)} and (local in name or (not passes and "answer" in name))
@@ -94,11 +94,11 @@ def test_reward_that_evaluates_the_answer_is_detected(
 )
 def test_reward_that_compares_letters_is_not_flagged_as_evaluating(script: Callable[..., Path], body: str) -> None:
     path = script(f"from difflib import SequenceMatcher\n{HEAD}\ndef score(completion, answer):\n    return {body}\n")
-    assert tried(f"{path}:score").tricks["a name of the scorer"] == (0, 3)
+    assert try_reward(f"{path}:score").tricks["a name of the scorer"] == (0, 3)
 
 
 def test_shipped_accuracy_pays_for_no_trick() -> None:
-    trial = tried("math.accuracy")
+    trial = try_reward("math.accuracy")
     assert trial.paying_tricks == {}
     assert trial.tricks["wrong sign"] == (0, 4)
     assert trial.calls_per_second > 0 and trial.workers == 1

@@ -23,7 +23,7 @@ def run(code: str, stdin: str = "", limits: Limits = SHORT) -> Finished:
     return run_python(textwrap.dedent(code), stdin, limits=limits, allow_unsandboxed=True)
 
 
-def running(mark: str) -> list[int]:
+def find_processes(mark: str) -> list[int]:
     """Return the processes whose command line contains the mark."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -128,7 +128,7 @@ def test_processes_left_by_a_program_end_with_it() -> None:
         """
     )
     assert done.stdout == "bye\n"
-    assert running("left-running-mark") == []
+    assert find_processes("left-running-mark") == []
 
 
 @namespaces

@@ -14,7 +14,7 @@ def attempts(*, plain: tuple[float, ...], guided: tuple[float, ...] = (), memory
     return (*(Made("actor", "", {}, reward) for reward in plain), *shown)
 
 
-def written(text: str, **note: str) -> Made:
+def make_lesson(text: str, **note: str) -> Made:
     return Made("extractor", text, {"text": text, "question": "2 + 2", **note}, row={"prompt": "a", "of": text})
 
 
@@ -25,7 +25,7 @@ def step(kind: ActorExtractor, memory: Any, number: int, *calls: Made) -> Learne
 def test_memory_is_trained_on_after_it_helped_with_decreasing_advantage() -> None:
     """Shown in steps 1 to 3: 1 over plain 0, so +1, then (1 + 1)^-1/2 and (1 + 2)^-1/2 of it; in step 4 it hurt."""
     kind = ActorExtractor()
-    first = step(kind, None, 0, *attempts(plain=(0.0, 0.0)), written("carry"))
+    first = step(kind, None, 0, *attempts(plain=(0.0, 0.0)), make_lesson("carry"))
     assert not first.again and [one["id"] for one in first.memory["memories"]] == ["m0"]
     memory, found = first.memory, []
     for number in range(1, 4):
@@ -41,7 +41,7 @@ def test_memory_is_trained_on_after_it_helped_with_decreasing_advantage() -> Non
 
 def test_training_respects_the_cooldown_and_the_batch_size() -> None:
     kind = ActorExtractor(cooldown=2, batch=1, merge_every=100)
-    memory = step(kind, None, 0, written("one"), written("two")).memory
+    memory = step(kind, None, 0, make_lesson("one"), make_lesson("two")).memory
     both = (*attempts(plain=(0.0,), guided=(1.0,)), *attempts(plain=(), guided=(1.0,), memory="m1"))
     found = []
     for number in range(1, 5):
@@ -53,11 +53,11 @@ def test_training_respects_the_cooldown_and_the_batch_size() -> None:
 
 def test_store_is_bounded_rewritten_and_merged() -> None:
     kind = ActorExtractor(capacity=2, merge_every=3)
-    memory = step(kind, None, 0, written("a b c"), written("d e f"), written("g h i")).memory
+    memory = step(kind, None, 0, make_lesson("a b c"), make_lesson("d e f"), make_lesson("g h i")).memory
     assert [one["text"] for one in memory["memories"]] == ["d e f", "g h i"], "the oldest goes"
-    memory = step(kind, memory, 1, written("better", replaces="m1")).memory
+    memory = step(kind, memory, 1, make_lesson("better", replaces="m1")).memory
     assert [(one["id"], one["text"]) for one in memory["memories"]] == [("m2", "g h i"), ("m3", "better")]
-    memory = step(kind, memory, 2, written("Better!")).memory
+    memory = step(kind, memory, 2, make_lesson("Better!")).memory
     assert [one["text"] for one in memory["memories"]] == ["g h i", "Better!"], "merged in every third step"
     kept = merge_memories([{"text": "a b c d", "retrieved": 2}, {"text": "a b c", "retrieved": 1}], 0.75)
     assert kept == [{"text": "a b c", "retrieved": 3}], "three of four words are shared"
