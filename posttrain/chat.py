@@ -180,13 +180,13 @@ def find_turn_end(tokenizer: Any, tail: str) -> TurnEnd:
     end = turn_end(tokenizer)
     if end.id is None:
         return TurnEnd(tail, None)
-    found = [
+    positions = [
         (m.end(), tokenizer.convert_tokens_to_ids(m[0])) for m in _match_any(special_texts(tokenizer)).finditer(tail)
     ]
-    usual = [place for place, token in found if token == end.id]
+    usual = [place for place, token in positions if token == end.id]
     if usual:
         return TurnEnd(tail[: usual[-1]], end.id)
-    return TurnEnd(tail[: found[-1][0]], found[-1][1]) if found else TurnEnd(tail, None)
+    return TurnEnd(tail[: positions[-1][0]], positions[-1][1]) if positions else TurnEnd(tail, None)
 
 
 def special_texts(tokenizer: Any) -> frozenset[str]:

@@ -233,8 +233,8 @@ def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
 def format_headline(summary: Mapping[str, Any]) -> str:
     """Return the most important numbers of a summary on one line."""
     shown = ("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last")
-    found = {key: summary[key] for key in shown if isinstance(summary.get(key), (int, float))}
-    return "  ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found.items())
+    numbers = {key: summary[key] for key in shown if isinstance(summary.get(key), (int, float))}
+    return "  ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in numbers.items())
 
 
 def _seed_processes(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
@@ -280,8 +280,8 @@ def summarize(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
 def _table_labels(recipe: PipelineRecipe) -> dict[str, str]:
     """Return the table label of each eval stage: the stage whose model it evaluates, or its own name if not unique."""
     stages = {stage["name"]: stage for stage in recipe.stages}
-    found = {name: REFERENCE.fullmatch(str(stages[name]["model"]["path"])) for name in recipe.table}
-    labels = {name: match[1] if match and not match[2] else name for name, match in found.items()}
+    matches = {name: REFERENCE.fullmatch(str(stages[name]["model"]["path"])) for name in recipe.table}
+    labels = {name: match[1] if match and not match[2] else name for name, match in matches.items()}
     once = {name for name in labels if list(labels.values()).count(labels[name]) == 1}
     return {name: labels[name] if name in once else name for name in labels}
 

@@ -96,8 +96,8 @@ def find_candidates(words: Sequence[str], root: Any) -> list[str]:
     before, last = list(words[:-1]), words[-1]
     command, used = _find_command(root, before)
     if last.startswith("-"):
-        found = [option for param in command.params for option in param.opts if option.startswith("--")]
-        return [candidate for candidate in found if candidate.startswith(last)]
+        options = [option for param in command.params for option in param.opts if option.startswith("--")]
+        return [candidate for candidate in options if candidate.startswith(last)]
     if hasattr(command, "commands"):
         names = [name for name, subcommand in command.commands.items() if not subcommand.hidden]
         return [name for name in names if name.startswith(last)]

@@ -288,13 +288,13 @@ def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
     """Print which rows were dropped, cut or noted, by cause."""
     from posttrain import source_locations
 
-    found = [
+    causes = [
         (fate, cause, str(len(uids)), source_locations.describe_rows(uids))
         for fate in ("dropped", "cut", "noted")
         for cause, uids in report[fate].items()
     ]
-    if found:
-        _print_table(console, ("fate", "cause", "rows", "which"), found)
+    if causes:
+        _print_table(console, ("fate", "cause", "rows", "which"), causes)
     else:
         console.print("no row was dropped or cut\n")
 

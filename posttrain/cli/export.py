@@ -188,10 +188,10 @@ def print_preview(plan: Plan, public: bool, as_json: bool) -> None:
 
     files, repo = planned_files(plan), plan.name
     if as_json:
-        found = {"source": plan.source.path, "to": plan.kind, "dtype": plan.dtype, "output": str(plan.output)}
+        preview = {"source": plan.source.path, "to": plan.kind, "dtype": plan.dtype, "output": str(plan.output)}
         hub = {"repository": repo, "private": not public} if repo else {}
         print_json(
-            {**found, **hub, "files": files, "base": plan.facts.base, "license": plan.facts.license or "unknown"}
+            {**preview, **hub, "files": files, "base": plan.facts.base, "license": plan.facts.license or "unknown"}
         )
         return
     terminal.say(write_card(plan.facts, plan.kind, repo or plan.output.name, [f for f in files if f.endswith(".gguf")]))

@@ -354,8 +354,8 @@ def _check_column(required: RequiredColumn, seen: _SourceRows, acts: bool) -> li
     rows = seen.rows
     if not required.every and not seen.complete and list(find_problems(rows, [required], acts=acts)):
         rows = seen.all_rows()  # later rows may have the column
-    if found := list(find_problems(rows, [required], acts=acts)):
-        raise DataError.of([problem for _, problem in found])
+    if problems := list(find_problems(rows, [required], acts=acts)):
+        raise DataError.of([problem for _, problem in problems])
     return []
 
 
@@ -415,8 +415,8 @@ def _check_golds(
     if shipped:
         unusable = split_golds(load_reward(section, base_dir), seen.rows).unusable
     else:
-        found = {row_uid(row, place): explain_unusable(row.get("answer")) for place, row in enumerate(seen.rows)}
-        unusable = {uid: why for uid, why in found.items() if why} if "answer" in reward.columns else {}
+        reasons = {row_uid(row, place): explain_unusable(row.get("answer")) for place, row in enumerate(seen.rows)}
+        unusable = {uid: why for uid, why in reasons.items() if why} if "answer" in reward.columns else {}
     if not unusable:
         return []
     rows = f"{'the' if seen.complete else 'the first'} {count_noun(len(seen.rows), 'row')}"

@@ -154,12 +154,12 @@ def update_arm_scores(
     mode `code`: + loss - mu * (arm - mean); `paper`: - (loss + mu * arm). The loss has opposite signs because the
     official code takes minus the loss as the utility of a bin. Bins without a loss do not change.
     """
-    found = {name: [float(score) for score in values] for name, values in scores.items()}
+    updated = {name: [float(score) for score in values] for name, values in scores.items()}
     for name, loss in losses.items():
-        if name in chosen and name in found and chosen[name] in arms:
+        if name in chosen and name in updated and chosen[name] in arms:
             index, arm = list(arms).index(chosen[name]), chosen[name]
-            found[name][index] += loss - mu * (arm - mean) if mode == "code" else -(loss + mu * arm)
-    return found
+            updated[name][index] += loss - mu * (arm - mean) if mode == "code" else -(loss + mu * arm)
+    return updated
 
 
 def arms_between(least: int, most: int) -> list[int]:

@@ -60,11 +60,11 @@ def select_nearest(values: Sequence[float], count: int, target: float = 0.5) -> 
 def select_lowest_pass_rates(pool: Sequence[int], rates: Callable[[int], float | None], keep: int) -> list[int]:
     """Return the `keep` prompts of a pool with the lowest pass rate, lowest first (ties: the first); all if the pool is
     smaller (DRIVE, arXiv 2511.06307). Raises DataError if a prompt has no pass rate."""
-    found = {prompt: rates(prompt) for prompt in pool}
-    missing = [prompt for prompt, value in found.items() if value is None]
+    rate_of = {prompt: rates(prompt) for prompt in pool}
+    missing = [prompt for prompt, value in rate_of.items() if value is None]
     if missing:
         raise DataError(f"prompts {missing[:5]} of the pool have no pass rate", hint="measure all prompts of the pool")
-    return sorted(pool, key=lambda prompt: (found[prompt], prompt))[:keep]
+    return sorted(pool, key=lambda prompt: (rate_of[prompt], prompt))[:keep]
 
 
 def fold_copies(fold_solved: Sequence[float], hard: Sequence[float], copies: int = 2) -> list[int]:

@@ -28,25 +28,25 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
     by_problem: dict[int, list[dict[str, Any]]] = {}
     for record in _lines(folder / "completions.jsonl"):
         by_problem.setdefault(record["problem"], []).append(record)
-    found = [sorted(by_problem[i], key=lambda r: r["sample"]) for i in sorted(by_problem)]
-    graded = all("correct" in record for samples in found for record in samples)
-    if len(found) != len(problems) or any("prompt" not in problem for problem in problems) or not graded:
+    samples_by_problem = [sorted(by_problem[i], key=lambda r: r["sample"]) for i in sorted(by_problem)]
+    graded = all("correct" in record for samples in samples_by_problem for record in samples)
+    if len(samples_by_problem) != len(problems) or any("prompt" not in problem for problem in problems) or not graded:
         raise DataError("not the run of a finished evaluation", where=str(folder))
     kept = select_accepted(
-        [[r["completion"] for r in samples] for samples in found],
-        [[r["correct"] for r in samples] for samples in found],
-        [[r["tokens"] for r in samples] for samples in found],
-        [[r["finish"] == "length" for r in samples] for samples in found],
+        [[r["completion"] for r in samples] for samples in samples_by_problem],
+        [[r["correct"] for r in samples] for samples in samples_by_problem],
+        [[r["tokens"] for r in samples] for samples in samples_by_problem],
+        [[r["finish"] == "length" for r in samples] for samples in samples_by_problem],
         **params,
     )
     if not kept:
         raise DataError(
             "no completion can be trained on",
             where=str(folder),
-            allowed=_explain_none_kept(found, params.get("max_pass_rate")),
+            allowed=_explain_none_kept(samples_by_problem, params.get("max_pass_rate")),
             hint="sample more (eval.samples), allow longer answers (sampling.max_new_tokens), or raise max_pass_rate",
         )
-    return [{"prompt": problems[p]["prompt"], "completion": found[p][i]["completion"]} for p, i in kept]
+    return [{"prompt": problems[p]["prompt"], "completion": samples_by_problem[p][i]["completion"]} for p, i in kept]
 
 
 def _explain_none_kept(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> str:

@@ -64,16 +64,16 @@ def read(path: Path, stop: int | None) -> list[Record]:
     check(path)
     readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, PARQUET: _parquet}
     try:
-        found = list(itertools.islice(readers[_kind(path) or ""](path), stop))
+        records = list(itertools.islice(readers[_kind(path) or ""](path), stop))
     except UnicodeDecodeError as cause:
         raise not_utf8_error(path) from cause
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, OSError) as cause:
         if isinstance(cause, OSError) and cause.errno is not None:
             raise
         raise DataError(f"cannot be decompressed: {cause}", where=display_path(path)) from cause
-    if not found:
+    if not records:
         raise DataError("the file has no rows", where=display_path(path))
-    return found
+    return records
 
 
 def not_utf8_error(path: Path) -> DataError:

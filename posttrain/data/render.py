@@ -141,13 +141,13 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         roles = ", ".join(dict.fromkeys(m["role"] for m in messages)) or "none"
         return [Text(uid, (Piece("", False),), drop_cause=f"no assistant turn (roles: {roles})")]
     if section.train_on == "assistant":
-        found = turns.render_all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
+        examples = turns.render_all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
         last = max((i for i in own if wanted[i]), default=own[-1])
     else:
         last, text = own[-1], turns.render_last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
         text = text if wanted[last] else turns.as_untrained(text)
-        found = [_train_on_all(text) if section.train_on == "all" else text]
-    return _add_notes(found, (TRAILING_MESSAGES,)) if last < len(messages) - 1 else found
+        examples = [_train_on_all(text) if section.train_on == "all" else text]
+    return _add_notes(examples, (TRAILING_MESSAGES,)) if last < len(messages) - 1 else examples
 
 
 def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:

@@ -57,15 +57,15 @@ def drop_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str, A
 
 def _drop_last_thought(messages: Sequence[Mapping[str, Any]], draw: float, share: float) -> list[dict[str, Any]]:
     """Return the messages with the thought of the last assistant message emptied if `draw` is below `share`."""
-    found = [dict(message) for message in messages]
-    last = next((m for m in reversed(found) if m["role"] == "assistant" and m.get("content")), None)
+    copies = [dict(message) for message in messages]
+    last = next((m for m in reversed(copies) if m["role"] == "assistant" and m.get("content")), None)
     if last is None:
-        return found
+        return copies
     if draw < share:  # some formats store the thought under a separate key
         last |= {name: "" for name in THOUGHTS if isinstance(last.get(name), str)}
     if isinstance(last["content"], str):
         last["content"] = thought_dropout([last["content"]], [draw], drop_prob=share).responses[0]
-    return found
+    return copies
 
 
 def select_accepted(

@@ -33,8 +33,8 @@ def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iteration
     points = np.asarray(points, dtype=np.float64)
     k = min(k, len(np.unique(points, axis=0)))
     rng = np.random.default_rng(seed)
-    found = [run_lloyd(points, choose_initial_centers(points, k, rng), iterations) for _ in range(starts)]
-    return min(found, key=lambda clustering: clustering.spread)
+    clusterings = [run_lloyd(points, choose_initial_centers(points, k, rng), iterations) for _ in range(starts)]
+    return min(clusterings, key=lambda clustering: clustering.spread)
 
 
 def choose_initial_centers(points: Points, k: int, rng: np.random.Generator) -> Points:

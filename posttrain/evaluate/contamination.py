@@ -197,7 +197,7 @@ def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Pat
             questions = [duplicates.question(row) for row in load_rows(trained, base_dir)]
         except (PosttrainError, ValidationError, OSError):  # the training data was moved or changed since
             continue
-        if found := {index for index, _ in duplicates.match_same_words(texts, questions) if texts[index].strip()}:
-            seen |= found
+        if matches := {index for index, _ in duplicates.match_same_words(texts, questions) if texts[index].strip()}:
+            seen |= matches
             runs.append(str(run))
     return {"rows": len(seen), "of": len(rows), "runs": runs} if seen else {}

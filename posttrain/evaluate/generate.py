@@ -104,8 +104,8 @@ def _make_search(recipe: GenerateRecipe, open_grader: OpenGrader, columns: set[s
 
     def judge(traces: Sequence[Rollout]) -> list[float]:
         shown = traces if reader is None else reader.inform(traces)
-        found = [grade["reward"] for grade in grade_all(shown)]
-        return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in found]
+        rewards = [grade["reward"] for grade in grade_all(shown)]
+        return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in rewards]
 
     return lambda engine, loaded: SearchEngine(
         engine, settings, judge, loaded.tokenizer, loaded.eos_ids, recipe.sampling

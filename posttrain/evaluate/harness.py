@@ -69,12 +69,12 @@ def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
     )
-    found = dict(iterate_metrics(results, recipe))
+    intervals = dict(iterate_metrics(results, recipe))
     _write_results(directory, results, recipe.run.samples_per_step)
     cut = sum(rollout.finish == "length" for rollout in model.answers)
     summary = {
         "model": recipe.model.path,
-        "intervals": {name: asdict(interval) for name, interval in found.items()},
+        "intervals": {name: asdict(interval) for name, interval in intervals.items()},
         "problems": sum(count["effective"] for count in results["n-samples"].values()),
         "tasks": {name: _describe_task(name, results) for name in tasks["tasks"]},
         "truncated": cut / len(model.answers) if model.answers else 0.0,
@@ -197,8 +197,8 @@ def iterate_metrics(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterat
 
 def _leaf_tasks(group: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the tasks of a group, including those of nested groups."""
-    found = [leaf for name in subtasks.get(group, ()) for leaf in (_leaf_tasks(name, subtasks) or [name])]
-    return list(dict.fromkeys(found))
+    leaves = [leaf for name in subtasks.get(group, ()) for leaf in (_leaf_tasks(name, subtasks) or [name])]
+    return list(dict.fromkeys(leaves))
 
 
 def values_by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:

@@ -40,13 +40,13 @@ def compute_habit_rates(traces: Sequence[str]) -> dict[str, dict[str, float]]:
     Returns for each habit {`count`: mean count per trace, `share`: share of the traces that show it}; {} without
     traces.
     """
-    found = [count_habits(trace) for trace in traces]
-    if not found:
+    habits = [count_habits(trace) for trace in traces]
+    if not habits:
         return {}
     return {
         name: {
-            "count": sum(counts[name] for counts in found) / len(found),
-            "share": sum(counts[name] > 0 for counts in found) / len(found),
+            "count": sum(counts[name] for counts in habits) / len(habits),
+            "share": sum(counts[name] > 0 for counts in habits) / len(habits),
         }
         for name in HABITS
     }
@@ -137,16 +137,16 @@ def reward_stability(
     components = []
     tied = 0
     for moved in weights:
-        found = [_compare_weights(rows, weights, moved, share, temperature) for rows in problems]
-        tied = sum(effect.n_optimal > 1 for effect in found)
+        effects = [_compare_weights(rows, weights, moved, share, temperature) for rows in problems]
+        tied = sum(effect.n_optimal > 1 for effect in effects)
         components.append(
             {
                 "reward": moved,
-                "flips": mean([effect.hard_tv > 0 for effect in found]),
-                "cliff": mean([effect.cliff for effect in found]),
-                "soft_tv": mean([effect.soft_tv for effect in found]),
-                "soft_bound": mean([effect.soft_bound for effect in found]),
-                "margin": mean([effect.margin for effect in found]),
+                "flips": mean([effect.hard_tv > 0 for effect in effects]),
+                "cliff": mean([effect.cliff for effect in effects]),
+                "soft_tv": mean([effect.soft_tv for effect in effects]),
+                "soft_bound": mean([effect.soft_bound for effect in effects]),
+                "margin": mean([effect.margin for effect in effects]),
             }
         )
     return {

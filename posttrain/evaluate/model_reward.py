@@ -191,8 +191,8 @@ def _compute_outputs(reward_model: LoadedRewardModel, rows: Sequence[Row], batch
     """Compute (scores [rows, heads], log standard deviations [rows, heads] or None)."""
     from posttrain.models import scorer
 
-    found = [read_row(reward_model, *row) for row in rows]
-    ids, images = [row.ids for row in found], [row.images for row in found]
+    inputs = [read_row(reward_model, *row) for row in rows]
+    ids, images = [row.ids for row in inputs], [row.images for row in inputs]
     scores = scorer.score_rows(reward_model.model, ids, images, batch_tokens=batch_tokens)
     return tuple(scores.chunk(2, dim=1)) if reward_model.card.gaussian else (scores, None)
 

@@ -51,8 +51,8 @@ def summarize_settings(
             "of": len(runs),
         }
         for name in names:
-            found = [summary.get(name) for summary in runs.values() if summary is not None]
-            numbers = [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+            values = [summary.get(name) for summary in runs.values() if summary is not None]
+            numbers = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
             row[name] = seed_interval(numbers)
         rows.append(row)
     return rows
@@ -129,8 +129,8 @@ def _ranked_values(run: Path, criterion: Criterion) -> list[float]:
     if criterion.kind == "summary":
         value = (read_json(run / "summary.json") or {}).get(criterion.name)
         return [float(value)] if _is_number(value) else []
-    found = [float(row[criterion.name]) for row in read_metrics(run) if _is_number(row.get(criterion.name))]
-    return found[-1:] if criterion.kind == "held_out" else found[-max(1, math.ceil(LAST_FRACTION * len(found))) :]
+    values = [float(row[criterion.name]) for row in read_metrics(run) if _is_number(row.get(criterion.name))]
+    return values[-1:] if criterion.kind == "held_out" else values[-max(1, math.ceil(LAST_FRACTION * len(values))) :]
 
 
 def _last_bounds(runs: Sequence[Path], name: str) -> tuple[float, float] | None:

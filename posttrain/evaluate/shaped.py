@@ -135,8 +135,8 @@ class TreeEngine(ShapedEngine):
         new = list({_rollout_key(r): r for r in rollouts if _rollout_key(r) not in self.graded}.values())
         if new:
             self.graded |= dict(zip(map(_rollout_key, new), self.grade(new), strict=True))
-        found = [self.graded[_rollout_key(r)] for r in rollouts]
-        return [Grade(grade["reward"], grade["correct"]) for grade in found]
+        grades = [self.graded[_rollout_key(r)] for r in rollouts]
+        return [Grade(grade["reward"], grade["correct"]) for grade in grades]
 
     def _rank(self, path: Rollout) -> tuple[bool, float]:
         """Return the sort key of a path: graded or not, then reward."""

@@ -82,5 +82,5 @@ def match_votes(
             if (get_score(result) or 0.0) >= scorer.scoring.correct_at:
                 merged_into[i] = heads[samples[i].group]
         pending = [i for i in pending if i not in merged_into]
-    found = {key: votes[merged_into.get(i, i)] for key, i in first.items()}
-    return [found[sample.group, vote] if vote else vote for sample, vote in zip(samples, votes, strict=True)]
+    matched = {key: votes[merged_into.get(i, i)] for key, i in first.items()}
+    return [matched[sample.group, vote] if vote else vote for sample, vote in zip(samples, votes, strict=True)]

@@ -77,10 +77,10 @@ def collect_facts(source: Source, *, license: str | None = None, evaluations: It
     traced = trace_lineage(source.path)
     under = read_adapter_base(Path(source.path).expanduser())
     bases = traced.roots if traced.runs else [under] if under else []
-    found = [*evaluations, *(_find_evaluations(source) if source.run else ())]
+    paths = [*evaluations, *(_find_evaluations(source) if source.run else ())]
     named = {_known_license(base) for base in bases}
     known = license or _known_license(source.path) or (named.pop() if len(named) == 1 else None)
-    measured = list(dict.fromkeys(path.resolve() for path in found))
+    measured = list(dict.fromkeys(path.resolve() for path in paths))
     return Facts(source.name, bases, known, under is not None, traced.runs, measured, _notes(source))
 
 

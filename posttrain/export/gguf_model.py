@@ -213,15 +213,15 @@ def verify(loaded: LoadedModel, path: Path, dtype: str) -> dict[str, Any]:
     again = load(section, path.parent)
     check_tokenizer(again.tokenizer, loaded.tokenizer)
     _check_config(again.model.config, loaded.model.config)
-    found = dict(_named_weights(again.model))
+    stored = dict(_named_weights(again.model))
     for name, weight in _named_weights(loaded.model):
         values, kind = weight.float().cpu().numpy(), _select_type(weight, dtype)
         held = dequantize(quantize(values, kind), kind).reshape(values.shape)
-        if name not in found or not np.array_equal(found[name].numpy(), held):
+        if name not in stored or not np.array_equal(stored[name].numpy(), held):
             raise ModelError(f"the file's weight {name} is not the model's", where=str(path))
     with torch.no_grad():
         gap = relative_gap(probe_logits(again.model, loaded.tokenizer), probe_logits(loaded.model, loaded.tokenizer))
-    return {"weights": len(found), "logit_gap": gap}
+    return {"weights": len(stored), "logit_gap": gap}
 
 
 def _check_config(found: Any, expected: Any) -> None:

@@ -268,11 +268,11 @@ def compute_distance_from_sum(
 ) -> tuple[float, float]:
     """Return (distance from the exact weighted sum, norm of that sum), over all modules together."""
     settings = rule_arguments(recipe)
-    found = [
+    gaps = [
         distance([each.modules[name] for each in inputs], settings.weights(_position(name, inputs)), made)
         for name, made in combined.items()
     ]
-    return math.hypot(*(gap for gap, _ in found)), math.hypot(*(norm for _, norm in found))
+    return math.hypot(*(gap for gap, _ in gaps)), math.hypot(*(norm for _, norm in gaps))
 
 
 def write_adapter(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:

@@ -33,11 +33,11 @@ def count_per_tensor(deltas: Deltas, density: float, at_least_one: bool) -> dict
         bits = _magnitude_bits(delta)
         above[name], equal[name] = int((bits > threshold).sum()), int((bits == threshold).sum())
     remaining = wanted - sum(above.values())
-    found = {}
+    counts = {}
     for name in sizes:
         taken = min(remaining, equal[name])
-        found[name], remaining = above[name] + taken, remaining - taken
-    return found
+        counts[name], remaining = above[name] + taken, remaining - taken
+    return counts
 
 
 def find_threshold(deltas: Deltas, wanted: int) -> float:

@@ -106,11 +106,11 @@ def _find_shards(folder: Path) -> list[Path]:
         return [folder / name for name in named]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
-        raise MergeError(f"{len(found)} safetensors files but no {INDEX_NAME}", where=str(folder))
+    shards = sorted(folder.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards
+    if shards:
+        raise MergeError(f"{len(shards)} safetensors files but no {INDEX_NAME}", where=str(folder))
     old = any(folder.glob("*.bin"))
     hint = "only pickled .bin weights are here; load them in transformers and save again" if old else ""
     raise MergeError("no safetensors weights", where=str(folder), hint=hint)

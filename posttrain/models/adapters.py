@@ -107,13 +107,13 @@ def keep_trainable(model: Any) -> None:
 
 def parameters_by_adapter(model: Any) -> dict[str, list[Any]]:
     """Return the weights of each trained adapter, for a model with several adapters; {} for a model with fewer."""
-    found: dict[str, list[Any]] = {name: [] for name in names_of(model)}
-    if len(found) < 2:
+    by_adapter: dict[str, list[Any]] = {name: [] for name in names_of(model)}
+    if len(by_adapter) < 2:
         return {}
     for path, parameter in model.named_parameters():
-        if (match := ADAPTER_WEIGHT.search(path)) and match[2] in found:
-            found[match[2]].append(parameter)
-    return found
+        if (match := ADAPTER_WEIGHT.search(path)) and match[2] in by_adapter:
+            by_adapter[match[2]].append(parameter)
+    return by_adapter
 
 
 READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # linear layers of a Mamba mixer whose weights the scan reads

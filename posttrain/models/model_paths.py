@@ -86,8 +86,8 @@ MAX_RUNS_IN_HINT = 6
 
 def _find_runs_with_models(path: Path) -> list[Path]:
     """Return the runs with a final model inside a pipeline's or a sweep's directory."""
-    found = [file for depth in ("*", "*/*") for name in _MODEL_FILES for file in path.glob(f"{depth}/final/{name}")]
-    return sorted({file.parent.parent for file in found})
+    files = [file for depth in ("*", "*/*") for name in _MODEL_FILES for file in path.glob(f"{depth}/final/{name}")]
+    return sorted({file.parent.parent for file in files})
 
 
 def hint_for(name: str) -> str:

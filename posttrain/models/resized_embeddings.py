@@ -50,15 +50,15 @@ def stored_shapes(folder: Path) -> Shapes:
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file:
-            found: dict[str, Sequence[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            shapes: dict[str, Sequence[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     elif (pickled := folder / "adapter_model.bin").is_file():
         import torch
 
         tensors = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     else:
         raise ModelError("the adapter has no weights: adapter_model.safetensors is missing", where=str(folder))
-    return {name.removeprefix("base_model.model."): shape for name, shape in found.items()}
+    return {name.removeprefix("base_model.model."): shape for name, shape in shapes.items()}
 
 
 def token_indices(config: Any) -> list[int]:

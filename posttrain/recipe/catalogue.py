@@ -66,8 +66,8 @@ def find_entries(name: str, among: list[Entry]) -> list[Entry]:
     """Return the entries of a name: `group`, `advantage/group`, a name from the literature, or a reward without its
     script."""
     wanted = OTHER_NAMES.get(name, name)
-    found = [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
-    return found or [entry for entry in among if entry["kind"] == "reward" and entry["name"].endswith(f".{name}")]
+    entries = [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
+    return entries or [entry for entry in among if entry["kind"] == "reward" and entry["name"].endswith(f".{name}")]
 
 
 def _make_entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:

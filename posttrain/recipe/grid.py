@@ -71,10 +71,10 @@ def grid(words: Sequence[str]) -> tuple[list[str], list[GridPoint]]:
     if not axes:
         hint = "write posttrain sweep R optim.lr=1e-5,3e-5 run.seed=0,1,2"
         raise RecipeError("no key has several values", where="command line", hint=hint)
-    found = list(_points(axes))
-    if len(found) > MAX_RUNS:
-        raise RecipeError(f"{len(found)} runs; a sweep has at most {MAX_RUNS}", where="command line")
-    return fixed, found
+    points = list(_points(axes))
+    if len(points) > MAX_RUNS:
+        raise RecipeError(f"{len(points)} runs; a sweep has at most {MAX_RUNS}", where="command line")
+    return fixed, points
 
 
 def _points(axes: dict[str, list[str]]) -> Iterator[GridPoint]:

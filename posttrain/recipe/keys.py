@@ -32,8 +32,8 @@ def components_of(stage: object) -> dict[str, type[ComponentSection]]:
     """Return the keys of a stage that hold component sections; empty for an unknown stage."""
     model = BY_NAME.get(stage) if isinstance(stage, str) else None
     fields = model.model_fields if model else {}
-    found = {key: models(field.annotation) for key, field in fields.items()}
-    return {key: m[0] for key, m in found.items() if m and issubclass(m[0], ComponentSection)}
+    models_by_key = {key: models(field.annotation) for key, field in fields.items()}
+    return {key: m[0] for key, m in models_by_key.items() if m and issubclass(m[0], ComponentSection)}
 
 
 def components_in(node: Node) -> dict[str, type[ComponentSection]]:
@@ -79,8 +79,8 @@ def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseMo
 def section_with(key: str, model: type[BaseModel] | None) -> str | None:
     """Return the key of the only section directly below `model` that has `key`, or None."""
     below = {name: models(field.annotation) for name, field in own_keys(model).items()} if model else {}
-    found = [name for name, inner in below.items() if any(key in own_keys(section) for section in inner)]
-    return found[0] if len(found) == 1 and not issubclass(model or BaseModel, Stage) else None
+    sections = [name for name, inner in below.items() if any(key in own_keys(section) for section in inner)]
+    return sections[0] if len(sections) == 1 and not issubclass(model or BaseModel, Stage) else None
 
 
 def takes_only_text(stage: type[BaseModel], path: Sequence[str | int]) -> bool:

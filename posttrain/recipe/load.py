@@ -125,8 +125,8 @@ def _hint_for_model(name: str, verb: str | None) -> str:
 
 def _suggest_recipe_in(folder: Path) -> str:
     """Return a hint that names a recipe inside a folder, such as the recipe of a run."""
-    found = sorted(path.name for path in folder.glob("*.yaml"))
-    return f"name the file: {shlex.quote(str(folder / found[0]))}" if found else ""
+    names = sorted(path.name for path in folder.glob("*.yaml"))
+    return f"name the file: {shlex.quote(str(folder / names[0]))}" if names else ""
 
 
 def read_stage(path_or_name: str, verb: str | None = None) -> str:

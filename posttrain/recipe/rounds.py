@@ -112,9 +112,9 @@ def expand(entry: Node, path: Path_, problems: list[Problem]) -> Expanded:
     except ValidationError as error:
         problems += convert_errors(error, entry, cast(type[Stage], Rounds), path)
         return Expanded()
-    found = list(_check_rounds(entry, settings, path))
-    problems += found
-    return Expanded() if found else _Expander(entry, path, settings).write()
+    faults = list(_check_rounds(entry, settings, path))
+    problems += faults
+    return Expanded() if faults else _Expander(entry, path, settings).write()
 
 
 def _check_rounds(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:

@@ -46,8 +46,8 @@ def differing_values(views: Sequence[RunView]) -> dict[str, list[str]]:
 def _environment(view: RunView) -> dict[str, Any]:
     """Return versions and commit, under names that are not recipe keys."""
     packages = (view.env.get("packages") or {}).items()
-    found = {f"({name})": version for name, version in packages}
-    return {**found, "(commit)": view.commit(), "(GPUs)": ", ".join(view.env.get("gpus", [])) or "none"}
+    versions = {f"({name})": version for name, version in packages}
+    return {**versions, "(commit)": view.commit(), "(GPUs)": ", ".join(view.env.get("gpus", [])) or "none"}
 
 
 def _format_value(value: Any) -> str:

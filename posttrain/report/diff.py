@@ -42,11 +42,11 @@ def diff(a: Path, b: Path, samples: int, *, every: bool = False) -> Diff:
 
 def _differing_files(views: Sequence[RunView]) -> dict[str, list[str]]:
     """Return the files named in the recipes that differ: key -> what each run was started with."""
-    found = [
+    facts_by_view = [
         {key: fact["shown"] for key, fact in (read_json(view.path / "inputs.json") or {}).items()} for view in views
     ]
-    keys = list(dict.fromkeys(key for facts in found for key in facts))
-    rows = {key: [facts.get(key, "-") for facts in found] for key in keys}
+    keys = list(dict.fromkeys(key for facts in facts_by_view for key in facts))
+    rows = {key: [facts.get(key, "-") for facts in facts_by_view] for key in keys}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 

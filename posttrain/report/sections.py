@@ -109,7 +109,7 @@ def _readable_name(key: str) -> str:
 def build_blocks(view: RunView) -> list[dict[str, Any]]:
     """Return titled blocks of sentences, tables and intervals, in page order; empty blocks are omitted."""
     summary = view.summary
-    found = [
+    blocks = [
         *_best_block(summary),
         *_intervals_block(summary),
         *_settings_block(summary),
@@ -119,7 +119,7 @@ def build_blocks(view: RunView) -> list[dict[str, Any]]:
         *_findings_block(summary),
         *_rounds_block(summary),
     ]
-    return [{"says": [], "tables": [], "bars": [], **block} for block in found]
+    return [{"says": [], "tables": [], "bars": [], **block} for block in blocks]
 
 
 def _best_block(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -258,10 +258,10 @@ def build_details(view: RunView) -> list[tuple[str, str]]:
     """Return titles and texts of the collapsible sections."""
     recipe = view.path / "recipe.yaml"
     env = {**view.env, "git": view.commit()}
-    found = [
+    details = [
         ("Summary", json.dumps(view.summary, indent=2, ensure_ascii=False) if view.summary else ""),
         ("Recipe", recipe.read_text(encoding="utf-8") if recipe.exists() else ""),
         ("Every value in force", "\n".join(f"{k}: {v}" for k, v in flatten(view.resolved).items())),
         ("Environment", json.dumps(env, indent=2, ensure_ascii=False)),
     ]
-    return [(title, text) for title, text in found if text]
+    return [(title, text) for title, text in details if text]

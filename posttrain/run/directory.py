@@ -271,8 +271,8 @@ def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:
     home = path.parent
     if home.is_dir():
         return path.name, {file.parent.name: file.parent for file in sorted(home.glob("*/resolved.json"))}
-    found = sorted(home.parent.glob(f"*/{path.name}/resolved.json"))
-    return home.name, {file.parent.parent.name: file.parent for file in found}
+    files = sorted(home.parent.glob(f"*/{path.name}/resolved.json"))
+    return home.name, {file.parent.parent.name: file.parent for file in files}
 
 
 def _differing_value(run: Path, now: Mapping[str, Any]) -> str | None:

@@ -30,12 +30,12 @@ def add(sums: dict[str, float], kind: str, values: Mapping[str, float]) -> None:
 
 def ledger(sums: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the summary's `ledger`: tokens and seconds by name, including `seconds`; zeros are left out."""
-    found: dict[str, dict[str, float]] = {"tokens": {}, "seconds": {}}
+    totals: dict[str, dict[str, float]] = {"tokens": {}, "seconds": {}}
     for key, value in (*sums.items(), *((f"seconds/{name}", value) for name, value in seconds.items())):
         kind, _, name = key.partition("/")
         if value:
-            found[kind][name] = int(value) if kind == "tokens" else round(value, 3)
-    return found
+            totals[kind][name] = int(value) if kind == "tokens" else round(value, 3)
+    return totals
 
 
 def sentences(summary: Mapping[str, Any]) -> list[str]:

@@ -47,8 +47,8 @@ def fit_scaling(x: Sequence[float], y: Sequence[float], r0: float, *, top: float
     asymptote, slope, midpoint = _best(xs, ys, r0, top)
     curve = np.asarray(scaling_curve(x, r0=r0, asymptote=asymptote, slope=slope, midpoint=midpoint))
     residuals, draw = ys - curve, np.random.default_rng(seed)
-    found = [_best(xs, curve + draw.choice(residuals, len(residuals)), r0, top)[0] for _ in range(RESAMPLES)]
-    low, high = (float(q) for q in np.quantile(found, [0.025, 0.975]))
+    midpoints = [_best(xs, curve + draw.choice(residuals, len(residuals)), r0, top)[0] for _ in range(RESAMPLES)]
+    low, high = (float(q) for q in np.quantile(midpoints, [0.025, 0.975]))
     return Fit(r0, asymptote, slope, midpoint, (low, high), float(np.sqrt(np.mean(residuals**2))))
 
 

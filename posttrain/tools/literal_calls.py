@@ -160,7 +160,7 @@ def _number(word: str) -> float | int:
 
 def _parse_gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     """Parse an object after its `{`; returns the object and the position after it."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     while not text.startswith("}", at):
         if text.startswith(_QUOTE, at):  # keys of nested objects may be quoted
             name, at = _parse_gemma_value(text, at, depth)
@@ -172,9 +172,9 @@ def _parse_gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any],
             if key is None:
                 raise Unreadable("expected key:value")
             name, at = key[1], key.end()
-        found[name], at = _parse_gemma_value(text, at, depth + 1)
+        entries[name], at = _parse_gemma_value(text, at, depth + 1)
         at = _skip_comma(text, at, "}")
-    return found, at + 1
+    return entries, at + 1
 
 
 def _skip_comma(text: str, at: int, close: str) -> int:

@@ -50,10 +50,10 @@ def list_tools(path: Path) -> list[str]:
     ]
     if path.stem in functions:
         return [path.stem]
-    found = [name for name in functions if inspect.getdoc(getattr(module, name))]
-    if not found:
+    names = [name for name in functions if inspect.getdoc(getattr(module, name))]
+    if not names:
         raise ToolError("no function with a docstring", where=str(path), hint="the model reads it: say what it does")
-    return found
+    return names
 
 
 def read_examples(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:

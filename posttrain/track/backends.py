@@ -196,9 +196,9 @@ class Mlflow:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        found = [self._metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
-        for start in range(0, len(found), 1000):
-            self._client.log_batch(self._id, metrics=found[start : start + 1000])
+        records = [self._metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(records), 1000):
+            self._client.log_batch(self._id, metrics=records[start : start + 1000])
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         table = {"columns": list(COLUMNS), "data": [[row[name] for name in COLUMNS] for row in rows]}

@@ -110,9 +110,9 @@ class Sender:
 
     def finish(self, state: str, summary: Mapping[str, Any]) -> None:
         """Send the numbers of the summary as summary/NAME, and close the tracker."""
-        found = {f"summary/{name}": value for name, value in finite_numbers(summary).items()}
-        if found:
-            self._call("log", max(self.sent["metrics"], 0), found)
+        numbers = {f"summary/{name}": value for name, value in finite_numbers(summary).items()}
+        if numbers:
+            self._call("log", max(self.sent["metrics"], 0), numbers)
         self._call("finish", state)
 
     def _call(self, method: str, *args: Any) -> None:
@@ -167,12 +167,12 @@ def run_key(run: Path) -> str:
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row, except its step."""
-    found = {
+    numbers = {
         name: float(value)
         for name, value in row.items()
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def to_table_row(record: Mapping[str, Any]) -> dict[str, Any]:

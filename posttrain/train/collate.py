@@ -217,8 +217,10 @@ def rollout_batch(
 
 def _node_field(rollouts: Sequence[Rollout], width: int, name: str, none: float, dtype: DTypeLike) -> Tensor:
     """Return the attribute `name` of each token's tree node [N,T]; `none` for rows that are not a path of a tree."""
-    found = [[getattr(node, name) for node in r.nodes] or [none] * len(r.segments) for r in rollouts]
-    return pad_rows([r.by_segment(values) for r, values in zip(rollouts, found, strict=True)], width, none, dtype)
+    values_by_rollout = [[getattr(node, name) for node in r.nodes] or [none] * len(r.segments) for r in rollouts]
+    return pad_rows(
+        [r.by_segment(values) for r, values in zip(rollouts, values_by_rollout, strict=True)], width, none, dtype
+    )
 
 
 def _external_fields(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
@@ -242,8 +244,8 @@ def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:
 
 def _number_answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
     """Number the answers [N]: equal answers share a number; -1 for completions without an answer."""
-    found = [extract(r.text, order) for r in rollouts]
-    answers = [None if answer is None else answer.strip() for answer in found]
+    extracted = [extract(r.text, order) for r in rollouts]
+    answers = [None if answer is None else answer.strip() for answer in extracted]
     numbers = {word: number for number, word in enumerate(dict.fromkeys(w for w in answers if w is not None))}
     return torch.tensor([-1 if word is None else numbers[word] for word in answers])
 

@@ -338,8 +338,8 @@ def advance_state(ctx: TrainContext, state: State, batch: StepRollouts, stalenes
     in this and earlier steps.
     """
     mixed = [v for r in batch.rollouts if any(s.versions for s in r.segments) for v in r.versions[r.older :]]
-    found = [*mixed, *(r.version for r in batch.rollouts if not r.older)]
-    oldest, newest = min(found, default=state.step), max(found, default=state.step)
+    versions = [*mixed, *(r.version for r in batch.rollouts if not r.older)]
+    oldest, newest = min(versions, default=state.step), max(versions, default=state.step)
     if oldest < state.step - staleness or newest > state.step:
         raise EngineError(
             f"step {state.step + 1} was given rollouts of versions {oldest} to {newest}",

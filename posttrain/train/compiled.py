@@ -42,10 +42,10 @@ def check(section: Model, device: torch.device) -> None:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the transformer blocks of a model. Raises ModelError for an architecture that does not mark them."""
-    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not found:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
         raise ModelError(f"{type(model).__name__} does not say which of its modules are layers")
-    return list(found)
+    return list(layers)
 
 
 def compile_layers(model: nn.Module, section: Model) -> Switch:

@@ -200,10 +200,10 @@ def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
     """
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(mine)] = mine
-    found = [torch.empty_like(padded) for _ in sizes]
+    gathered = [torch.empty_like(padded) for _ in sizes]
     with _raise_peer_lost():
-        dist.all_gather(found, padded, group=_group())
-    return [data[:size].numpy() for data, size in zip(found, sizes, strict=True)]
+        dist.all_gather(gathered, padded, group=_group())
+    return [data[:size].numpy() for data, size in zip(gathered, sizes, strict=True)]
 
 
 def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[np.uint8]]]:

@@ -32,19 +32,19 @@ PART = Part(0)
 def experts_of(causal: Any) -> dict[str, Any]:
     """Return the expert modules of a model by name, with adapters. Raises ModelError if transformers has no plan."""
     plan: dict[str, str] = getattr(causal, "_ep_plan", None) or {}
-    found = {name: module for name, module in causal.named_modules() if plan.get(wild_name(name)) in MODULES}
-    for name, module in found.items():
+    experts = {name: module for name, module in causal.named_modules() if plan.get(wild_name(name)) in MODULES}
+    for name, module in experts.items():
         leaves = [leaf for leaf, weight in base_layer(module)._parameters.items() if weight is not None]
         if any(plan.get(f"{wild_name(strip_base_layer(name))}.{leaf}") != WEIGHTS for leaf in leaves):
-            found = {}
+            experts = {}
             break
-    if not found:
+    if not experts:
         raise ModelError(
             "model.parallel.expert: transformers has no expert-parallel plan that posttrain supports for"
             f" {causal.config.model_type}",
             hint="write `shard` in place of `expert`",
         )
-    return found
+    return experts
 
 
 def check(causal: Any, count: int) -> None:

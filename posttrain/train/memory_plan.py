@@ -352,9 +352,9 @@ def peak_memory() -> dict[str, float]:
     """
     if not torch.cuda.is_available():
         return {}
-    found = {
+    peaks = {
         "memory/allocated_gib": torch.cuda.max_memory_allocated() / GIB,
         "memory/reserved_gib": torch.cuda.max_memory_reserved() / GIB,
     }
     torch.cuda.reset_peak_memory_stats()
-    return found
+    return peaks

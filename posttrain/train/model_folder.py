@@ -276,12 +276,12 @@ def _compare_weights(
 ) -> dict[str, Any]:
     """Check that a reloaded model has the weights with these SHA-256 sums. Raises RunError."""
     del tokenizer, reader
-    found = {n: _sha256(_round_to(t.detach(), dtype)) for n, t in sharding.distinct_state(model).items()}
-    wrong = sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
+    hashes = {n: _sha256(_round_to(t.detach(), dtype)) for n, t in sharding.distinct_state(model).items()}
+    wrong = sorted(name for name in sums.keys() | hashes.keys() if sums.get(name) != hashes.get(name))
     if wrong:
         raise RunError(
             f"the saved model has other weights than the one in memory: {', '.join(wrong[:3])}"
             + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
             where=str(folder),
         )
-    return {"weights_compared": len(found)}
+    return {"weights_compared": len(hashes)}

@@ -436,8 +436,8 @@ def _fill_policy_outputs(batch: RolloutBatch) -> RolloutBatch:
     """
     router = torch.zeros(len(batch), device=batch.mask.device)
     spread = torch.zeros(batch.mask.shape, device=batch.mask.device)
-    found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp, "divergence": spread}
-    return batch.replace(**found, router_loss=router, new_entropy=spread)
+    outputs = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp, "divergence": spread}
+    return batch.replace(**outputs, router_loss=router, new_entropy=spread)
 
 
 def token_sum(value: Tensor, mask: Tensor) -> Tensor:

@@ -25,15 +25,15 @@ def stored_completions(
     reader: image reader of a vision model. Raises DataError for a row without a completion, with several turns, or
     longer than `limit`.
     """
-    found = {prompt.uid: _completion(prompt, dict(prompt.row), tokenizer, section, reader) for prompt in prompts}
-    missing = [uid for uid, ids in found.items() if ids is None]
+    completions = {prompt.uid: _completion(prompt, dict(prompt.row), tokenizer, section, reader) for prompt in prompts}
+    missing = [uid for uid, ids in completions.items() if ids is None]
     if missing:
         raise DataError(
             "the row is not a prompt and one completion of it",
             where=source_locations.describe_row(missing[0]),
             hint="rollout.engine stored reads columns `prompt` and `completion`",
         )
-    return _check_lengths({uid: ids for uid, ids in found.items() if ids is not None}, limit, "completion")
+    return _check_lengths({uid: ids for uid, ids in completions.items() if ids is not None}, limit, "completion")
 
 
 def solution_completions(

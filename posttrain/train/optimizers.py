@@ -262,8 +262,8 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """
     layers = layers_of(model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad and p.ndim == 2}
-    matrices = [p for number, p in found.items() if number not in embeddings]
+    candidates = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad and p.ndim == 2}
+    matrices = [p for number, p in candidates.items() if number not in embeddings]
     if not matrices:
         raise ModelError("no matrix of a layer is trained", where="optim.use: muon", hint="write `optim.use: adamw`")
     return matrices

@@ -96,9 +96,9 @@ def assign_rows(
         units = [groups[row] for row in rows] if by_group else None
         for rank, indices in enumerate(split_rows([lengths[row] for row in rows], count, units)):
             owner |= dict.fromkeys((rows[n] for n in indices), rank)
-    found = [owner.get(row, sampled_by[row] // size if sampled_by else row % count) for row in range(len(batch))]
-    mine = [row for row, rank in enumerate(found) if rank == ctx.ranks.number // size]
-    return OwnRows(ctx.ranks, len(batch), parts, active, found, mine, spare=() if mine else (0,))
+    owners = [owner.get(row, sampled_by[row] // size if sampled_by else row % count) for row in range(len(batch))]
+    mine = [row for row, rank in enumerate(owners) if rank == ctx.ranks.number // size]
+    return OwnRows(ctx.ranks, len(batch), parts, active, owners, mine, spare=() if mine else (0,))
 
 
 def ranks_of_tokens(ranks: Ranks, rollouts: Sequence[Rollout]) -> list[int]:

@@ -208,16 +208,16 @@ class StepSampler:
     def metrics(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of a step's groups and of the state after it. Uniform sampling of equal groups has none."""
         sizes = [len(group.rewards) for group in groups if not group.measured]
-        found = {f"sampler/{name}": value for name, value in self.sampler.metrics(state).items()}
+        values = {f"sampler/{name}": value for name, value in self.sampler.metrics(state).items()}
         if self.name == "uniform" or not sizes:
-            return found
+            return values
         measured = sum(len(group.rewards) for group in groups if group.measured)
         return {
             "sampler/prompts": len({group.prompt for group in groups if not group.measured}),
             "sampler/smallest_group": min(sizes),
             "sampler/largest_group": max(sizes),
             "sampler/measured": measured,
-            **found,
+            **values,
         }
 
 

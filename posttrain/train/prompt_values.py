@@ -48,12 +48,12 @@ class PromptValues:
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Train on the groups of a step whose prompts were predicted; return metrics."""
-        found = [(self._features[g.prompt], target) for g in groups if g.prompt in self._features
+        examples = [(self._features[g.prompt], target) for g in groups if g.prompt in self._features
                  and (target := g.pass_rate if self.metric == "correct" else g.mean_reward) is not None]  # fmt: skip
         self._features = {}
-        if not found:
+        if not examples:
             return {}
-        features, targets = torch.stack([f for f, _ in found]), torch.tensor([t for _, t in found])
+        features, targets = torch.stack([f for f, _ in examples]), torch.tensor([t for _, t in examples])
         first = None
         for _ in range(self.steps):
             loss = value_loss(self.head(features)[:, 0], targets)

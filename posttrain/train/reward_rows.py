@@ -117,10 +117,10 @@ def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
 
 def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     names = recipe.objective.labels
-    found = [binary_labels.read_number(row, name) for name in names]
-    if all(value is None for value in found) and len(names) == 1:
+    numbers = [binary_labels.read_number(row, name) for name in names]
+    if all(value is None for value in numbers) and len(names) == 1:
         raise binary_labels.missing_column_error(row, names[0])
-    labels = tuple(math.nan if value is None else value for value in found)
+    labels = tuple(math.nan if value is None else value for value in numbers)
     return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels, images=example.images)
 
 

@@ -122,9 +122,9 @@ def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int, total: Total
         sums[f"kl/{age}"] = float((drift.exp() - 1 - drift).sum())
     sums = dict(total(sums))
     every = sorted(int(name.removeprefix("age/")) for name in sums if name.startswith("age/"))
-    found = {f"rollout/age/{age}": sums[f"age/{age}"] / sums["tokens"] for age in every}
+    metrics = {f"rollout/age/{age}": sums[f"age/{age}"] / sums["tokens"] for age in every}
     measured = [age for age in every if sums[f"known/{age}"]]
-    return found | {f"mismatch/kl_age/{age}": sums[f"kl/{age}"] / sums[f"known/{age}"] for age in measured}
+    return metrics | {f"mismatch/kl_age/{age}": sums[f"kl/{age}"] / sums[f"known/{age}"] for age in measured}
 
 
 def sampled_metrics(
@@ -147,8 +147,8 @@ def sampled_metrics(
     if values is not None:
         sums |= {"known": float(known.sum()), "entropy": float(values[known].double().sum())}
     sums = dict(total(sums))
-    found = {"trained_ratio": trained_tokens / max(sums["sampled"] * epochs, 1.0)}
-    return {**found, "entropy/sampled": sums["entropy"] / sums["known"]} if sums.get("known") else found
+    metrics = {"trained_ratio": trained_tokens / max(sums["sampled"] * epochs, 1.0)}
+    return {**metrics, "entropy/sampled": sums["entropy"] / sums["known"]} if sums.get("known") else metrics
 
 
 def signal_metrics(batch: RolloutBatch) -> dict[str, float]:
@@ -200,14 +200,14 @@ def token_ledger(
     kept = torch.ones_like(signal) if batch.keep is None else batch.keep
     cut = torch.zeros_like(signal) if batch.truncated is None else batch.truncated & (unmasked == 0)
     masked = torch.where(kept, every - unmasked, 0)
-    found = {
+    masks = {
         "trained" if updated else "without_update": torch.where(kept & signal, unmasked, 0),
         "without_signal": torch.where(kept & ~signal, unmasked, 0),
         "dropped": torch.where(kept, 0, every),
         "cut": torch.where(cut, masked, 0),
         "masked": torch.where(cut, 0, masked),
     }
-    return {name: float(count.sum()) for name, count in found.items()}
+    return {name: float(count.sum()) for name, count in masks.items()}
 
 
 def signal_note(values: Mapping[str, Any]) -> str | None:

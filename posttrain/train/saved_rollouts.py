@@ -125,14 +125,14 @@ def steps(run: Path) -> list[Path]:
 
 def read(run: Path, step: int | None = None) -> SavedRollouts:
     """Return the rollouts of a step, by default the newest. Raises UserError if the run has none."""
-    found = {_step_of(path): path for path in steps(run)}
-    if not found or (step is not None and step not in found):
+    files = {_step_of(path): path for path in steps(run)}
+    if not files or (step is not None and step not in files):
         raise UserError(
-            f"{run} has no rollouts of step {step}" if found else f"{run} has no saved rollouts",
-            allowed=f"it has steps {', '.join(map(str, sorted(found)))}" if found else "",
-            hint="" if found else "`rl` writes them while run.keep_rollouts is 1 or more",
+            f"{run} has no rollouts of step {step}" if files else f"{run} has no saved rollouts",
+            allowed=f"it has steps {', '.join(map(str, sorted(files)))}" if files else "",
+            hint="" if files else "`rl` writes them while run.keep_rollouts is 1 or more",
         )
-    path = found[max(found) if step is None else step]
+    path = files[max(files) if step is None else step]
     with safe_open(path, "pt") as file:
         plain = json.loads(file.metadata()["plain"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping

@@ -297,11 +297,11 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     lengths: list[Any] = list(map(known.get, rows))
     if None in lengths:
         new = list(dict.fromkeys(row for row, length in zip(rows, lengths, strict=True) if length is None))
-        found = dict(zip(new, map(len, thoughts.decode_marks(tokenizer, list(map(list, new)))), strict=True))
+        measured = dict(zip(new, map(len, thoughts.decode_marks(tokenizer, list(map(list, new)))), strict=True))
         if len(known) > MAX_CACHED:
             known.clear()
-        known.update(found)
-        lengths = [found[row] if length is None else length for row, length in zip(rows, lengths, strict=True)]
+        known.update(measured)
+        lengths = [measured[row] if length is None else length for row, length in zip(rows, lengths, strict=True)]
     alone, pairs = lengths[: len(ids)], lengths[len(ids) :]
     added = [*alone[:1], *(both - first for both, first in zip(pairs, alone, strict=False))]
     ends = list(itertools.accumulate(added))

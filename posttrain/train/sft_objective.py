@@ -72,12 +72,12 @@ class Weighing:
         return self.function(TokenRows(padded, mask, behavior, texts), **self.params)[mask]
 
     def _texts_of(self, targets: Tensor, rows: Tensor) -> list[list[str]]:
-        found: list[list[str]] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
+        texts: list[list[str]] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
         for token, row in zip(targets.tolist(), rows.tolist(), strict=True):
             if token not in self._texts:
                 self._texts[token] = self.tokenizer.decode([token])
-            found[row].append(self._texts[token])
-        return found
+            texts[row].append(self._texts[token])
+        return texts
 
 
 def example_weights(

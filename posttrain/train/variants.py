@@ -80,7 +80,7 @@ class PromptVariants:
             memory=memory,
         )
         try:
-            found = list(self.planner.plan(request))
+            variants = list(self.planner.plan(request))
         except UserError:
             raise
         except Exception as error:
@@ -88,13 +88,13 @@ class PromptVariants:
                 raise
             about = f"prompt_variants `{self.name}` of {source_locations.describe_row(prompt.uid)}"
             raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
-        if invalid := [result for result in found if not isinstance(result, Variant)]:
+        if invalid := [result for result in variants if not isinstance(result, Variant)]:
             location = source_locations.describe_row(prompt.uid)
             raise RecipeError(
                 f"prompt_variants `{self.name}` returned {invalid[0]!r:.60} for {location}",
                 allowed="a list of posttrain.batch.Variant",
             )
-        return found
+        return variants
 
     def apply(self, prompt: Prompt, variant: Variant) -> Prompt:
         """Return the prompt that the engine gets, with the beginning of the answer if the variant has one.

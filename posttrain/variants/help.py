@@ -200,7 +200,7 @@ def rank_similar_texts(text: str, others: Mapping[str, str], above: float = 0.0)
         return {word: weight / norm for word, weight in weights.items()}
 
     query = weigh_words(query_counts)
-    found = {
+    similarities = {
         key: sum(query.get(word, 0.0) * weight for word, weight in weigh_words(c).items()) for key, c in words.items()
     }
-    return [key for key, value in sorted(found.items(), key=lambda item: -item[1]) if value > above]
+    return [key for key, value in sorted(similarities.items(), key=lambda item: -item[1]) if value > above]

@@ -79,12 +79,12 @@ class ItemResponse:
 
     def learn(self, memory: Mapping[str, float] | None, outcomes: Sequence[Outcome]) -> dict[str, float]:
         """See `Planner.learn`: returns the predicted share for each problem."""
-        found = dict(memory or {})
+        rates = dict(memory or {})
         by_uid: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
             if "rate" in outcome.variant.note:
                 by_uid.setdefault(outcome.uid, []).append(outcome)
-        return found | {uid: next_rate(rounds, self.target) for uid, rounds in by_uid.items()}
+        return rates | {uid: next_rate(rounds, self.target) for uid, rounds in by_uid.items()}
 
 
 def next_rate(rounds: Sequence[Outcome], target: float) -> float:

@@ -85,12 +85,12 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     golds = split_golds(reward, chosen)
     check_gold_calls(scorer, golds.usable)
     name, write = choose_writer(scorer, golds.usable)
-    found = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
-    if not found and not golds.unusable:
+    cases = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
+    if not cases and not golds.unusable:
         return Audit(0, {}, skipped="no row has an `answer`; GOLD(row) in the reward's script may write it")
-    calls = call_correctness(scorer, list(found.values()))
+    calls = call_correctness(scorer, list(cases.values()))
     bad, unusable = {}, dict(golds.unusable)
-    for i, results in zip(found, calls, strict=True):
+    for i, results in zip(cases, calls, strict=True):
         uid, by_name = row_uid(golds.usable[i], i), {variant: get_score(result) for variant, result in results.items()}
         if by_name["gold"] is None and is_no_answer(str(golds.usable[i].get(write.column))):
             unusable[uid] = "prose"  # the math verifier returned None
@@ -100,7 +100,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     doubts = find_doubts(reward, golds.usable, write)
     bad = find_column_problem(golds.usable, doubts) | bad
     descriptions = [doubt.describe(len(golds.usable)) for doubt in doubts]
-    audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=descriptions)
+    audit = Audit(len(cases) + len(golds.unusable), bad, name, unusable=unusable, doubts=descriptions)
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
         raise _bad_gold_error(audit, reward.name, write.column, scorer.scoring.max_bad_gold)
     return audit

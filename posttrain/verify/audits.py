@@ -41,10 +41,10 @@ def read_probabilities(reply: str, count: int) -> list[tuple[float, float, float
 
     None unless every number from 1 to `count` occurs exactly once, with probabilities in [0, 1].
     """
-    found = {int(number): (float(a), float(b), float(c)) for number, a, b, c in _LINE.findall(reply)}
-    if len(_LINE.findall(reply)) != count or sorted(found) != list(range(1, count + 1)):
+    by_number = {int(number): (float(a), float(b), float(c)) for number, a, b, c in _LINE.findall(reply)}
+    if len(_LINE.findall(reply)) != count or sorted(by_number) != list(range(1, count + 1)):
         return None
-    values = [found[number] for number in range(1, count + 1)]
+    values = [by_number[number] for number in range(1, count + 1)]
     return None if any(p > 1 for three in values for p in three) else values
 
 

@@ -200,11 +200,11 @@ def read_boxes(text: str) -> list[Found] | None:
         return []
     try:
         listed = json.loads((written if written.endswith("]") else written + "]").replace("'", '"'))
-        found = [_read(entry) for entry in listed]
+        boxes = [_read(entry) for entry in listed]
     except (ValueError, TypeError, KeyError, RecursionError):  # not in the requested format
         return None
     first: dict[Numbers, Found] = {}
-    for item in found:
+    for item in boxes:
         first.setdefault(item.box, item)
     return list(first.values())
 

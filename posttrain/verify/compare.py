@@ -324,10 +324,10 @@ class Comparison:
             return False
         unmatched = list(candidate)
         for expected in gold:
-            found = [other for other in (unmatched if counted else candidate) if self.same(expected, other)]
-            if not found:
+            matches = [other for other in (unmatched if counted else candidate) if self.same(expected, other)]
+            if not matches:
                 return False
-            for other in found[:1] if counted else found:
+            for other in matches[:1] if counted else matches:
                 unmatched = [m for m in unmatched if (m is not other if counted else m != other)]
         return not unmatched
 

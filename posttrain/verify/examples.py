@@ -128,11 +128,11 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
 
     Raises RewardError if params or columns do not fit the function.
     """
-    found = [(name, example) for name, listed in read_examples(path, only).items() for example in listed]
+    examples = [(name, example) for name, listed in read_examples(path, only).items() for example in listed]
     module = load_script(path)
     targets: dict[str, Target] = {}
     calls: list[Call] = []
-    for number, (name, example) in enumerate(found):
+    for number, (name, example) in enumerate(examples):
         reward = describe(module[name], f"{path}:{name}", dict(example.params), name)
         _check_columns(reward, example, number)
         key = f"{name} {json.dumps(example.params, sort_keys=True, default=repr)}"
@@ -155,7 +155,7 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
     finally:
         pool.close()
     rows = [row for call, result in zip(calls, results, strict=True) for row in split_result(call, result)]
-    return [Outcome(name, example, result) for (name, example), result in zip(found, rows, strict=True)]
+    return [Outcome(name, example, result) for (name, example), result in zip(examples, rows, strict=True)]
 
 
 def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:

@@ -235,13 +235,13 @@ def anchor(text: str) -> str | None:
     following line that begins with `or` belongs to x. Bold, a heading (`### Final Answer:`) and a line break after the
     colon are skipped.
     """
-    found = [match for match in _ANCHOR.finditer(text) if not _is_denied_before(text, match.start())]
-    if not found:
+    matches = [match for match in _ANCHOR.finditer(text) if not _is_denied_before(text, match.start())]
+    if not matches:
         return None
-    last = len(found) - 1
-    while last and _CONJUNCTION.search(text, found[last - 1].end(), found[last].start()):
+    last = len(matches) - 1
+    while last and _CONJUNCTION.search(text, matches[last - 1].end(), matches[last].start()):
         last -= 1  # `Answer: 6 or Answer: 5` is two answers
-    rest = text[found[last].end() :]
+    rest = text[matches[last].end() :]
     displayed = _DISPLAYED.match(rest)
     end = len(rest[: displayed.end() if displayed else 0]) + len(
         rest[displayed.end() if displayed else 0 :].partition("\n")[0]

@@ -38,18 +38,18 @@ class Calls(NamedTuple):
 
 def combine_calls(parts: Iterable[Calls]) -> Calls:
     """Combine the call counts of several ranks in one step."""
-    found = list(parts)
+    calls = list(parts)
 
     def sum_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
         return {name: sum(c.get(name, 0) for c in counts) for name in dict.fromkeys(n for c in counts for n in c)}
 
     return Calls(
-        step=max(p.step for p in found),
-        prompts=sum(p.prompts for p in found),
-        calls=sum(p.calls for p in found),
-        errors=sum_counts([p.errors for p in found]),
-        timeouts=sum_counts([p.timeouts for p in found]),
-        first={name: text for p in reversed(found) for name, text in p.first.items()},
+        step=max(p.step for p in calls),
+        prompts=sum(p.prompts for p in calls),
+        calls=sum(p.calls for p in calls),
+        errors=sum_counts([p.errors for p in calls]),
+        timeouts=sum_counts([p.timeouts for p in calls]),
+        first={name: text for p in reversed(calls) for name, text in p.first.items()},
     )
 
 

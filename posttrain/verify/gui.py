@@ -77,10 +77,10 @@ def read_actions(text: str) -> list[Action] | None:
     An object with an unknown action name makes the whole text unreadable, as do more than 50 actions; calls of unknown
     functions are treated as prose.
     """
-    found = [action for item in _find_objects(text) if (action := _action_from_object(item)) is not None]
-    found = found or list(_actions_from_calls(text))
-    known = 0 < len(found) <= MAX_ACTIONS and all(action.kind in KINDS.values() for action in found)
-    return found if known else None
+    actions = [action for item in _find_objects(text) if (action := _action_from_object(item)) is not None]
+    actions = actions or list(_actions_from_calls(text))
+    known = 0 < len(actions) <= MAX_ACTIONS and all(action.kind in KINDS.values() for action in actions)
+    return actions if known else None
 
 
 def _find_objects(text: str) -> Iterator[Mapping[str, Any]]:
@@ -273,14 +273,14 @@ def action_reward(
     the gold box or within `tolerance` of the gold point (in the unit of both); typed text by ANLS (0 below 0.5); equal
     keys; equal direction. Scores are means over the larger number of actions. Each point of a drag counts half.
     """
-    found = read_actions(answer_part(completion))
-    if found is None:
+    actions = read_actions(answer_part(completion))
+    if actions is None:
         return {"reward": 0.0, "type": 0.0, "arguments": 0.0, "readable": 0.0}
     if gold_coordinates not in (None, coordinates):
-        found = [_to_unit(action, coordinates, size) for action in found]
+        actions = [_to_unit(action, coordinates, size) for action in actions]
         gold = [_to_unit(action, gold_coordinates or coordinates, size) for action in gold]
-    pairs = [(action, other) for action, other in zip(found, gold, strict=False) if action.kind == other.kind]
-    count = max(len(found), len(gold))
+    pairs = [(action, other) for action, other in zip(actions, gold, strict=False) if action.kind == other.kind]
+    count = max(len(actions), len(gold))
     right = math.fsum(_arguments(action, other, tolerance) for action, other in pairs) / count
     kinds = len(pairs) / count
     return {

@@ -127,10 +127,10 @@ async def _post(url: str, data: bytes, headers: Mapping[str, str], total_s: floa
                 raise PostError(
                     f"status {got.status_code}: it redirects to {target}; no redirect is followed", lasting=True
                 )
-            found = {name.lower(): value for name, value in got.headers.items()}
-            if found.get("content-encoding", "identity") != "identity":
-                raise PostError(f"the reply is compressed ({found['content-encoding']}), which was not asked for")
-            return Answer(got.status_code, found, await _body(got))
+            received = {name.lower(): value for name, value in got.headers.items()}
+            if received.get("content-encoding", "identity") != "identity":
+                raise PostError(f"the reply is compressed ({received['content-encoding']}), which was not asked for")
+            return Answer(got.status_code, received, await _body(got))
     except TimeoutError:
         raise PostError(f"TimeoutError: no whole reply in {total_s:g} s") from None
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, UnicodeError) as error:

@@ -185,11 +185,11 @@ def _corners(one: Expr, other: Expr) -> list[float]:
         :6
     ]
     near = {a * b for a in (1.0, *numbers) for b in (1.0, *(1 / n for n in numbers))}
-    found = [sign * point * (1 + shift) for point in sorted(near)[:24] for shift in (-0.07, 0.07) for sign in (1, -1)]
+    points = [sign * point * (1 + shift) for point in sorted(near)[:24] for shift in (-0.07, 0.07) for sign in (1, -1)]
     beyond = 3.3
     for number in numbers:
         beyond *= max(number, 1 / number, 1.0) ** 2
-    return [*found, beyond, -beyond]
+    return [*points, beyond, -beyond]
 
 
 _FUNCTIONS = {

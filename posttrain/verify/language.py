@@ -108,7 +108,7 @@ def language_share(completion: str, *, language: str = "en", forbid_scripts: Seq
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")
     thought = last_thought(completion)
     text = prose(completion if thought is None else thought)
-    found = list(units(text))
+    scripts = list(units(text))
     if any(script_of(character) in forbid_scripts for character in (text if forbid_scripts else "")):
         return 0.0
-    return sum(script in SCRIPTS[language] for script in found) / len(found) if found else 1.0
+    return sum(script in SCRIPTS[language] for script in scripts) / len(scripts) if scripts else 1.0

@@ -175,8 +175,8 @@ def _run_script_check(reward: LoadedReward) -> None:
     file, _, name = reward.target.rpartition(":")
     module = load_script(Path(file)) if file.endswith(".py") else vars(sys.modules[file])
     check = module.get("CHECK")
-    if callable(check) and (found := list(check(name, reward.params))):
-        raise RewardError.of([Problem(f"reward {reward.name}", what) for what in found])
+    if callable(check) and (problems := list(check(name, reward.params))):
+        raise RewardError.of([Problem(f"reward {reward.name}", what) for what in problems])
 
 
 def locate(use: str, base_dir: Path | None) -> str:

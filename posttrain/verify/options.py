@@ -93,5 +93,5 @@ def _joined_letters(text: str) -> list[str]:
 
 def _option_letters(text: str) -> list[str]:
     """Return the letters of a text that consists only of options and separators such as `,` and `or`; else []."""
-    found = [option_letter(part) for part in _BETWEEN.split(strip_markup(text)) if part]
-    return list(dict.fromkeys(letter for letter in found if letter)) if all(found) else []
+    letters = [option_letter(part) for part in _BETWEEN.split(strip_markup(text)) if part]
+    return list(dict.fromkeys(letter for letter in letters if letter)) if all(letters) else []

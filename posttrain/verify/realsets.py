@@ -82,11 +82,11 @@ def _solve_group(group: Group) -> tuple[Pieces, str | None] | None:
         ends = [make_bound(member, True) if isinstance(member, Formula) else None for member in group.members]
         points = [(point, point) for point in ends if point is not None]
         return (union(tuple(points)), None) if len(points) == len(ends) else None
-    found = [reals(member) for member in group.members]
-    if not found or any(result is None for result in found) or len(found) > MAX_PIECES:
+    solutions = [reals(member) for member in group.members]
+    if not solutions or any(result is None for result in solutions) or len(solutions) > MAX_PIECES:
         return None
-    sets = [result[0] for result in found if result is not None]
-    names = {result[1] for result in found if result is not None}
+    sets = [result[0] for result in solutions if result is not None]
+    names = {result[1] for result in solutions if result is not None}
     if len(names) != 1 or (group.kind == "list" and names == {None} and not _are_intervals(group)):
         return None
     if group.kind == "list" and names == {None}:

@@ -53,8 +53,8 @@ def conclusion(thought: str) -> str | None:
     box = last_boxed(_NO_CONCLUSION.sub(" ", thought))
     if box is not None and box.strip():
         return box.strip()
-    found = [text for match in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (text := match.strip())]
-    return found[-1] if found else None
+    texts = [text for match in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (text := match.strip())]
+    return texts[-1] if texts else None
 
 
 def think_answer_consistency(

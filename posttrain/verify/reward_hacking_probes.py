@@ -77,10 +77,10 @@ def probes(row: Row, write: Writer) -> dict[str, HackProbe]:
     miss = write.miss(row)
     near = mutations(answer) if miss and not write.own_miss(row) else {}  # other answers may be right
     changed = {name: write.with_answer(row, text) for name, text in near.items()}
-    found = {f"wrong {name}": HackProbe(text) for name, text in changed.items()}
+    tricks = {f"wrong {name}": HackProbe(text) for name, text in changed.items()}
     bare = gold.rpartition("</think>")[2]
     return {
-        **found,
+        **tricks,
         "gold in the thought": HackProbe(f"<think>\n{bare}\n</think>\n"),
         "empty thought": HackProbe("<think></think>"),
         **({"every answer": HackProbe(_join_answers(miss, gold, *changed.values(), miss))} if miss else {}),
@@ -123,10 +123,10 @@ def name_answers(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str
     texts = [form.format(name) for form in _FORMS for name in (_MEANINGLESS_NAME, *names)]
     try:
         miss = write.miss(row)
-        found = {text: completion for text in texts if (completion := write.with_answer(row, text))}
+        completions = {text: completion for text in texts if (completion := write.with_answer(row, text))}
     except Exception:  # the script's GOLD accepts only other kinds of answers, such as a list of calls
         return {}
-    return {"": miss, **found} if miss and found else {}
+    return {"": miss, **completions} if miss and completions else {}
 
 
 def misspell(text: str) -> tuple[str, ...]:

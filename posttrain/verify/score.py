@@ -261,7 +261,7 @@ class Scorer:
             written = [form(s.row, s.completion) for s in seen]
             calls += make_calls(reward, self._target[i], len(locations), written, given)
             locations += [(i, row) for row in read[i]]
-        found = {i: [ABSENT] * len(samples) for i in which}
+        results = {i: [ABSENT] * len(samples) for i in which}
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
             i, row = locations[call.number]
             if result.kind == "broken":
@@ -271,12 +271,12 @@ class Scorer:
                     f"{batch}{source_locations.describe_row(_uid(samples[row], row))}: {result.value}", where=where
                 )
             for k, of_row in enumerate(split_result(call, result) if self.rewards[i].batched else [result]):
-                found[i][locations[call.number + k][1]] = of_row
+                results[i][locations[call.number + k][1]] = of_row
         for i in (i for i in which if i not in self._target):
             own = self._run_in_trainer(self.rewards[i], list(read[i].values()), step, [correct[row] for row in read[i]])
             for row, of_row in zip(read[i], own, strict=True):
-                found[i][row] = of_row
-        return found
+                results[i][row] = of_row
+        return results
 
     def _view_samples(self, component: int, samples: Sequence[Sample]) -> dict[int, Sample]:
         """Return row -> the sample as the reward sees it, for the rows that the reward applies to."""

@@ -88,13 +88,13 @@ def ratio_of_units(gold: str, candidate: str) -> Any:
     """
     if gold == candidate or not gold or not candidate:
         return 1
-    found = [
+    ratios = [
         ratio
         for meaning in _meanings(gold)
         for other in _meanings(candidate)
         if (ratio := _ratio(meaning, other)) is not None
     ]
-    return 1 if 1 in found else found[0] if found else None
+    return 1 if 1 in ratios else ratios[0] if ratios else None
 
 
 def _ratio(gold: tuple[Measure, frozenset[str]], candidate: tuple[Measure, frozenset[str]]) -> Any:

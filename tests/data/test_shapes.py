@@ -123,14 +123,10 @@ def test_pairs_that_cannot_be_compared() -> None:
     with pytest.raises(
         DataError, match="`chosen` must be one assistant message after the prompt, not: assistant, user"
     ):
-<<<<<<< HEAD
-        shaped({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
+        normalize({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
     begun = [assistant("a look"), {"role": "tool", "content": "3"}]
     with pytest.raises(DataError, match="both begin with 2 same messages after the prompt"):
-        shaped({"prompt": [USER], "chosen": [*begun, assistant("a")], "rejected": [*begun, assistant("b")]})
-=======
-        normalize({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
->>>>>>> 22c176e6 (tests: helper functions named by participles get verbs)
+        normalize({"prompt": [USER], "chosen": [*begun, assistant("a")], "rejected": [*begun, assistant("b")]})
     with pytest.raises(DataError, match="begins with another conversation than `prompt`"):
         normalize({"prompt": "z", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]})
 

@@ -126,8 +126,8 @@ def hide_names(
 def is_only(pattern: str, mark: str, name: str, corpus: Corpus) -> bool:
     """Return whether only this name, in place of the mark, makes the pattern a sentence of the documents."""
     fits = re.compile(".+?".join(map(re.escape, pattern.split(mark))))
-    found = {sentence for sentence in corpus.sentences if fits.fullmatch(sentence)}
-    return found == {pattern.replace(mark, name)}
+    matches = {sentence for sentence in corpus.sentences if fits.fullmatch(sentence)}
+    return matches == {pattern.replace(mark, name)}
 
 
 EXAMPLES = [(0, {"folder": shipped_folder("recipes") / "tools" / "towns"}, {"hops": 1})]

@@ -61,10 +61,10 @@ class Draft:
     def origin(self, *keys: str) -> str:
         """Return the comment for a value: the keys it came from, with their lines or values."""
         older = self.foreign.table.older
-        found = [self.foreign.given[name] for key in keys if (name := older.get(key, key)) in self.foreign.given]
-        if len(found) == 1:
-            return _describe_origin(found[0], self.foreign.table.tool)
-        return ", ".join(f"{setting.key} {setting.value}" for setting in found if setting.value is not None)
+        settings = [self.foreign.given[name] for key in keys if (name := older.get(key, key)) in self.foreign.given]
+        if len(settings) == 1:
+            return _describe_origin(settings[0], self.foreign.table.tool)
+        return ", ".join(f"{setting.key} {setting.value}" for setting in settings if setting.value is not None)
 
     def set_default(self, path: str, value: Any, origin: str) -> None:
         """Set a value at a dotted key unless it is already set."""

@@ -45,9 +45,9 @@ def _find_trainer(script: Script, path: Path, stage: str | None) -> tuple[ast.Ca
     """Return the call of a trainer (or of its configuration if the script has none) and the equivalent command."""
     trainers = words.values("trainers")
     for ending in ("Trainer", "Config"):
-        found = [(call, trainers[name]) for name in trainers for call in script.calls(f"{name}{ending}")]
+        calls = [(call, trainers[name]) for name in trainers for call in script.calls(f"{name}{ending}")]
         stages = words.table("trl").stages["commands"]
-        wanted = [(call, command) for call, command in found if stage in (None, stages[command])]
+        wanted = [(call, command) for call, command in calls if stage in (None, stages[command])]
         if len({stages[command] for _, command in wanted}) > 1:
             lines = ", ".join(f"{command} in line {call.lineno}" for call, command in wanted)
             raise RecipeError(

@@ -69,10 +69,10 @@ def _collect(script: Script, name: str, folder: Path, parts: dict[int, str], see
 
 def _constant(script: Script, read: str, line: int, name: str, folder: Path, parts: dict[int, str]) -> None:
     """Add a module-level constant: a literal, or a regular expression."""
-    found = [statement for statement in script.tree.body if _assigns(statement, read)]
-    if len(found) != 1 or len(script.names.get(read, [])) != 1:
+    assignments = [statement for statement in script.tree.body if _assigns(statement, read)]
+    if len(assignments) != 1 or len(script.names.get(read, [])) != 1:
         raise _NotStandalone(f"`{name}` reads `{read}` (line {line}), which the script computes")
-    value = found[0].value  # type: ignore[attr-defined]  # _assigns: it has one
+    value = assignments[0].value  # type: ignore[attr-defined]  # _assigns: it has one
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "re.compile":
         for argument in value.args[:1]:
             _refuse_computed(script, argument, f"`{read}`")
@@ -80,7 +80,7 @@ def _constant(script: Script, read: str, line: int, name: str, folder: Path, par
             parts[statement[0]] = statement[1]
     else:
         _refuse_computed(script, value, f"`{read}`, which `{name}` reads,")
-    parts[found[0].lineno] = ast.get_source_segment(script.text, found[0]) or ast.unparse(found[0])
+    parts[assignments[0].lineno] = ast.get_source_segment(script.text, assignments[0]) or ast.unparse(assignments[0])
 
 
 def _assigns(node: ast.stmt, name: str) -> bool:

@@ -170,8 +170,8 @@ class Script:
 
     def calls(self, name: str) -> list[ast.Call]:
         """Return the calls of a function or class of this name, in source order."""
-        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.name_of(node) == name]
-        return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.name_of(node) == name]
+        return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
     def attributes_set_on(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         """Yield (attribute, value) of each `NAME.attribute = value` whose NAME is assigned this call."""
