@@ -309,7 +309,7 @@ def test_correction_of_the_engine_matches_trl(
     trainer.use_vllm, trainer._last_loaded_step, trainer.logps = True, 0, given["old"]  # step 0: there is no vLLM
     trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, f"{level}_{mode}"
     trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min = 1.5, clip_min
-    batch = scored(trainer)
+    batch = score_with_trl(trainer)
     weights = batch["importance_sampling_ratio"]
     assert (weights == (1.5 if mode == "truncate" else 0.0)).any() and weights.unique().numel() > 3
     expected, by_logp = trl_step(trainer, batch, given)
@@ -326,7 +326,7 @@ def test_masks_of_rows_and_tokens_match_trl(made: Made, method: str) -> None:
     beta = 0.0 if method == "gspo" else 0.5
     trainer, given = made(method, off_policy_mask_threshold=0.05, top_entropy_quantile=0.5), logps(method)
     given["old"] = given["new"] + 0.3 * noise()
-    batch = scored(trainer)
+    batch = score_with_trl(trainer)
     trainer.entropy = noise().abs().float()
     expected, by_logp = trl_step(trainer, batch, given, beta)
     objective = ours(
