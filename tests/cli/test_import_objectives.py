@@ -169,6 +169,7 @@ def left_out(draft: Draft) -> dict[str, str]:
         (TRL | {"loss_type": "nca_pair"}, "dpo", {"loss.use": "nca_pair", "loss.beta": 0.1}),
         (TRL | {"loss_type": "sppo_hard", "beta": 0.4}, "dpo", {"loss.use": "sppo", "loss.beta": 0.4}),
         (TRL | {"loss_type": "sppo_hard"}, "dpo", {"loss.use": "sppo", "loss.beta": 0.1}),
+        (GRPO | {"max_tool_calling_iterations": 1}, "rl", {"rollout.max_turns": 2}),  # a call, and the turn after it
         # TRL sets the adapter's dropout to 0 in dpo and reward models, and in rl on request.
         (TRL | {"use_peft": True, "beta": 0.1}, "dpo", {"model.lora.dropout": 0.0}),
         (TRL | {"use_peft": True, "beta": 0.1, "lora_dropout": 0.1}, "dpo", {"model.lora.dropout": 0.0}),
@@ -284,6 +285,8 @@ def test_ratios_that_trl_combines_otherwise_are_noted(folder: Path) -> None:
     assert any("vespo's ratio of the row" in note for note in import_recipe(folder, GRPO | vespo).notes)
     gspo = {"importance_sampling_level": "sequence", "beta": 0.1}
     assert any("the ratio of its row" in note for note in import_recipe(folder, GRPO | gspo).notes)
+    orpo = import_recipe(folder, "trl orpo --model_name_or_path org/x --dataset_name rows.jsonl").notes
+    assert any("ORPO also trains on the prompts" in note for note in orpo)
     cpo = "trl cpo --model_name_or_path org/x --dataset_name rows.jsonl --label_smoothing 0.1"
     assert not any("label_smoothing" in note for note in import_recipe(folder, cpo).notes)  # CPO's `sigmoid` reads it
 

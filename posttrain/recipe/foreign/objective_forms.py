@@ -89,6 +89,11 @@ def complete_loss(draft: Draft) -> None:
     key, value, losses = _SHARED_DEFAULTS.get(draft.stage, ("", 0.0, ()))
     if draft.at("loss.use") in losses:
         draft.set_default(key, value, f"{draft.foreign.table.tool}'s default")
+    if draft.at("algorithm") == "orpo" and draft.foreign.table.name == "trl":
+        draft.note(
+            "TRL's ORPO also trains on the prompts, and takes the mean over all tokens of a batch; here the mean over"
+            " the tokens of each answer"
+        )
     _complete_simpo(draft)
 
 

@@ -205,6 +205,11 @@ def _no_dropout(draft: Draft, given: Given, _: str) -> None:
         draft.replace("model.lora.dropout", 0.0, draft.origin(given.key))
 
 
+def _tool_rounds(draft: Draft, given: Given, target: str) -> None:
+    """TRL: convert the number of rounds of tool calls, each followed by a turn of the model, to the model's turns."""
+    draft.set_default(target, int(given.value) + 1, f"{draft.origin(given.key)}, and the turn before the first call")
+
+
 def _betas(draft: Draft, given: Given, _: str) -> None:
     if given.key == "adam_beta2" and draft.foreign.given.get("adam_beta1"):
         return
@@ -355,6 +360,7 @@ TRANSFORMS: dict[str, Transform] = {
     "swift_lr": _swift_lr,
     "targets": _targets,
     "text_not_file": _text_not_file,
+    "tool_rounds": _tool_rounds,
     "truth": _boolean,
     "updates": _updates,
     "verl_batch": _verl_batch,
