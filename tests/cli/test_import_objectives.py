@@ -260,6 +260,8 @@ def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
          {"use": "tis", "level": "token", "mode": "truncate", "clip_max": 2.0}),
         ({"vllm_importance_sampling_clip_max": 4.0, "vllm_importance_sampling_clip_min": 0.5},
          {"use": "tis", "level": "sequence", "mode": "mask", "clip_max": 4.0, "clip_min": 0.5}),
+        ({"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},  # null: no bound
+         {"use": "tis", "level": "sequence", "mode": "mask", "clip_max": None, "clip_min": 0.5}),
         ({"vllm_importance_sampling_correction": False}, None),
         ({"use_vllm": False}, None),
     ],
@@ -267,6 +269,13 @@ def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
 def test_trls_vllm_correction_is_imported(given: Any, entry: Any, folder: Path) -> None:
     draft = import_recipe(folder, GRPO | {"use_vllm": True} | given)
     assert draft.plain().get("corrections") == (None if entry is None else [entry])
+
+
+def test_trls_reward_model_among_the_functions(folder: Path) -> None:
+    """TRL's `reward_funcs` may name a model of the hub."""
+    draft = import_recipe(folder, GRPO | {"reward_funcs": ["org/rm-7b", "think_format_reward"]})
+    assert [entry["use"] for entry in draft.plain()["rewards"]] == ["reward_model", "format.structure"]
+    assert draft.plain()["rewards"][0]["params"] == {"path": "org/rm-7b"} and left_out(draft) == {}
 
 
 def test_trls_masks_of_tokens_and_rows_are_imported(folder: Path) -> None:

@@ -151,9 +151,11 @@ def _engine_correction(draft: Draft, given: Given, _: str) -> None:
     if named not in (known := words.values("corrections")):
         draft.leave(given, f"mode {named} is not known: write `corrections: [{{use: tis, level: ..., mode: ...}}]`")
         return
-    high = draft.get(f"{of}clip_max", f"{of}cap", default=3.0)
+    bound = next((key for key in (f"{of}clip_max", f"{of}cap") if key in draft.foreign.given), "")
+    unbounded = draft.foreign.table.name == "trl" and bound and _read_key(draft, bound) is None  # null: no bound
+    high = None if unbounded else float(draft.get(bound, default=3.0))
     low = draft.get(f"{of}clip_min")
-    values = {**known[named], "clip_max": float(high), **({"clip_min": float(low)} if low is not None else {})}
+    values = {**known[named], "clip_max": high, **({"clip_min": float(low)} if low is not None else {})}
     _append(draft, "corrections", given, "tis", values)
     if _read_key(draft, f"{section}loss_type") == "vespo":
         draft.note(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
         if known.get("gold"):
             draft.set_default("data.columns.answer", known["gold"], f"what {name} reads")
         return {key: value for key, value in known.items() if key != "gold"}
+    if draft.foreign.table.name == "trl" and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".py"):
+        return {"use": "reward_model", "params": {"path": name}}  # a reward model on the hub
     module, dot, function = name.rpartition(".")
     if not dot or "/" in name:
         why = (
