@@ -158,7 +158,7 @@ def export(python_that_forks: Any, port: int, home: Path) -> Iterator[Export]:
     given = {k: v for k, v in os.environ.items() if k not in drop}
     given |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
     given |= {"NO_PROXY": "*"}
-    with python_that_forks(given) as python:
+    with python_that_forks(given, "posttrain.export.run posttrain.cli.app") as python:
 
         def call(model: Path, *options: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
             environment = {**given, **({"HF_TOKEN": token} if token else {})}
