@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 GOOD = "def score(completion, answer): return float(completion.strip() == answer)\n"
 EXAMPLES = 'EXAMPLES = [("7", {"answer": "7"}, 1.0), ("", {"answer": "7"}, 0.0)]\n'
 

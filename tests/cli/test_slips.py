@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 from posttrain.cli.app import PANELS, app
 from posttrain.cli.option_hints import no_such_command
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TYPED = [
     ("rl debug/rl --set model.path=x", "write model.path=x, without --set"),
     ("rl debug/rl --learning_rate 1e-5", "write optim.lr=1e-5, without --"),
