@@ -201,7 +201,7 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
     first_line: the text is one line of a file.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as cause:
         place = f"{where}:{cause.colno}" if first_line else f"{where}:{cause.lineno}:{cause.colno}"
         multiline = first_line and text.strip() in ("{", "[")  # an object or list over several lines
@@ -209,8 +209,17 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
         raise DataError(f"broken JSON: {cause.msg}", where=place, hint=hint) from cause
     except RecursionError:
         raise DataError("broken JSON: nested too deep", where=where) from None
-    except ValueError as cause:  # Python refuses to read integers of more than 4300 digits
+    except ValueError as cause:  # a repeated key; Python refuses to read integers of more than 4300 digits
         raise DataError(f"broken JSON: {str(cause).partition(';')[0]}", where=where) from cause
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict. Raises ValueError for a repeated key, of which JSON keeps the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key `{next(name for name in names if names.count(name) > 1)}` is given twice")
+    return found
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

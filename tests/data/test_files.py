@@ -53,6 +53,8 @@ def test_compressed_files_are_read(packed: str, kind: str, text: bytes, tmp_path
         ("a.tar.gz", gzip.compress(b"x", mtime=0), "files ending in `.gz` are not read"),
         ("a.jsonl", b"[" * 100_000, "broken JSON: nested too deep"),
         ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "broken JSON: Exceeds the limit"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}', "a.jsonl:2  broken JSON: the key `a` is given twice"),
+        ("a.json", b'[{"m": {"b": 2, "b": 3}}]', "a.json  broken JSON: the key `b` is given twice"),
         ("a.jsonl", b'[{"a": 1}, {"a": 2}]', "is a .json file"),
         ("a.jsonl", b'{\n "a": 1\n}', "a row is one line"),
         ("a.csv", b"prompt;answer\n1;2\n", "a.csv:1  the header has no comma; its columns seem to be separated by ';'"),
