@@ -7,6 +7,7 @@ escapes are those of JSON, so JSON on stdout stays exact too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -45,8 +46,9 @@ def say(text: object = "", *, end: str = "\n") -> None:
 
 
 def note(text: object = "") -> None:
-    """Print a message for the user to stderr."""
-    print(escape_control_characters(str(text)), file=sys.stderr, flush=True)
+    """Print a message for the user to stderr; dropped if its reader has exited, so that a run goes on."""
+    with contextlib.suppress(BrokenPipeError):
+        print(escape_control_characters(str(text)), file=sys.stderr, flush=True)
 
 
 def note_escaped(text: str) -> None:
@@ -66,6 +68,10 @@ def console(**options: Any) -> Console:
     from rich.segment import Segment
 
     class Escaping(Console):
+        def on_broken_pipe(self) -> None:
+            """Let the BrokenPipeError through, which ends a run's display and not the run; rich would exit."""
+            raise  # rich calls this in its `except BrokenPipeError`
+
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 text, style, control = segment

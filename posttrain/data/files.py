@@ -214,7 +214,7 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict. Raises ValueError for a repeated key, of which JSON keeps the last."""
+    """Return a JSON object as a dict. Raises ValueError for a repeated key, of which `json` keeps the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from posttrain import terminal
 from posttrain.run import progress as module
 from posttrain.run.progress import Progress, duration, format_value, sparkline
 
@@ -94,3 +95,19 @@ def test_only_a_long_start_is_explained(monkeypatch):
         with Progress("rl", 5, ["reward"], console=out) as progress:
             progress.ready({"engine start": 60.2, "longest rows": 18.9})
     assert out.file.getvalue() == "ready after 95 s: engine start 60 s, longest rows 19 s\n"
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, _text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_closed_pipe_ends_the_display_and_not_the_run(monkeypatch):
+    """`posttrain rl R 2>&1 | head`: rich alone would exit, and the steps since the last checkpoint would be lost."""
+    monkeypatch.setattr("sys.stderr", ClosedPipe())
+    with Progress("rl", 2, ["reward"]) as progress:
+        progress.update(1, {"reward": 0.5})
+        progress.note("a note")
+        progress.update(2, {"reward": 0.5})
+    terminal.note("after the run")
+    assert progress._console.quiet
