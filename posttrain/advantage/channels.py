@@ -28,7 +28,7 @@ BatchNorm = Literal["sequence", "token", "none"]
 def gdpo(
     batch: RolloutBatch,
     *,
-    weights: dict[str, float] | None = None,
+    weights: dict[RewardName, float] | None = None,
     conditions: dict[RewardName, Gate] | None = None,
     eps: float = 1e-4,
     batch_norm: BatchNorm = "sequence",

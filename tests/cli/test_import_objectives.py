@@ -102,6 +102,34 @@ def left_out(draft: Draft) -> dict[str, str]:
           "loss.dual_clip": None}),
         (VERL | {MODE: "gpg", "algorithm.adv_estimator": "gpg"}, "rl",
          {"loss.use": "reinforce", "advantage.scale": "none", "loss.aggregation": "token_mean"}),
+        # verl's clip_ratio of CISPO is an offset from 1, ours a bound of the ratio; a bound of -9 is none.
+        (VERL | {MODE: "cispo", "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.clip_ratio_low": 10,
+                 "actor_rollout_ref.actor.clip_ratio_high": 0.28}, "rl",
+         {"loss.use": "cispo", "loss.ratio_min": None, "loss.ratio_max": 1.28, "loss.clip_low": None}),
+        (VERL | {MODE: "cispo", "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.clip_ratio": 0.3}, "rl",
+         {"loss.ratio_min": 0.7, "loss.ratio_max": 1.3}),
+        (VERL | {MODE: "cispo", "algorithm.adv_estimator": "grpo"}, "rl",
+         {"loss.ratio_min": 0.8, "loss.ratio_max": 1.2}),
+        (VERL | {MODE: "sapo", "actor_rollout_ref.actor.policy_loss.tau_neg": 1.4, "algorithm.adv_estimator": "grpo"},
+         "rl", {"loss.tau_neg": 1.4}),
+        # verl averages GSPO by row whatever loss_agg_mode is.
+        (VERL | {MODE: "gspo", "algorithm.adv_estimator": "grpo",
+                 "actor_rollout_ref.actor.loss_agg_mode": "token-mean"}, "rl",
+         {"loss.use": "gspo", "loss.aggregation": "seq_mean_token_mean"}),
+        (VERL | {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.loss_scale_factor": 1000,
+                 "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"}, "rl",
+         {"loss.aggregation": "fixed", "loss.norm_len": 1000}),
+        # "+" is the same value with the gradient of k2; the reward has no gradient.
+        (VERL | {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "low_var_kl+"},
+         "rl", {"kl.use": "k3_straight_through", "kl.where": "loss"}),
+        (VERL | {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "k1+"}, "rl",
+         {"kl.use": "k1_straight_through"}),
+        (VERL | {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "k3+"}, "rl",
+         {"kl.use": "k3", "kl.where": "reward"}),
+        (VERL | {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": "[right,short]",
+                 "algorithm.gdpo_reward_weights": "[1.0,0.5]"}, "rl",
+         {"advantage.use": "gdpo", "advantage.batch_norm": "token", "advantage.weights.right": 1.0,
+          "advantage.weights.short": 0.5}),
         (VERL | {"algorithm.adv_estimator": "remax"}, "rl", {"advantage.use": "remax", "algorithm": None}),
         (VERL | {"algorithm.adv_estimator": "opo"}, "rl", {"advantage.use": "opo"}),
         (VERL | {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False}, "rl",
@@ -269,6 +297,43 @@ def test_entropy_bonus_is_added_to_the_presets_terms(folder: Path) -> None:
 def test_trls_vllm_correction_is_imported(given: Any, entry: Any, folder: Path) -> None:
     draft = import_recipe(folder, GRPO | {"use_vllm": True} | given)
     assert draft.plain().get("corrections") == (None if entry is None else [entry])
+
+
+CORRECT = "algorithm.rollout_correction.rollout_"
+
+
+@pytest.mark.parametrize(
+    ("given", "section", "entry"),
+    [
+        ({"is": "token", "is_threshold": 3.0}, "corrections",
+         {"use": "tis", "level": "token", "mode": "truncate", "clip_max": 3.0}),
+        ({"is": "sequence"}, "corrections", {"use": "tis", "level": "sequence", "mode": "truncate", "clip_max": 2.0}),
+        ({"is": "token", "is_threshold": "0.5_5"}, "corrections",
+         {"use": "tis", "level": "token", "mode": "mask", "clip_min": 0.5, "clip_max": 5.0}),
+        # verl bounds engine / trainer, `engine_ratio` trainer / engine.
+        ({"rs": "seq_mean_k1", "rs_threshold": "0.8_4"}, "select",
+         {"use": "engine_ratio", "level": "geometric", "clip_min": 0.25, "clip_max": 1.25}),
+        ({"rs": "token_k1", "rs_threshold": 2}, "select",
+         {"use": "engine_ratio", "level": "token", "clip_min": 0.5, "clip_max": 2.0}),
+    ],
+)  # fmt: skip
+def test_verls_rollout_correction_is_imported(given: Any, section: str, entry: Any, folder: Path) -> None:
+    keys = {f"{CORRECT}{key}": value for key, value in given.items()}
+    draft = import_recipe(folder, VERL | {"algorithm.adv_estimator": "grpo"} | keys)
+    assert draft.plain()[section] == [entry] and left_out(draft) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({CORRECT + "rs": "seq_max_k2", CORRECT + "rs_threshold": 2.5}, "rejects by the ratio of a token"),
+        ({CORRECT + "is": "token", CORRECT + "rs": "token_k1", CORRECT + "rs_threshold": "0.5_2.0"}, "corrected once"),
+        ({CORRECT + "rs": "token_k1", "algorithm.rollout_correction.bypass_mode": True}, "with bypass_mode verl"),
+    ],
+)
+def test_rejections_that_are_not_imported_are_named(given: Any, why: str, folder: Path) -> None:
+    draft = import_recipe(folder, VERL | {"algorithm.adv_estimator": "grpo"} | given)
+    assert why in left_out(draft)[CORRECT + "rs"] and "select" not in draft.plain()
 
 
 def test_trls_reward_model_among_the_functions(folder: Path) -> None:

@@ -306,6 +306,18 @@ def test_shell_script_is_parsed_like_a_shell() -> None:
     assert words_of[0].line == 5
 
 
+def test_empty_variable_takes_a_default_and_the_value_of_the_first_branch() -> None:
+    script = """
+    size=${SIZE:-}
+    rate=${RATE-}
+    if [ $DEVICE = gpu ]; then size=${SIZE:-512}; else size=256; fi
+    case $DEVICE in gpu) few=${rate:-3};; *) few=4;; esac
+    python train.py data.size=${size} data.few=${few} data.kept=${rate-9} data.rate=${rate:-2}
+    """
+    (command,) = [[word.text for word in found] for found in commands(script) if found[0].text == "python"]
+    assert command[2:] == ["data.size=512", "data.few=3", "data.kept=", "data.rate=2"]
+
+
 def test_import_runs_no_script(tmp_path: Path) -> None:
     (found,) = commands(f"trl sft --x $(touch {tmp_path}/made) --y `touch {tmp_path}/made`")
     assert not (tmp_path / "made").exists()

@@ -201,10 +201,25 @@ def _estimator(draft: Draft, given: Given, _: str) -> None:
     for path, value in known[str(given.value)].items():
         draft.set_default(path, value, draft.origin(given.key))
     _put_arguments(draft, str(given.value))
+    if given.value == "gdpo":
+        _name_components(draft)
     if given.value == "gpg":
         draft.note(
             "verl's `gpg` also multiplies advantages by the step's rows over its rows with a reward other than 0"
         )
+
+
+def _name_components(draft: Draft) -> None:
+    """verl: convert the reward components of GDPO, entries of the dict that a reward function returns, and their
+    weights."""
+    keys = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
+    names, weights = (draft.get(key, default=[]) for key in keys)
+    if not isinstance(names, list) or not names:
+        return
+    for number, name in enumerate(names):
+        weight = float(weights[number]) if number < len(weights) else 1.0
+        draft.replace(f"advantage.weights.{name}", weight, draft.origin(*keys))
+    draft.note(f"advantage `gdpo` normalises each reward by itself: give `rewards` with the names {', '.join(names)}")
 
 
 def _verl_loss(draft: Draft, given: Given, _: str) -> None:
@@ -215,6 +230,60 @@ def _verl_loss(draft: Draft, given: Given, _: str) -> None:
     for path, value in known[given.value].items():
         draft.replace(path, value, draft.origin(given.key))
     _put_arguments(draft, f"verl_{given.value}")
+    if given.value == "cispo":
+        _bound_ratio(draft)
+
+
+def _bound_ratio(draft: Draft) -> None:
+    """verl: convert the clip of CISPO, offsets from 1, to bounds of the ratio; a lower bound of 0 or less is none."""
+    actor = "actor_rollout_ref.actor."
+    for side, sign, bound in (("low", -1, "min"), ("high", 1, "max")):
+        keys = (f"{actor}clip_ratio_{side}", f"{actor}clip_ratio")
+        limit = 1 + sign * float(draft.get(*keys, default=0.2))
+        used = next((key for key in keys if _read_key(draft, key) is not None), None)
+        origin = f"1 {'+' if sign > 0 else '-'} {draft.origin(used) if used else 'clip_ratio 0.2'}"
+        draft.replace(f"loss.ratio_{bound}", limit if limit > 0 else None, origin)
+
+
+def _verl_norm_len(draft: Draft, given: Given, _: str) -> None:
+    mode = _read_key(draft, "actor_rollout_ref.actor.loss_agg_mode")
+    if mode == "seq-mean-token-sum-norm":
+        draft.set_default("loss.norm_len", given.value, draft.origin(given.key))
+    else:
+        draft.leave(given, "verl reads it with loss_agg_mode seq-mean-token-sum-norm")
+
+
+_BYPASS = (
+    "with bypass_mode verl's ratio is pi / mu of each update: write `loss: decoupled_ppo` or `corrections: [minirl]`"
+)
+
+
+def _verl_weights(draft: Draft, given: Given, _: str) -> None:
+    """verl: convert importance weights of the engine's samples; a threshold LOW_HIGH masks, a number truncates."""
+    section = given.key.removesuffix("rollout_is")
+    if _read_key(draft, f"{section}bypass_mode") is True:
+        draft.leave(given, _BYPASS)
+        return
+    low, _, high = str(draft.get(f"{section}rollout_is_threshold", default=2.0)).rpartition("_")
+    bounds = {"clip_min": float(low), "clip_max": float(high)} if low else {"clip_max": float(high)}
+    params = {"level": given.value, "mode": "mask" if low else "truncate", **bounds}
+    _append(draft, "corrections", given, "tis", params)
+
+
+def _verl_rejection(draft: Draft, given: Given, _: str) -> None:
+    """verl: convert a rejection of tokens or rows by the ratio of engine to trainer, the inverse of ours."""
+    section = given.key.removesuffix("rollout_rs")
+    level = words.values("rejections").get(given.value)
+    if _read_key(draft, f"{section}bypass_mode") is True:
+        draft.leave(given, _BYPASS)
+    elif level is None:
+        draft.leave(given, "`select: engine_ratio` rejects by the ratio of a token, of a row or by its geometric mean")
+    elif _read_key(draft, f"{section}rollout_is") is not None:
+        draft.leave(given, "a ratio to the engine is corrected once, by `tis` of rollout_is: write its `mode: mask`")
+    else:
+        low, _, high = str(draft.get(f"{section}rollout_rs_threshold")).rpartition("_")
+        bounds = {"clip_min": 1 / float(high), "clip_max": 1 / float(low) if low else float(high)}
+        _append(draft, "select", given, "engine_ratio", {"level": level, **bounds})
 
 
 def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str) -> None:
@@ -229,9 +298,11 @@ def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str
     )
     draft.set_default("kl.where", where, draft.origin(given.key))
     name = str(draft.get(kind, default=plain))
+    if where == "reward":
+        name = name.rstrip("+")  # which only changes the gradient
     draft.set_default(
         "kl.use",
-        words.values("kl").get(name.rstrip("+"), "k3"),
+        words.values("kl").get(name) or words.values("kl").get(name.rstrip("+"), "k3"),
         draft.origin(kind) or f"{draft.foreign.table.tool}'s default",
     )
     if name not in words.values("kl"):
@@ -294,4 +365,7 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "verl_kl_loss": _verl_kl_loss,
     "verl_kl_reward": _verl_kl_reward,
     "verl_loss": _verl_loss,
+    "verl_norm_len": _verl_norm_len,
+    "verl_rejection": _verl_rejection,
+    "verl_weights": _verl_weights,
 }

@@ -47,7 +47,7 @@ def commands(text: str) -> list[list[Word]]:
     """Return the simple commands of a script in order, with variables substituted by their values at that point.
 
     Assignments in front of a command remain words of it (`NPROC_PER_NODE=4 swift ...`). In branches of `if` and `case`
-    a variable that has a value keeps it, because it is unknown which branch runs.
+    a variable that has a value other than "" keeps it, because it is unknown which branch runs.
     """
     scope: dict[str, list[Word]] = {}
     commands: list[list[Word]] = []
@@ -78,7 +78,7 @@ def commands(text: str) -> list[list[Word]]:
 def _assign(word: _Raw, match: re.Match[str], scope: dict[str, list[Word]], *, keep: bool) -> None:
     """Assign a variable. keep: do not replace an existing value."""
     name, adds = match[1], match[2] == "+="
-    if keep and name in scope and not adds:
+    if keep and not adds and any(word.text for word in scope.get(name, [])):
         return
     if word.array is not None:
         values = [expanded_word for entry in word.array for expanded_word in _expand_word(entry, scope)]
@@ -138,7 +138,7 @@ def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
     text = re.sub(r"\$[@*]", "", text)
     for _ in range(10):  # defaults may contain variables
         before = text
-        text = re.sub(rf"\$\{{({_NAME})(?:(:?[-=])([^{{}}]*))?\}}", lambda m: _value(m[1], m[3], scope), text)
+        text = re.sub(rf"\$\{{({_NAME})(?:(:?[-=])([^{{}}]*))?\}}", lambda m: _value(m[1], m[3], scope, m[2]), text)
         text = re.sub(rf"\$({_NAME})", lambda m: _value(m[1], None, scope), text)
         text = re.sub(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", lambda m: _evaluate_arithmetic(m[1], scope), text)
         text = re.sub(
@@ -151,9 +151,11 @@ def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
     return text.replace("\0", "${")
 
 
-def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]]) -> str:
-    if values := scope.get(name):
-        return " ".join(word.text for word in values)
+def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]], sign: str | None = None) -> str:
+    """Return the value of a variable. sign: `-`, or `:-`, which also replaces an empty value by the default."""
+    value = " ".join(word.text for word in scope.get(name, []))
+    if value or (scope.get(name) and not (sign or "").startswith(":")):
+        return value
     if default is not None:
         return default
     return f"\0{name}}}"  # unset in the script: the recipe reads it from the environment
