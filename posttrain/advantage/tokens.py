@@ -147,7 +147,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, *, skip_masked: b
     """Compute returns [N,T]: the reward of a token + gamma * the return of the next position; 0 where the mask is 0.
 
     Positions without a trained token (tool output) have no reward. They discount once more, as in OpenRLHF, or are
-    skipped with skip_masked. (verl sets the running return to 0 there, which removes the credit of all earlier turns.)
+    skipped with skip_masked, as in verl.
     """
     rewards = torch.where(mask, rewards, 0.0)
     decay = torch.full_like(rewards, gamma)
