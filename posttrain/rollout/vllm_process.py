@@ -146,15 +146,22 @@ async def answer_generate(state: Any, receive: Receive) -> tuple[int, dict[str, 
     vLLM's own endpoint for token ids makes several objects per log-prob, in the process that also reads the engine
     core's messages: seconds in a step of 100,000 tokens. The session's end aborts the request.
     """
-    body, more = b"", True
+    parts, more = list[bytes](), True
     while more:
         message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    sampling = asyncio.ensure_future(sample(state, json.loads(body)))
+        if message["type"] == "http.disconnect":
+            return 499, {}  # nobody reads it
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    try:
+        request = json.loads(b"".join(parts))
+    except ValueError as error:
+        return 400, {"error": f"the body is not JSON: {error}"}
+    sampling = asyncio.ensure_future(sample(state, request))
     disconnected = asyncio.ensure_future(receive())
     try:
         await asyncio.wait({sampling, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return (200, sampling.result()) if sampling.done() else (499, {})  # nobody reads the latter
+        return (200, sampling.result()) if sampling.done() else (499, {})
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & {"ValueError", "TypeError", "VLLMClientError"}:  # the request's fault; the last one after vLLM 0.23

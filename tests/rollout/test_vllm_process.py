@@ -235,6 +235,23 @@ def test_request_of_a_closed_connection_is_aborted() -> None:
     assert status == 499 and aborted == [True]
 
 
+@pytest.mark.parametrize(
+    ("messages", "status", "said"),
+    [
+        ([{"type": "http.request", "body": b"{\"token"}, {"type": "http.disconnect"}], 400, "the body is not JSON: "),
+        ([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}], 499, ""),
+    ],
+)
+def test_incomplete_request_does_not_reach_vllm(messages: list[Any], status: int, said: str) -> None:
+    """A body that is not JSON, and a connection that closes before the whole body has arrived."""
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    found, answer = asyncio.run(vllm_process.answer_generate(None, receive))
+    assert (found, answer.get("error", "").startswith(said)) == (status, True)
+
+
 def test_arguments_become_command_line_options() -> None:
     given = {"max_model_len": 64, "model": "/a b", "enforce_eager": True, "enable_sleep_mode": False, "sizes": [1, 2]}
     assert options({**given, "weight_transfer_config": {"backend": "x"}}) == [
