@@ -24,13 +24,14 @@ class ThoughtFormat:
     """How a model family marks its thoughts.
 
     opening, closing: text before and after a thought. tokens: tokens that the marks consist of. edits: finds the
-    replacements that turn a text into one with `<think>` and `</think>`.
+    replacements that turn a text into one with `<think>` and `</think>`. variants: other marks that `edits` finds.
     """
 
     opening: str
     closing: str
     tokens: tuple[str, ...]
     edits: Callable[[str], list[Edit]]
+    variants: tuple[str, ...] = ()
 
     def is_in(self, template: str) -> bool:
         """Return whether the source of a chat template has these marks."""
@@ -49,14 +50,16 @@ class ThoughtFormat:
         return text.replace(THINK_START, self.opening).replace(THINK_END, self.closing)
 
 
-def _pair(opening: str, closing: str, pattern: str = "", tokens: tuple[str, ...] = ()) -> ThoughtFormat:
+def _pair(
+    opening: str, closing: str, pattern: str = "", tokens: tuple[str, ...] = (), variants: tuple[str, ...] = ()
+) -> ThoughtFormat:
     """Return the format of an opening and a closing mark. pattern: regex with the groups `start` and `end`."""
     marks = re.compile(pattern or f"(?P<start>{re.escape(opening)})|(?P<end>{re.escape(closing)})")
 
     def edits(text: str) -> list[Edit]:
         return [(m.start(), m.end(), THINK_START if m["start"] else THINK_END) for m in marks.finditer(text)]
 
-    return ThoughtFormat(opening, closing, tokens or (opening, closing), edits)
+    return ThoughtFormat(opening, closing, tokens or (opening, closing), edits, variants)
 
 
 _HARMONY = re.compile(
@@ -102,6 +105,7 @@ FORMATS = (
         "Here is my thought process:",
         "Here is my response:",
         "(?P<start>Here(?:'s| is) my thought process:)|(?P<end>Here(?:'s| is) my response:)",
+        variants=("Here's my thought process:", "Here's my response:"),
     ),
     ThoughtFormat(  # gpt-oss
         "<|channel|>analysis<|message|>",
@@ -117,7 +121,7 @@ class ThoughtStream:
     until the next piece arrives."""
 
     def __init__(self, form: ThoughtFormat) -> None:
-        self.form, self._marks = form, (form.opening, form.closing, *form.tokens)
+        self.form, self._marks = form, (form.opening, form.closing, *form.tokens, *form.variants)
         self._raw = self._shown = ""
 
     def add(self, piece: str) -> str:

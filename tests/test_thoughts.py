@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from posttrain import thoughts
 from posttrain.batch import Prompt, Segment
 from posttrain.data.render import example_texts
+from posttrain.data.template_spans import adapt_messages
 from posttrain.errors import DataError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.rollout_sections import RolloutShape
@@ -217,7 +218,7 @@ def test_a_streamed_completion_has_the_same_text(family: str) -> None:
     tokenizer = make_tokenizer(family)
     _, _, written, shown = FAMILIES[family]
     stream = thoughts.ThoughtStream(thoughts.thought_format(tokenizer))
-    (raw,) = thoughts.decode_marks(tokenizer, [encode(tokenizer, written.replace("Here's", "Here is"))])
+    (raw,) = thoughts.decode_marks(tokenizer, [encode(tokenizer, written)])
     pieces = [stream.add(character) for character in raw]
     assert "".join(pieces) + stream.end() == shown
     assert pieces[-1] == "}"
@@ -310,6 +311,12 @@ def test_a_thought_that_the_template_reads_from_no_key_is_trained_on_in_the_mode
         ("<|user|>2+2?<|assistant|>", False),
         ("[THINK]2 and 2[/THINK]4<eos>", True),
     ]
+
+
+def test_a_recorded_thought_without_end_stays_as_it_is() -> None:
+    """A model that repeats line breaks: a pattern with three runs of white space took hours."""
+    answer = {"role": "assistant", "content": "<think>" + "\n" * 20_000}
+    assert adapt_messages(make_tokenizer("magistral"), [answer], None) == [answer]
 
 
 def test_recorded_completions_are_trained_on_in_the_channels_of_harmony() -> None:

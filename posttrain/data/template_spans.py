@@ -19,7 +19,7 @@ from typing import Any
 from posttrain import chat
 from posttrain.errors import DataError
 from posttrain.images import MARK
-from posttrain.thoughts import FORMATS, STANDARD, THINK_END, written_format
+from posttrain.thoughts import FORMATS, STANDARD, THINK_END, THINK_START, written_format
 
 Message = Mapping[str, Any]
 
@@ -256,9 +256,11 @@ def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
     template, form, given = str(tokenizer.chat_template), written_format(tokenizer), message
     own = [name for name in THOUGHTS if name in message]
     if not own and form is not STANDARD and message["role"] == "assistant":
-        found = _TAGGED.fullmatch(str(message.get("content")))
-        if found and not (message.get("tool_calls") and found["answer"]):  # gpt-oss: no text beside a call
-            message = {**message, "content": found["answer"], THOUGHTS[0]: found["thought"]}
+        begin, opened, text = str(message.get("content")).partition(THINK_START)
+        thought, closed, answer = text.partition(THINK_END)
+        tagged = opened and closed and not begin.strip()
+        if tagged and not (message.get("tool_calls") and answer.strip()):  # gpt-oss: no text beside a call
+            message = {**message, "content": answer.lstrip(), THOUGHTS[0]: thought.strip()}
             own = [THOUGHTS[0]]
     if len(own) != 1:
         return dict(message)
@@ -282,7 +284,6 @@ def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
 
 
 _THOUGHT = "x8thought"
-_TAGGED = re.compile(r"\s*<think>\s*(?P<thought>.*?)\s*</think>\s*(?P<answer>.*)", re.DOTALL)
 
 
 @functools.lru_cache(maxsize=16)

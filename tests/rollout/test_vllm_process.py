@@ -238,7 +238,7 @@ def test_request_of_a_closed_connection_is_aborted() -> None:
 @pytest.mark.parametrize(
     ("messages", "status", "said"),
     [
-        ([{"type": "http.request", "body": b"{\"token"}, {"type": "http.disconnect"}], 400, "the body is not JSON: "),
+        ([{"type": "http.request", "body": b'{"token'}, {"type": "http.disconnect"}], 400, "the body is not JSON: "),
         ([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}], 499, ""),
     ],
 )
