@@ -16,7 +16,8 @@ Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
 MAX_BOXES = 50  # in one list answer
 
-_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_BOX = r"\\(?:boxed|fbox)\s{0,9}\{"  # TeX skips blanks after a command: `\boxed {42}`
+_BRACES = re.compile(rf"(?P<box>{_BOX})|\\(?={_BOX})|\\.|(?P<open>\{{)|(?P<close>\}})", re.DOTALL)
 # Text allowed between two boxes of one answer: `$\boxed{1}$ and $x_2 = \boxed{-2}$`; no blank line and no other word.
 _BETWEEN_BOXES = re.compile(
     r"(?!\s*\n\s*\n)(?:[\s$,;.&*~{}/|()]|\\[ ,;!]|\\[()\[\]]|\\(?:q?quad|lor|vee|land|wedge)\b"

@@ -24,7 +24,7 @@ from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm
 
 _CONCLUSION = re.compile(r"answer\s+is[ \t]*:?([^.,;\n]*)", re.IGNORECASE)
 _VERDICT = re.compile(r"correctness of the final answer[\s*]*:[\s*]*(correct|wrong)\b", re.IGNORECASE)
-_NO_CONCLUSION = re.compile(r"\\(?:boxed|fbox)\{(?:[\s.,;:?!~$]|\\[ ,;:!])*\}")
+_NO_CONCLUSION = re.compile(r"\\(?:boxed|fbox)\s*\{(?:[\s.,;:?!~$]|\\[ ,;:!])*\}")
 _WORD = r"(?:[^\W\d_]{2,}(?:['’-][^\W\d_]+)*|[aAI]\b)"
 _WORDS_ONLY = re.compile(rf"\s*{_WORD}(?:[\s,;:.?!]+{_WORD})*[\s.?!]*")
 _TRUTHS = {"1": True, "true": True, "yes": True, "correct": True, "right": True}

@@ -42,6 +42,10 @@ from posttrain.verify.numerals import value_of
         (r"\\boxed{5}", "5"),  # one escape too many, as models often write
         (r"\boxed{1\\2}", r"1\\2"),  # a row break, then a digit
         (r"\boxed{1\\}", r"1\\"),  # a row break does not escape the brace
+        (r"\boxed {4} then \boxed {5}", "5"),  # TeX skips blanks after a command
+        ("\\boxed\n{5}", "5"),
+        (r"\\boxed {5}", "5"),
+        (r"\boxed {5", None),
         (r"\boxed 5", None),
         ("boxed{5}", None),
         ("\\boxed{a\nb}", "a\nb"),
@@ -78,6 +82,9 @@ def test_last_boxed_is_linear_in_hostile_text() -> None:
         (r"{\boxed{\boxed{1}}} and \boxed{(2, 3)}", "1, (2, 3)"),
         (r"\boxed{1} and \boxed{2", "1"),
         (r"so $x = \boxed 42$.", "42"),
+        (r"so $x = \boxed {42}$.", "42"),
+        (r"$-\boxed {42}$", "-42"),
+        (r"$\boxed {1}$ and $\boxed {2}$", "1, 2"),
         (r"\fbox 4.5.", "4.5"),
         (r"\boxed 1 and \boxed{-2}", "1, -2"),
         (r"\boxed{\boxed 7}", "7"),
