@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.errors import RecipeError
 from posttrain.recipe.foreign.convert import convert
 from posttrain.recipe.foreign.draft import Draft
 from posttrain.recipe.foreign.source import read
@@ -19,6 +20,8 @@ FACTORY = {"model_name_or_path": "org/x", "finetuning_type": "full", "dataset": 
 TRL = {"model_name_or_path": "org/x", "dataset_name": "rows.jsonl"}
 GRPO = {**TRL, "num_generations": 4, "reward_funcs": ["think_format_reward"]}
 OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data d.jsonl --reward_pretrain org/rm"
+RLHF_DPO = "python -m openrlhf.cli.train_dpo --model.model_name_or_path org/x --data.dataset d.jsonl"
+OPEN_R1 = GRPO | {"dataset_prompt_column": "problem", "hub_strategy": "every_save", "overwrite_output_dir": True}
 SWIFT = "swift rlhf --model org/x --dataset rows.jsonl"
 VERL = {
     "actor_rollout_ref.model.path": "org/x",
@@ -80,7 +83,61 @@ def left_out(draft: Draft) -> dict[str, str]:
          {"loss.clip_low": 0.1}),
         (VERL | {"actor_rollout_ref.actor.clip_ratio_low": 0.1, "actor_rollout_ref.actor.clip_ratio": 0.2}, "rl",
          {"loss.clip_low": 0.1}),
-        (VERL | {"actor_rollout_ref.actor.clip_ratio": 0.3}, "rl", {"loss.clip_low": 0.3}),
+        # verl reads clip_ratio where clip_ratio_low is null, and that is 0.2.
+        (VERL | {"actor_rollout_ref.actor.clip_ratio": 0.3}, "rl", {"loss.clip_low": 0.2, "loss.clip_high": 0.2}),
+        (VERL | {"actor_rollout_ref.actor.clip_ratio": 0.3, "actor_rollout_ref.actor.clip_ratio_low": None}, "rl",
+         {"loss.clip_low": 0.3, "loss.clip_high": 0.2}),
+        (VERL | {"actor_rollout_ref.actor.clip_ratio_low": 0.3}, "rl", {"loss.clip_low": 0.3, "loss.clip_high": 0.2}),
+        # OpenRLHF: a mean over tokens, with gspo over rows; a completion has no limit but the row's.
+        (f"{OPENRLHF} --advantage_estimator rloo", "rl",
+         {"loss.aggregation": "token_mean", "rollout.max_new_tokens": 2048, "rollout.vllm.max_model_len": None}),
+        (f"{OPENRLHF} --advantage_estimator rloo --max_len 4096 --generate_max_len 1024", "rl",
+         {"rollout.max_new_tokens": 1024, "rollout.vllm.max_model_len": 4096}),
+        (f"{OPENRLHF} --algo.advantage.estimator group_norm --actor.policy_loss_type gspo", "rl",
+         {"loss.use": "gspo", "loss.aggregation": "seq_mean_token_mean", "loss.clip_low": 0.2}),
+        (f"{OPENRLHF} --algo.advantage.estimator group_norm --algo.advantage.no_std_norm", "rl",
+         {"advantage.scale": None}),
+        (OPENRLHF, "rl", {"algorithm": "ppo", "critic.lr": 9e-6}),
+        (f"{OPENRLHF} --actor.lr_scheduler constant --actor.lr_warmup_ratio 0.1 --actor.max_norm 0.5", "rl",
+         {"optim.schedule": "constant", "optim.warmup_steps": 0.1, "optim.max_grad_norm": 0.5}),
+        (f"{OPENRLHF} --advantage_estimator rloo --critic.adam.lr 1e-5", "rl", {"critic.lr": None}),
+        (f"{RLHF_DPO} --ipo --ref.model_name_or_path org/r", "dpo",
+         {"loss.use": "ipo", "loss.length_normalize": False, "anchors.reference": "org/r"}),
+        (RLHF_DPO, "dpo", {"loss.length_normalize": None}),
+        # ms-swift: 16 rows an update unless it is GRPO, rounded up; `rlhf` without a type is DPO; no warm-up.
+        (f"{SWIFT} --rlhf_type dpo --per_device_train_batch_size 3", "dpo", {"batch.size": 18}),
+        (SWIFT, "dpo", {"batch.size": 16, "loss.use": None, "model.lora.dropout": 0.0, "optim.warmup_steps": None}),
+        (f"{SWIFT} --rlhf_type grpo --per_device_train_batch_size 8 --reward_funcs format", "rl",
+         {"rollout.prompts_per_step": 1, "batch.minibatches": None, "kl.coef": 0.04}),
+        ("megatron sft --model org/x --dataset swift/self-cognition --global_batch_size 8", "sft",
+         {"batch.size": 8, "data.source": "swift/self-cognition", "model.lora": None}),
+        # LLaMA-Factory trains an adapter unless it is told otherwise, without dropout in preference stages.
+        ({key: FACTORY[key] for key in FACTORY if key != "finetuning_type"} | {"stage": "sft", "cutoff_len": 9}, "sft",
+         {"model.lora.rank": 8, "model.lora.alpha": 16}),
+        (FACTORY | {"stage": "dpo", "finetuning_type": "lora", "lora_dropout": 0.1}, "dpo",
+         {"model.lora.dropout": 0.0}),
+        (FACTORY | {"stage": "rm", "finetuning_type": "lora", "lora_dropout": 0.1}, "reward_model",
+         {"model.lora.dropout": 0.1, "objective.center_coef": 0.0, "objective.holdout": 0.0}),
+        (FACTORY | {"stage": "pt"}, "sft", {"batch.packing": True, "data.train_on": "all"}),
+        (FACTORY | {"stage": "pt", "packing": False}, "sft", {"batch.packing": False}),
+        (FACTORY | {"neat_packing": True, "disable_shuffling": True, "default_system": "s"}, "sft",
+         {"batch.packing": True, "data.shuffle": False, "data.system": "s"}),
+        (FACTORY | {"stage": "ppo", "reward_model": "org/rm"}, "rl", {"advantage.lam": 0.95}),
+        # No reward model of the tools is drawn to 0 or keeps rows back.
+        (AXOLOTL | {"reward_model": True}, "reward_model", {"objective.center_coef": 0.0, "objective.holdout": 0.0}),
+        (AXOLOTL | {"reward_model": True, "center_rewards_coefficient": 0.1}, "reward_model",
+         {"objective.center_coef": 0.1}),
+        (AXOLOTL | {"rl": "dpo", "adapter": "lora", "lora_dropout": 0.1}, "dpo",
+         {"model.lora.dropout": 0.0, "data.max_length": 512}),
+        (AXOLOTL | {"rl": "grpo", "trl": {"beta": 0.1, "use_bias_correction_kl": True}}, "rl", {"kl.use": None}),
+        # open-r1 requires TRL 0.18.
+        (OPEN_R1, "rl", {"kl.coef": 0.04, "loss.aggregation": "local_token_mean", "rollout.max_new_tokens": 256,
+                         "data.max_length": 512, "model.gradient_checkpointing": None}),
+        # verl's SFT: every turn of the assistant; the older command has other defaults.
+        ("torchrun -m verl.trainer.sft_trainer data.train_files=r.parquet model.path=org/x", "sft",
+         {"optim.lr": 1e-3, "optim.schedule": None, "data.train_on": "assistant"}),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=r.parquet model.partial_pretrain=org/x", "sft",
+         {"optim.lr": 1e-5, "optim.schedule": "cosine", "data.train_on": None}),
         # Losses of TRL and verl with arguments that only they have.
         (GRPO | {"loss_type": "sapo", "sapo_temperature_neg": 2.0}, "rl",
          {"loss.use": "sapo", "loss.tau_neg": 2.0, "loss.tau_pos": None, "loss.aggregation": "seq_mean_token_mean"}),
@@ -107,7 +164,10 @@ def left_out(draft: Draft) -> dict[str, str]:
                  "actor_rollout_ref.actor.clip_ratio_high": 0.28}, "rl",
          {"loss.use": "cispo", "loss.ratio_min": None, "loss.ratio_max": 1.28, "loss.clip_low": None}),
         (VERL | {MODE: "cispo", "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.clip_ratio": 0.3}, "rl",
-         {"loss.ratio_min": 0.7, "loss.ratio_max": 1.3}),
+         {"loss.ratio_min": 0.8, "loss.ratio_max": 1.2}),
+        (VERL | {MODE: "cispo", "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.clip_ratio": 0.3,
+                 "actor_rollout_ref.actor.clip_ratio_low": None}, "rl",
+         {"loss.ratio_min": 0.7, "loss.ratio_max": 1.2}),
         (VERL | {MODE: "cispo", "algorithm.adv_estimator": "grpo"}, "rl",
          {"loss.ratio_min": 0.8, "loss.ratio_max": 1.2}),
         (VERL | {MODE: "sapo", "actor_rollout_ref.actor.policy_loss.tau_neg": 1.4, "algorithm.adv_estimator": "grpo"},
@@ -384,6 +444,56 @@ def test_verl_asks_a_reward_model_where_it_is_switched_on_and_then_nothing_else(
     draft = import_recipe(folder, given | {switch: True})
     assert draft.plain()["rewards"] == [{"use": "reward_model", "params": {"path": "org/rm"}}]
     assert left_out(draft) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (AXOLOTL | {"diffusion": {"eps": 1e-3}}, "`diffusion` of axolotl"),
+        (AXOLOTL | {"process_reward_model": True}, "`process_reward_model` of axolotl"),
+        (FACTORY | {"export_dir": "merged"}, "it trains nothing"),
+        (f"{SWIFT} --rlhf_type gkd", "`rlhf_type: gkd` of ms-swift"),
+        ("swift sft --model org/x --dataset d.jsonl --task_type seq_cls", "`task_type: seq_cls` of ms-swift"),
+        ("megatron sft --model org/x --dataset d.jsonl --task_type embedding", "`task_type: embedding` of Megatron"),
+        (VERL | {"distillation.enabled": True}, "whose `kl.reference` is the teacher"),
+    ],
+)
+def test_method_that_is_not_converted_is_refused(values: Any, told: str, folder: Path) -> None:
+    """Its other keys would make it SFT, DPO or GRPO."""
+    with pytest.raises(RecipeError) as raised:
+        import_recipe(folder, values)
+    assert told in str(raised.value)
+
+
+def test_switched_off_methods_are_imported(folder: Path) -> None:
+    assert import_recipe(folder, AXOLOTL | {"process_reward_model": False}).stage == "sft"
+    assert import_recipe(folder, VERL | {"distillation.enabled": False}).stage == "rl"
+    assert import_recipe(folder, f"{SWIFT} --task_type causal_lm").stage == "dpo"
+
+
+def test_penalty_for_length_does_not_stand_in_for_the_users_reward(folder: Path) -> None:
+    command = f"{OPENRLHF} --advantage_estimator rloo --generate_max_len 1024 --reward.overlong_buffer_len 256"
+    draft = import_recipe(folder, f"{command} --reward.overlong_penalty_factor 2")
+    penalty = {"use": "length.soft_overlong", "params": {"max_length": 1024, "buffer": 256, "factor": 2.0}}
+    assert draft.plain()["rewards"] == [{"use": "reward_model", "params": {"path": "org/rm"}}, penalty]
+    custom = f"{command} --reward.remote_url mine.py".replace("--reward_pretrain org/rm", "")
+    assert [entry["use"] for entry in import_recipe(folder, custom).plain()["rewards"]] == [
+        "./run_rewards.py:score",
+        "length.soft_overlong",
+    ]
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    given = {"custom_reward_function.path": "mine.py", f"{buffer}.enable": True, f"{buffer}.len": 64}
+    draft = import_recipe(folder, VERL | {"algorithm.adv_estimator": "grpo", "data.max_response_length": 256} | given)
+    assert [entry["use"] for entry in draft.plain()["rewards"]] == ["./run_rewards.py:score", "length.soft_overlong"]
+    assert 'compute_score("", completion, answer)' in left_out(draft)["custom_reward_function.path"]
+
+
+def test_openrlhfs_keys_of_the_update_are_not_taken_for_placement(folder: Path) -> None:
+    told = left_out(
+        import_recipe(folder, f"{OPENRLHF} --reward.clip_range -5 5 --actor.muon.lr 0.1 --actor.num_nodes 2")
+    )
+    assert "limits its value" in told["reward.clip_range"] and "`optim` define" in told["actor.muon.lr"]
+    assert "one process per GPU" in told["actor.num_nodes"]
 
 
 def test_overridden_key_is_named(folder: Path) -> None:

@@ -16,7 +16,7 @@ from posttrain.recipe.foreign.words import Entry
 from posttrain.recipe.yaml import display_path
 
 # Transforms that run last: they need to know how the batch is divided, or come after the first reward.
-LAST_TRANSFORMS = ("updates", "steps_of_rl", "entropy_bonus", "overlong_buffer")
+LAST_TRANSFORMS = ("updates", "steps_of_rl", "entropy_bonus", "overlong_buffer", "openrlhf_overlong")
 _DEFAULT = "the default is used here, write the value"
 _NO_EVAL = "nothing is evaluated here, write `eval` with rows that are not trained on"
 _FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
@@ -60,6 +60,8 @@ def convert(
             found_entry = foreign.table.entry(setting.key)
             if late == (found_entry is not None and found_entry[1].how in LAST_TRANSFORMS):
                 _convert_key(draft, setting, found_entry)
+    for path, value in _of_training(draft, foreign.table.constants).items():
+        draft.set_default(path, value, f"fixed in {foreign.table.tool}")
     _finish(draft)
     return draft
 
@@ -68,17 +70,11 @@ def _stage_of(foreign: Foreign) -> str:
     """Return the stage that the file trains: from its command, from the value of a key, or from a key of a single
     stage."""
     rules = foreign.table.stages
-    for word in reversed(foreign.command):
-        for name in (word, word.rpartition(".")[2], Path(word).stem, *re.split(r"[._/]", Path(word).stem)):
-            _refuse_unsupported(foreign, name)
-            if name in rules.get("commands", {}):
-                if not rules["commands"][name]:
-                    raise RecipeError(
-                        f"`{name}` trains nothing", where=display_path(foreign.path), hint="give the training command"
-                    )
-                return str(rules["commands"][name])
-    for key in foreign.given:
-        _refuse_unsupported(foreign, key)
+    commanded = _stage_of_command(foreign)
+    for key, setting in foreign.given.items():
+        if setting.value not in (None, False):
+            _refuse_unsupported(foreign, key, setting.value)
+            _refuse_unsupported(foreign, key.partition(".")[0], setting.value)
     for key, by_value in rules.get("values", {}).items():
         value = foreign.given[key].value if key in foreign.given else None
         if value is not None and (named := by_value.get(_text(value))):
@@ -87,6 +83,8 @@ def _stage_of(foreign: Foreign) -> str:
             where = f"{display_path(foreign.path)}:{foreign.given[key].line}"
             allowed = f"known: {', '.join(by_value)}"
             raise RecipeError(f"{key}: {value} is not trained here", where=where, allowed=allowed)
+    if commanded:
+        return commanded
     for key, named in rules.get("keys", {}).items():
         if key in foreign.given and foreign.given[key].value not in (None, False):
             return str(named)
@@ -104,13 +102,30 @@ def _stage_of(foreign: Foreign) -> str:
     )
 
 
-def _refuse_unsupported(foreign: Foreign, name: str) -> None:
-    """Raise RecipeError for a command or key of a method that is not converted; its other keys would make it another
-    method."""
-    if hint := foreign.table.stages.get("unsupported", {}).get(name):
-        raise RecipeError(
-            f"`{name}` of {foreign.table.tool} is not converted", where=display_path(foreign.path), hint=hint
-        )
+def _stage_of_command(foreign: Foreign) -> str | None:
+    """Return the stage that the command's words name, or None. Raises RecipeError if the command trains nothing."""
+    commands = foreign.table.stages.get("commands", {})
+    for word in reversed(foreign.command):
+        for name in (word, word.rpartition(".")[2], Path(word).stem, *re.split(r"[._/]", Path(word).stem)):
+            _refuse_unsupported(foreign, name)
+            if name not in commands:
+                continue
+            if commands[name]:
+                return str(commands[name])
+            where, hint = display_path(foreign.path), "give the training command"
+            raise RecipeError(f"`{name}` trains nothing", where=where, hint=hint)
+    return None
+
+
+def _refuse_unsupported(foreign: Foreign, name: str, value: Any = None) -> None:
+    """Raise RecipeError for a command, a key or a key's value of a method that is not converted; its other keys would
+    make it another method."""
+    hint = foreign.table.stages.get("unsupported", {}).get(name)
+    if isinstance(hint, Mapping):
+        name, hint = f"{name}: {value}", hint.get(_text(value))
+    if hint:
+        what = f"`{name}` of {foreign.table.tool} is not converted"
+        raise RecipeError(what, where=display_path(foreign.path), hint=hint)
 
 
 def _text(value: Any) -> str:
@@ -119,16 +134,19 @@ def _text(value: Any) -> str:
 
 def _add_defaults(draft: Draft) -> None:
     """Add the tool's defaults where the file gives no value and posttrain's default differs. In TRL's dataclasses a
-    null is a value: `max_length: null` means no limit."""
+    null is a value: `max_length: null` means no limit; in verl's files, too."""
     foreign = draft.foreign
-    nulls_count = foreign.table.name in ("trl", "open_r1")
-    defaults: dict[str, Any] = {}
-    for trained in ("", draft.stage, str(draft.at("algorithm"))):
-        defaults |= foreign.table.defaults.get(trained, {})
-    for key, value in defaults.items():
+    nulls_count = foreign.table.name in ("trl", "open_r1", "verl")
+    for key, value in _of_training(draft, foreign.table.defaults).items():
         given = foreign.given.get(key)
         if value is not None and (given is None or (given.value is None and not nulls_count)):
             foreign.given[key] = Given(key, value, 0)
+
+
+def _of_training(draft: Draft, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a table for the draft's stage, algorithm and command; the more special ones take effect."""
+    names = ("", draft.stage, str(draft.at("algorithm")), *(word.rpartition(".")[2] for word in draft.foreign.command))
+    return {key: value for name in names for key, value in table.get(name, {}).items()}
 
 
 def _convert_key(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:

@@ -133,7 +133,7 @@ def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
 
 
 def _verl_clip(draft: Draft, given: Given, target: str) -> None:
-    """verl: convert clip_ratio, which verl reads only without clip_ratio_low."""
+    """verl: convert clip_ratio, which verl reads only if clip_ratio_low, 0.2 by default, is null."""
     if (low := draft.get(f"{given.key}_low")) is not None:
         draft.leave(given, f"verl reads {given.key.rpartition('.')[2]}_low in its place, {low}")
         return
@@ -330,10 +330,21 @@ def _clip_pair(draft: Draft, given: Given, _: str) -> None:
 
 
 def _critic_lr(draft: Draft, given: Given, _: str) -> None:
-    if draft.get("algorithm.adv_estimator") == "gae":
+    if draft.get("algorithm.adv_estimator", "algo.advantage.estimator") == "gae":
         draft.set_default("critic.lr", given.value, draft.origin(given.key))
     else:
         draft.leave(given, "this advantage has no critic")
+
+
+def _openrlhf_loss(draft: Draft, given: Given, _: str) -> None:
+    """OpenRLHF: convert the policy loss; its mean is over tokens, with gspo over rows."""
+    if given.value not in ("ppo", "gspo"):
+        _require_choice(draft, given, "loss.use", "loss")
+        return
+    origin = draft.origin(given.key)
+    if given.value == "gspo":
+        draft.set_default("loss.use", "gspo", origin)
+    draft.set_default("loss.aggregation", "seq_mean_token_mean" if given.value == "gspo" else "token_mean", origin)
 
 
 def _dynamic_sampling(draft: Draft, given: Given, _: str) -> None:
@@ -359,6 +370,7 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "kl_ratio": _kl_ratio,
     "loss_type": _loss_type,
     "off_policy_mask": _off_policy_mask,
+    "openrlhf_loss": _openrlhf_loss,
     "rpo": _rpo,
     "smoothing": _label_smoothing,
     "verl_clip": _verl_clip,

@@ -107,12 +107,17 @@ def _reward_model(draft: Draft, given: Given, _: str) -> None:
         draft.leave(given, f"stage {draft.stage} has no rewards")
 
 
-_OWN = "write `def score(completion, answer): return {}` in a file of yours, and `rewards: [{{use: FILE.py:score}}]`"
+def _require_score(draft: Draft, given: Given, call: str) -> None:
+    """Add a reward that the user must write, as a call of the tool's function: the recipe is invalid until then, even
+    if it has a length penalty, too."""
+    draft.leave(given, f"write `def score(completion, answer): return {call}` in the file of `rewards`")
+    use = f"./{draft.rewards_file or f'{draft.foreign.path.stem}_rewards.py'}:score"
+    _add_reward(draft, {"use": use}, draft.origin(given.key))
 
 
 def _verl_reward(draft: Draft, given: Given, _: str) -> None:
     name = draft.get("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
-    draft.leave(given, _OWN.format(f'{name}("", completion, answer)'))
+    _require_score(draft, given, f'{name}("", completion, answer)')
 
 
 def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
@@ -146,12 +151,23 @@ def _overlong_buffer(draft: Draft, given: Given, _: str) -> None:
 
 def _openrlhf_reward(draft: Draft, given: Given, _: str) -> None:
     if str(given.value).endswith(".py"):
-        draft.leave(given, _OWN.format('reward_func([completion], [completion], [answer])["rewards"][0]'))
+        _require_score(draft, given, 'reward_func([completion], [completion], [answer])["rewards"][0]')
     else:
-        draft.leave(given, "rewards run here: write `rewards`, a list with `- use: ./mine.py:score`")
+        _require_score(draft, given, "...")
+
+
+def _openrlhf_overlong(draft: Draft, given: Given, _: str) -> None:
+    """OpenRLHF: convert the overlong penalty, which counts back from the longest completion."""
+    params = {
+        "max_length": int(draft.at("rollout.max_new_tokens")),
+        "buffer": int(given.value),
+        "factor": float(draft.get("reward.overlong_penalty_factor", default=1.0)),
+    }
+    _add_reward(draft, {"use": "length.soft_overlong", "params": params}, draft.origin(given.key))
 
 
 TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
+    "openrlhf_overlong": _openrlhf_overlong,
     "openrlhf_reward": _openrlhf_reward,
     "overlong_buffer": _overlong_buffer,
     "reward_model": _reward_model,

@@ -161,11 +161,14 @@ def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Forei
     names = [tool] if tool else list(words.TOOLS)
     tables = [words.table(name) for name in names]
     best: tuple[float, Table, list[shell.Word]] | None = None
+    marks = [mark for table in tables for mark in table.commands]
     for command in shell.commands(text):
+        # Later words are values: `megatron sft --dataset swift/self-cognition` is no command of swift.
+        first = next((n for n, word in enumerate(command) if any(_is_mark(mark, word.text) for mark in marks)), 0)
+        started = command[: first + 1]
         for table in tables:
-            score = (
-                sum(any(_is_mark(mark, word.text) for word in command) for mark in table.commands) + len(command) / 1000
-            )
+            hits = sum(any(_is_mark(mark, word.text) for word in started) for mark in table.commands)
+            score = hits + len(command) / 1000
             if score >= 1 and (best is None or score > best[0] + 0.5):
                 best = (score, table, command)
     if best is None and tool in (None, "trl") and (found := _command_of_python(path, text, stage)):

@@ -65,6 +65,8 @@ def _algorithm(draft: Draft, given: Given, _: str) -> None:
         draft.set_default("advantage.use", "gdpo", draft.origin(given.key))
     if given.value == "pt":
         draft.set_default("data.train_on", "all", draft.origin(given.key))
+        if draft.get("packing") is None:
+            draft.set_default("batch.packing", True, f"{draft.origin(given.key)}, which packs")
 
 
 def _boolean(draft: Draft, given: Given, target: str) -> None:
@@ -223,7 +225,7 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
     rows = int(given.value)
     accumulated = draft.get("gradient_accumulation_steps", default=1)
     if accumulated == "to_16":  # ms-swift
-        accumulated = max(1, 16 // (rows * draft.gpus))
+        accumulated = max(1, math.ceil(16 / (rows * draft.gpus)))
     accumulated = int(accumulated)
     origin = f"{given.key} {rows} x gradient_accumulation_steps {accumulated} x {draft.gpus} GPU" + "s" * (
         draft.gpus > 1
@@ -316,6 +318,22 @@ def _verl_batch(draft: Draft, given: Given, _: str) -> None:
         )
 
 
+def _openrlhf_length(draft: Draft, given: Given, _: str) -> None:
+    """OpenRLHF: convert the length limit of a row; in rl it also bounds completions that have no limit of their own."""
+    origin = draft.origin(given.key)
+    if draft.stage != "rl":
+        draft.set_default("data.max_length", given.value, origin)
+        return
+    completion = draft.get("rollout.max_new_tokens")
+    if completion is None:
+        draft.note(f"OpenRLHF's prompts and completions have {given.value} tokens together; here completions alone do")
+    elif given.line:
+        draft.set_default("rollout.vllm.max_model_len", given.value, origin)
+    draft.set_default(
+        "rollout.max_new_tokens", completion or given.value, draft.origin("rollout.max_new_tokens") or origin
+    )
+
+
 def _vllm_engines(draft: Draft, given: Given, _: str) -> None:
     if isinstance(given.value, int) and given.value > 0:
         draft.set_default("rollout.engine", "vllm", draft.origin(given.key))
@@ -353,6 +371,7 @@ TRANSFORMS: dict[str, Transform] = {
     "megatron_batch": _megatron_batch,
     "no_dropout": _no_dropout,
     "lora_on": _lora_on,
+    "openrlhf_length": _openrlhf_length,
     "positive": _positive,
     "rows_or_all": _rows_or_all,
     "share": _share,

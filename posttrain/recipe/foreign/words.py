@@ -64,8 +64,9 @@ class Table:
 
     marks: keys that identify its files; commands, files: words that identify its command lines and file paths. stages:
     how its files name what they train; its `unsupported`: commands and keys of methods that are not converted, with a
-    hint. defaults: by stage and algorithm, where they differ from ours; null: the algorithm has no such key. lora:
-    defaults of its adapters. rewards: its named rewards. older: older names of its keys.
+    hint. defaults: by stage, algorithm and command, where they differ from ours; null: the algorithm has no such key.
+    constants: keys of a recipe with the values that the tool's code fixes, by the same names. lora: defaults of its
+    adapters. rewards: its named rewards. older: older names of its keys.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Table:
     stages: Mapping[str, Any] = field(default_factory=dict)
     algorithms: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
     rewards: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
