@@ -46,6 +46,48 @@ def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
 
 @register(
     "select",
+    "clip_cov",
+    paper="2505.22617",
+    needs=("old_logp",),
+    note=(
+        "Once a step, over its whole batch. verl computes the covariance again in each micro-batch, with the current"
+        " policy, and leaves out tokens that PPO's clip removes. KL-Cov, which penalises these tokens, is not"
+        " implemented."
+    ),
+)
+def clip_cov(batch: RolloutBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Selection:
+    """Remove the policy gradient of a few tokens with a high covariance of log-prob and advantage -> mask [N,T].
+
+    The loss divides by all trained tokens.
+
+    These tokens reduce the policy's entropy most. Of n trained tokens, max(1, floor(share * n)) are removed, drawn at
+    random from those with low < covariance < high; a KL term stays on them. See `token_covariance`. Raises ValueError
+    for a batch without old_logp or advantages.
+    """
+    covariance = token_covariance(batch)
+    candidates = (batch.mask & (covariance > low) & (covariance < high)).nonzero()
+    number = max(1, math.floor(share * int(batch.mask.sum())))
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(batch.step))
+    removed = candidates[order[:number].to(candidates.device)]
+    kept = batch.mask.clone()
+    kept[removed[:, 0], removed[:, 1]] = False
+    return Selection(kept, "all")
+
+
+def token_covariance(batch: RolloutBatch) -> Tensor:
+    """Compute (A - mean of A) (old_logp - mean of old_logp) [N,T], means over all trained tokens; 0 elsewhere."""
+    mask, tokens = batch.mask, batch.mask.sum().clamp(min=1)
+    advantages = require_field(batch.advantages, "advantages")
+    spread = advantages if advantages.dim() == 2 else advantages[:, None].expand(mask.shape)
+    centered = []
+    for values in (spread, require_field(batch.old_logp, "old_logp")):
+        known = torch.where(mask, values.detach().double(), 0.0)
+        centered.append(known - known.sum() / tokens)
+    return torch.where(mask, centered[0] * centered[1], 0.0)
+
+
+@register(
+    "select",
     "step_entropy",
     paper="2509.23866",
     needs=("entropy",),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import statistics
 
+import numpy as np
 import pytest
 import torch
 
 from posttrain.advantage.select import (
+    clip_cov,
     d3s,
     d3s_schedule,
     entropy_threshold,
@@ -16,6 +18,7 @@ from posttrain.advantage.select import (
     select_spread_subset,
     select_top_tokens,
     step_entropy,
+    token_covariance,
 )
 from posttrain.batch import RolloutBatch
 
@@ -91,3 +94,41 @@ def test_steps_with_the_largest_mean_entropy_per_group_are_kept() -> None:
     assert found.denominator == "kept"
     assert step_entropy(rows, keep=0.5, scope="batch").mask.any(-1).tolist() == [True, True, False, False]
     assert bool((step_entropy(rows, keep=1.0).mask == rows.mask).all())
+
+
+def test_covariance_of_tokens_is_numpys() -> None:
+    """The covariance over the trained tokens is its mean; masked cells, here NaN and 99, do not count."""
+    generator = torch.Generator().manual_seed(3)
+    logp, advantages = -torch.rand(5, 6, generator=generator), torch.randn(5, generator=generator)
+    mask = torch.arange(6) < torch.tensor([6, 2, 0, 4, 1])[:, None]
+    rows = RolloutBatch(
+        group_ids=torch.zeros(5, dtype=torch.long),
+        mask=mask,
+        old_logp=torch.where(mask, logp, torch.nan),
+        advantages=advantages,
+    )
+    of_token = np.repeat(advantages.numpy()[:, None], 6, axis=1)[mask.numpy()].astype(np.float64)
+    expected = np.cov(of_token, logp.numpy()[mask.numpy()].astype(np.float64), ddof=0)[0, 1]
+    found = token_covariance(rows)
+    assert found[mask].mean().item() == pytest.approx(expected, abs=1e-12)
+    assert not found[~mask].any()
+    by_token = rows.replace(advantages=torch.where(mask, advantages[:, None], 99.0))
+    assert torch.equal(token_covariance(by_token), found)
+
+
+def test_tokens_of_high_covariance_lose_their_gradient() -> None:
+    """Mean log-prob -2.25, mean advantage 0: three covariances, 3.5 and twice 1.5, lie between 1 and 4."""
+    rows = RolloutBatch(
+        group_ids=torch.zeros(2, dtype=torch.long),
+        mask=torch.ones(2, 4, dtype=torch.bool),
+        old_logp=torch.tensor([[-0.5, -2.0, -1.5, -3.0], [-3.0, -2.0, -1.0, -5.0]]),
+        advantages=torch.tensor([2.0, -2.0]),
+    )
+    assert token_covariance(rows).tolist() == [[3.5, 0.5, 1.5, -1.5], [1.5, -0.5, -2.5, 5.5]]
+    high = torch.tensor([[True, False, True, False], [True, False, False, False]])
+    everything = clip_cov(rows, share=1.0, low=1.0, high=4.0)
+    assert everything.denominator == "all" and torch.equal(everything.mask, ~high)
+    removed = {tuple((~clip_cov(rows.replace(step=step), share=0.2, low=1.0, high=4.0).mask).nonzero()[0].tolist())
+               for step in range(20)}  # fmt: skip
+    assert removed == {tuple(place) for place in high.nonzero().tolist()}  # one at a time, not always the same
+    assert clip_cov(rows, share=0.2, low=50.0, high=60.0).mask.all()

@@ -312,7 +312,7 @@ def test_imported_objective_equals_the_files(
             "advantage.use",
             "tir_optimal_token_baseline",
         ),
-        (VERL | {"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov"}, "rl", "loss.use", "clip_cov"),
+        (VERL | {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}, "rl", "loss.use", "kl_cov"),
     ],
 )
 def test_unknown_objective_makes_the_recipe_invalid(
@@ -394,6 +394,14 @@ def test_verls_rollout_correction_is_imported(given: Any, section: str, entry: A
 def test_rejections_that_are_not_imported_are_named(given: Any, why: str, folder: Path) -> None:
     draft = import_recipe(folder, VERL | {"algorithm.adv_estimator": "grpo"} | given)
     assert why in left_out(draft)[CORRECT + "rs"] and "select" not in draft.plain()
+
+
+def test_verls_clip_cov_is_a_selection_beside_ppos_clip(folder: Path) -> None:
+    given = {MODE: "clip_cov", "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": 0.001,
+             "actor_rollout_ref.actor.policy_loss.clip_cov_ub": 60.0, "algorithm.adv_estimator": "grpo"}  # fmt: skip
+    draft = import_recipe(folder, VERL | given)
+    assert draft.plain()["select"] == [{"use": "clip_cov", "share": 0.001, "high": 60.0}]
+    assert (draft.at("loss.use"), draft.at("loss.dual_clip"), left_out(draft)) == ("clip", None, {})
 
 
 def test_trls_reward_model_among_the_functions(folder: Path) -> None:

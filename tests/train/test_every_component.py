@@ -60,6 +60,7 @@ NUMBERS: dict[str, Values] = {
     "remaining_length": {"max_length": 10.0},
     "truncation_tiers": {"target_lengths": [8.0, 4.0]},
     "capo": {"learning_rate": 1e-2},
+    "clip_cov": {"share": 0.5, "low": 0.0},
     "d3s": {"n_query": 4, "token_frac": 0.5},
     "stages": {"values": [0.3, 0.6], "until": [1]},
     "equal_stages": {"values": [0.3, 0.6], "every": 1},

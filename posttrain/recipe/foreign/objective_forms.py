@@ -232,6 +232,10 @@ def _verl_loss(draft: Draft, given: Given, _: str) -> None:
     _put_arguments(draft, f"verl_{given.value}")
     if given.value == "cispo":
         _bound_ratio(draft)
+    if given.value == "clip_cov":
+        keys = {"share": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"}
+        values = {name: draft.get(f"{given.key.removesuffix('loss_mode')}{key}") for name, key in keys.items()}
+        _append(draft, "select", given, "clip_cov", {name: float(v) for name, v in values.items() if v is not None})
 
 
 def _bound_ratio(draft: Draft) -> None:
