@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.errors import ModelError
 from posttrain.models.lineage import RESOLVED
 from posttrain.run.atomic_io import read_json
+from posttrain.run.checkpoints import MANIFEST
 
 _QUANTIZED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -66,7 +67,7 @@ def _missing_final_error(run: Path) -> ModelError:
     """Return the error for a run without a final model, with the models that it has instead."""
     stage = (read_json(run / RESOLVED) or {}).get("stage", "pipeline")
     inner = sorted(str(p.parent) for p in run.glob("**/final") if _is_model(p))
-    steps = sorted(p for p in (run / "checkpoints").glob("step-*") if _is_model(p))
+    steps = sorted(p for p in (run / "checkpoints").glob("step-*") if _is_model(p) and (p / MANIFEST).is_file())
     if inner:
         return ModelError(f"{run} is a run of several stages", hint=f"name one of them: {', '.join(inner[:6])}")
     if steps:

@@ -6,17 +6,17 @@ A run has one world, and each rollout has one episode in it. Episodes are indepe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from posttrain import source_locations
+from posttrain import source_locations, terminal
 from posttrain.batch import ToolCall
 from posttrain.errors import DataError, ToolError
 from posttrain.images import Image, join_parts, split_pictures
@@ -183,6 +183,7 @@ class Environments:
         self.places = asyncio.Semaphore(workers)
         self.returns: dict[str, Mapping[str, float]] = {}  # action returns by uid of the row, newest last
         self.measuring: dict[str, asyncio.Lock] = {}
+        self.reported = set[str]()  # methods whose first failure was shown
 
     def episode(self, number: int) -> Episode:
         """See `World.episode`."""
@@ -192,6 +193,20 @@ class Environments:
         """Run a call on a thread once a slot is free; TimeoutError if it then takes longer than `seconds`."""
         async with self.places:
             return await time_limits.run(call, seconds)
+
+    def report_failure(self, method: str, uid: str, error: Exception) -> None:
+        """Show the first failure of a method of the environment in the terminal, with file and line."""
+        if method in self.reported:
+            return
+        self.reported.add(method)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        what = f"took longer than {self.timeout_s:g} s" if isinstance(error, TimeoutError) else raised
+        effect = {
+            "step": "; such rollouts end without a score (turns/ended_error and /ended_time count them)",
+            "score": "; such rollouts have no score",
+        }.get(method, "")
+        terminal.note(f"environment, {source_locations.describe_row(uid)}: `{method}` {what}{effect}")
 
     def close(self) -> None:
         """Do nothing: each rollout closes its own environment."""
@@ -283,6 +298,7 @@ class EnvironmentEpisode:
             raise
         except Exception as error:
             self.broken = True
+            self.world.report_failure("step", self.uid, error)
             found = Reply(ended="time" if isinstance(error, TimeoutError) else "error")
         return dataclasses.replace(found, seconds=time.monotonic() - begun, action=action)
 
@@ -292,18 +308,21 @@ class EnvironmentEpisode:
             return None
         try:
             value = await self.world.run(self.environment.score, self.world.timeout_s)
-        except Exception:
+        except Exception as error:
+            self.world.report_failure("score", self.uid, error)
             return None
         return _check_number(value, "score")
 
     async def close(self) -> None:
-        """Close the environment, once, even while a late step still runs. Exceptions are ignored."""
+        """Close the environment, once, even while a late step still runs. Exceptions do not end the run."""
         with self.lock:
             environment = None if self.closed else self.environment
             self.closed = True
         if environment is not None:
-            with contextlib.suppress(Exception):
+            try:
                 await self.world.run(environment.close, self.world.timeout_s)
+            except Exception as error:
+                self.world.report_failure("close", self.uid, error)
 
 
 def _check_number(value: Any, what: str) -> float | None:

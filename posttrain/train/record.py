@@ -127,7 +127,7 @@ class Record:
             self.metrics.write(state.step, values)
 
     def _first_failures(self, state: State) -> list[str]:
-        """Return a sentence for each reward of which a call has failed for the first time since this start."""
+        """Return a note with the first failure of each reward of which no call had failed since this start."""
         newest = [calls for calls in map(Calls._make, state.calls) if calls.step == state.step - 1]
         failed = {name for calls in newest for name in (*calls.errors, *calls.timeouts) if calls.count_failures(name)}
         new = sorted(failed - self.failing)
@@ -136,5 +136,6 @@ class Record:
         return [
             f"reward {name}: {sum(calls.count_failures(name) for calls in newest)} of {count} calls failed in step"
             f" {state.step} and left rows unscored; later failures are counted in rewards/{name}/errors and /timeouts"
+            f"\n{next(calls.first[name] for calls in newest if name in calls.first)}"
             for name in new
         ]

@@ -21,6 +21,10 @@ class BrokenContract(Exception):
     """Raised when a reward returns a value outside the contract."""
 
 
+class ExplainedFailure(RuntimeError):
+    """Raised when a call of a reward fails for a reason that its message states: no traceback is shown."""
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Score = float | dict[str, float | None] | None
 
@@ -119,7 +123,8 @@ def checked_batch(value: Any, count: int) -> list[Score]:
         many = "one completion, must return a list of one number" if count == 1 else f"{count} completions"
         must = "" if count == 1 else f", must return a list of {count}"
         must += " (a missing `return`?)" if value is None else ""
-        raise BrokenContract(f"returned {short_repr(value)} for {many}{must}")
+        length = f", {count_noun(len(value), 'score')}," if isinstance(value, list | tuple) else ""
+        raise BrokenContract(f"returned {short_repr(value)}{length} for {many}{must}")
     scores: list[Score] = []
     for index, item in enumerate(value):
         try:

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict  # pydantic on Python 3.11 requires this
 
 from posttrain.redact import is_variable, without_secrets
 from posttrain.verify import http_client
+from posttrain.verify.contract import ExplainedFailure
 from posttrain.verify.http_client import Cancellation, PostError
 
 SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text after the prefix: for examples and tests
@@ -32,7 +33,7 @@ _SHOWN = 300  # maximum characters of a server's error in messages
 _TRANSIENT = (408, 409, 425, 429)  # retried, as are all status codes from 500
 
 
-class JudgeError(RuntimeError):
+class JudgeError(ExplainedFailure):
     """Raised if there is no reply: the endpoint is unusable or unavailable, or the budget is spent.
 
     Never turned into a score.

@@ -22,7 +22,7 @@ DEAD_PROMPTS = 4  # prompts
 class Calls(NamedTuple):
     """Call counts of one batch of completions; every reward is called once per completion.
 
-    errors, timeouts and first (message about the first failure) are indexed by reward name.
+    errors, timeouts and first (message about the first failure; dropped with the next step) are indexed by reward name.
     """
 
     step: int
@@ -75,7 +75,8 @@ class Failures:
 
     def add(self, now: Calls) -> None:
         """Add the current calls, drop steps outside the window, and check each reward. Raises RunError."""
-        self.history, prompts = [*self.history, now._replace(first={})], 0
+        earlier = [calls if calls.step == now.step else calls._replace(first={}) for calls in self.history]
+        self.history, prompts = [*earlier, now], 0
         for index in reversed(range(len(self.history))):
             prompts += self.history[index].prompts
             if prompts >= self.enough:  # the fewest latest steps with enough prompts
@@ -108,7 +109,7 @@ class Failures:
             f" {why}",
             where=self.targets[name],
             allowed="\n  ".join(now.first.get(name, "").splitlines()),
-            hint="try it with `posttrain reward test`"
+            hint="try the reward with `posttrain reward test RECIPE`"
             if errors
             else "raise `timeout_s` of this reward or make it faster",
         )

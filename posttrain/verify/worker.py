@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posttrain.verify.contract import BrokenContract, check_score, checked_batch, checked_turns
+from posttrain.verify.contract import BrokenContract, ExplainedFailure, check_score, checked_batch, checked_turns
 from posttrain.verify.reward_classes import make_callable
 
 if TYPE_CHECKING:
@@ -239,8 +239,11 @@ async def _await(value: Awaitable[Any]) -> Any:
 
 
 def _traceback() -> str:
-    """Return the current exception as text without this file's frames, truncated to TRACEBACK_CHARS."""
+    """Return the current exception as text, truncated to TRACEBACK_CHARS: without this file's frames, and an
+    ExplainedFailure as its message alone."""
     kind, error, trace = sys.exc_info()
+    if isinstance(error, ExplainedFailure):
+        return str(error)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(kind, error, trace))

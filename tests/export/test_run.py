@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,9 @@ def test_only_exports_are_overwritten(tmp_path: Path) -> None:
 def test_accepted_model_arguments(adapter: Path, tmp_path: Path) -> None:
     assert find_source(str(adapter)) == find_source(str(adapter / "final"))
     (adapter / "checkpoints").mkdir()
+    shutil.copytree(adapter / "final", adapter / "checkpoints" / "step-00000008.partial")
     (adapter / "final").rename(adapter / "checkpoints" / "step-00000004")
+    (adapter / "checkpoints" / "step-00000004" / "MANIFEST.json").write_text("{}")
     with pytest.raises(ModelError, match=r"not finished: it has no final/(.|\n)*step-00000004"):
         find_source(str(adapter))
     checkpoint = find_source(str(adapter / "checkpoints" / "step-00000004"))

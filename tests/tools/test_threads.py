@@ -97,6 +97,32 @@ def test_more_hanging_steps_than_threads(game: Any) -> None:
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "environment")
 
 
+def test_first_failure_of_each_method_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three steps raise: one note names row, error and line; `score` and `close` get their own."""
+
+    class Faulty(Game):
+        def score(self) -> Any:
+            raise KeyError("points")
+
+        def close(self) -> None:
+            raise OSError("still in use")
+
+    async def play() -> None:
+        world = Environments(Faulty, workers=1, timeout_s=5)
+        for turn in ("raise", "raise", "go"):
+            episode = world.episode(0)
+            await episode.begin({"points": 1, "uid": "r7"})
+            await episode.reply(turn)
+            assert await episode.score() is None
+            await episode.close()
+
+    asyncio.run(play())
+    said = capsys.readouterr().err
+    assert said.count("`step` raised RuntimeError: raise (") == said.count("\n") - 2 == 1
+    assert f"{__file__}:{Game.step.__code__.co_firstlineno + 6})" in said and "r7" in said
+    assert "`score` raised KeyError: 'points' (" in said and "`close` raised OSError: still in use (" in said
+
+
 async def episode_of(game: Any, points: Any) -> Any:
     episode = Environments(game, workers=1, timeout_s=5).episode(0)
     await episode.begin({"points": points})

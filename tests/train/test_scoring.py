@@ -186,6 +186,7 @@ def test_hanging_reward_loses_only_its_rows(recipe: Any, opened: Opened, capfd: 
     told = f"reward one_hangs: {counts[first]} of 24 calls failed in step {first + 1} and left rows unscored"
     said = capfd.readouterr().err
     assert told in said and said.count("reward one_hangs:") == 1
+    assert said.count("the first time-out, on ") == 1
     assert all(row["signal/share"] >= 5 / 6 for row in rows)
 
 

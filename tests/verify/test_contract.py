@@ -68,8 +68,8 @@ def test_list_form_must_return_a_list_of_one() -> None:
 
 def test_batch_must_return_one_score_per_completion() -> None:
     assert checked_batch([1, {"reward": 2, "part": None}, None], 3) == [1.0, {"reward": 2.0, "part": None}, None]
-    for value in (0.5, [1.0, 2.0], [1.0] * 4, "123"):
-        with pytest.raises(BrokenContract, match="for 3 completions, must return a list of 3"):
+    for value, length in ((0.5, ""), ([1.0, 2.0], ", 2 scores,"), ([1.0] * 4, ", 4 scores,"), ("123", "")):
+        with pytest.raises(BrokenContract, match=f"{length} for 3 completions, must return a list of 3"):
             checked_batch(value, 3)
     with pytest.raises(BrokenContract, match=r"must return a finite number or None \(entry 1 of the list\)"):
         checked_batch([1.0, float("nan")], 2)

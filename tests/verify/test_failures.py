@@ -84,4 +84,6 @@ def test_counts_are_summed_over_ranks_and_the_history_is_json() -> None:
     assert now == step(3, 2, 16, 3, 1, "a")
     seen = failures()
     seen.add(now)
-    assert failures(history=json.loads(json.dumps(seen.history))).history == seen.history == [now._replace(first={})]
+    assert failures(history=json.loads(json.dumps(seen.history))).history == seen.history == [now]
+    seen.add(step(4, 2, 16))
+    assert seen.history == [now._replace(first={}), step(4, 2, 16)]  # the message is kept for its own step only

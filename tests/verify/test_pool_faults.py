@@ -61,6 +61,18 @@ def test_each_resource_fault_costs_only_its_own_row(
         time.sleep(0.05)
 
 
+def test_judge_without_a_reply_is_reported_without_a_traceback(
+    script: Callable[..., Path], scorer: Any, samples: Any
+) -> None:
+    path = script(
+        "from posttrain.verify.endpoint import Endpoint, ask\n\n"
+        "async def score(completion):\n    return ask(Endpoint('ftp://judge', 'm'), [], 0).text\n"
+    )
+    with scorer({"use": f"{path}:score"}, workers=1, max_error_rate=1.0) as s:
+        first = str(s.score(samples([{}])).first_traceback)
+    assert first.endswith(":\nendpoint `ftp://judge` is not an http address; write e.g. http://127.0.0.1:8000/v1")
+
+
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
