@@ -396,6 +396,16 @@ def test_rejections_that_are_not_imported_are_named(given: Any, why: str, folder
     assert why in left_out(draft)[CORRECT + "rs"] and "select" not in draft.plain()
 
 
+def test_verls_values_that_are_not_read_are_named(folder: Path) -> None:
+    given = {"actor_rollout_ref.actor.use_kl_loss": "${use_kl_loss}", "trainer.save_freq": "after_each_epoch",
+             "actor_rollout_ref.rollout.top_k": "${top_k}", "algorithm.adv_estimator": "grpo"}  # fmt: skip
+    assert given.keys() - left_out(import_recipe(folder, VERL | given)).keys() == {"algorithm.adv_estimator"}
+    files = {"data.val_files": "[a.parquet,b.parquet]", "trainer.test_freq": 5}
+    draft = import_recipe(folder, VERL | files)
+    assert draft.at("eval.data.source") == "a.parquet"
+    assert "`eval.data` has one source, a.parquet; b.parquet is not evaluated" in draft.notes
+
+
 def test_verls_clip_cov_is_a_selection_beside_ppos_clip(folder: Path) -> None:
     given = {MODE: "clip_cov", "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": 0.001,
              "actor_rollout_ref.actor.policy_loss.clip_cov_ub": 60.0, "algorithm.adv_estimator": "grpo"}  # fmt: skip

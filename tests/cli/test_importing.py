@@ -318,6 +318,16 @@ def test_empty_variable_takes_a_default_and_the_value_of_the_first_branch() -> N
     assert command[2:] == ["data.size=512", "data.few=3", "data.kept=", "data.rate=2"]
 
 
+def test_quoted_default_with_variables_is_read() -> None:
+    script = """
+    HOME_OF_DATA=${HOME_OF_DATA:-"${HOME}/verl"}
+    FILE=${FILE:-"${HOME_OF_DATA}/data/test.parquet"}
+    python train.py --a ${FILE} --b "${OTHER:-$HOME/x y}"
+    """
+    (command,) = [[word.text for word in found] for found in commands(script) if found[0].text == "python"]
+    assert command[2:] == ["--a", "${HOME}/verl/data/test.parquet", "--b", "${HOME}/x y"]
+
+
 def test_import_runs_no_script(tmp_path: Path) -> None:
     (found,) = commands(f"trl sft --x $(touch {tmp_path}/made) --y `touch {tmp_path}/made`")
     assert not (tmp_path / "made").exists()

@@ -293,6 +293,7 @@ def _verl_rejection(draft: Draft, given: Given, _: str) -> None:
 def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str) -> None:
     """Convert one of verl's two KL terms: coefficient, estimator, and whether it is in the loss or in the reward."""
     if given.value is not True:
+        draft.leave(given, f"not read as true or false: write `kl: {{coef: 0.001, where: {where}}}` for a KL term")
         return
     if draft.at("kl.coef") is not None:
         draft.leave(given, f"there is one KL term, and {draft.at('kl.where')} has it")

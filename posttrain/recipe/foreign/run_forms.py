@@ -65,7 +65,10 @@ def _eval_every(draft: Draft, given: Given, _: str) -> None:
 def _held_out(draft: Draft) -> dict[str, Any] | None:
     """Return the source of the evaluation rows: a named data set, or another split of the training data (TRL)."""
     named = draft.get("eval_dataset", "val_dataset", "data.val_files", "eval.dataset")
-    named = named[0] if isinstance(named, list) and named else named
+    if isinstance(named, list) and named:
+        if len(named) > 1:
+            draft.note(f"`eval.data` has one source, {named[0]}; {', '.join(map(str, named[1:]))} is not evaluated")
+        named = named[0]
     if isinstance(named, str) and named:
         source, _hash, size = named.partition("#")
         return {"source": source, **({"size": int(size)} if size.isdigit() else {})}

@@ -148,7 +148,7 @@ def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
         )
         if text == before:
             break
-    return text.replace("\0", "${")
+    return text.replace("\0", "${").replace("\1", "}")
 
 
 def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]], sign: str | None = None) -> str:
@@ -157,8 +157,8 @@ def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]], 
     if value or (scope.get(name) and not (sign or "").startswith(":")):
         return value
     if default is not None:
-        return default
-    return f"\0{name}}}"  # unset in the script: the recipe reads it from the environment
+        return default.replace('"', "")
+    return f"\0{name}\1"  # unset in the script: the recipe reads it from the environment
 
 
 _SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,

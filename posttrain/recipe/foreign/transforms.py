@@ -88,7 +88,10 @@ def _whole_number(draft: Draft, given: Given, target: str) -> None:
 
 
 def _positive(draft: Draft, given: Given, target: str) -> None:
-    if isinstance(given.value, int) and given.value > 0:
+    """Convert a number; one below 1 switches the action off in the other tool, as leaving the key out does here."""
+    if not isinstance(given.value, int):
+        draft.leave(given, f"`{target}` is a number of steps")
+    elif given.value > 0:
         draft.set_default(target, given.value, draft.origin(given.key))
 
 
@@ -98,7 +101,9 @@ def _list(draft: Draft, given: Given, target: str) -> None:
 
 
 def _count_or_all(draft: Draft, given: Given, target: str) -> None:
-    if isinstance(given.value, int) and given.value > 0:
+    if not isinstance(given.value, int):
+        draft.leave(given, f"`{target}` is a number")
+    elif given.value > 0:
         draft.set_default(target, given.value, draft.origin(given.key))
 
 
