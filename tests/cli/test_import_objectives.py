@@ -111,6 +111,17 @@ def left_out(draft: Draft) -> dict[str, str]:
          {"rollout.prompts_per_step": 1, "batch.minibatches": None, "kl.coef": 0.04}),
         ("megatron sft --model org/x --dataset swift/self-cognition --global_batch_size 8", "sft",
          {"batch.size": 8, "data.source": "swift/self-cognition", "model.lora": None}),
+        (f"{SWIFT} --rlhf_type ppo --reward_model org/rm", "rl",
+         {"algorithm": "ppo", "kl.coef": 0.05, "batch.epochs": 4, "batch.minibatches": 1, "advantage.lam": 0.95,
+          "rollout.group_size": 1, "rollout.prompts_per_step": 16, "loss.aggregation": None}),
+        (f"{SWIFT} --rlhf_type grpo --reward_funcs format --advantage_estimator rloo", "rl",
+         {"advantage.use": "rloo", "kl.where": "reward"}),
+        (f"{SWIFT} --rlhf_type grpo --reward_funcs format --advantage_estimator rloo --kl_in_reward false", "rl",
+         {"advantage.use": "rloo", "kl.where": "loss"}),
+        # transformers evaluates by updates: 2 of them are a step here.
+        (GRPO | {"dataset_name": "org/rows", "eval_strategy": "steps", "eval_steps": 10, "steps_per_generation": 2},
+         "rl",
+         {"batch.minibatches": 2, "eval.every": 5}),
         # LLaMA-Factory trains an adapter unless it is told otherwise, without dropout in preference stages.
         ({key: FACTORY[key] for key in FACTORY if key != "finetuning_type"} | {"stage": "sft", "cutoff_len": 9}, "sft",
          {"model.lora.rank": 8, "model.lora.alpha": 16}),
@@ -483,6 +494,12 @@ def test_method_that_is_not_converted_is_refused(values: Any, told: str, folder:
     assert told in str(raised.value)
 
 
+def test_epochs_beside_steps_are_reported(folder: Path) -> None:
+    draft = import_recipe(folder, AXOLOTL | {"num_epochs": 2, "max_steps": 10})
+    assert (draft.at("run.steps"), draft.at("run.epochs")) == (10, None)
+    assert left_out(draft) == {"num_epochs": "`run.steps` decides the length of the run"}
+
+
 def test_switched_off_methods_are_imported(folder: Path) -> None:
     assert import_recipe(folder, AXOLOTL | {"process_reward_model": False}).stage == "sft"
     assert import_recipe(folder, VERL | {"distillation.enabled": False}).stage == "rl"
@@ -572,6 +589,34 @@ from trl import DPOConfig, DPOTrainer
 
 DPOTrainer(model="org/x", ref_model=None, args=DPOConfig("out", beta=0.2), peft_config=LoraConfig(r=4)).train()
 """
+
+
+UNSLOTH = """
+from trl import SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel
+
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="org/x", max_seq_length=2048)
+model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing="unsloth")
+SFTTrainer(model=model, tokenizer=tokenizer, args=SFTConfig("out", max_steps=3)).train()
+"""
+
+
+def test_model_that_a_script_wraps_under_its_own_name(folder: Path) -> None:
+    """Without its adapter all weights would be trained."""
+    (folder / "sft.py").write_text(UNSLOTH)
+    draft = convert(read(folder / "sft.py"))
+    lora = {"rank": 8, "alpha": 16, "dropout": 0.0, "targets": "all-linear"}
+    assert (draft.at("model.path"), draft.plain()["model"]["lora"]) == ("org/x", lora)
+    assert (draft.at("model.quantize"), draft.at("data.max_length")) == ("nf4", 2048)
+    (folder / "sft.py").write_text(
+        UNSLOTH.replace("unsloth import FastLanguageModel", "peft import LoraConfig, get_peft_model")
+        .replace("FastLanguageModel.get_peft_model(model, r=8", "get_peft_model(model, LoraConfig(r=8)")
+        .replace("model, tokenizer = FastLanguageModel", "model = AutoModelForCausalLM")
+        .replace(', use_gradient_checkpointing="unsloth"', "")
+    )
+    draft = convert(read(folder / "sft.py"))
+    assert draft.plain()["model"]["lora"] == {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}
+    assert draft.at("model.path") == "org/x" and draft.at("model.quantize") is None
 
 
 def test_none_and_peft_s_own_defaults_in_a_script(folder: Path) -> None:

@@ -16,7 +16,7 @@ from posttrain.recipe.foreign.words import Entry
 from posttrain.recipe.yaml import display_path
 
 # Transforms that run last: they need to know how the batch is divided, or come after the first reward.
-LAST_TRANSFORMS = ("updates", "steps_of_rl", "entropy_bonus", "overlong_buffer", "openrlhf_overlong")
+LAST_TRANSFORMS = ("updates", "steps_of_rl", "eval_every", "entropy_bonus", "overlong_buffer", "openrlhf_overlong")
 _DEFAULT = "the default is used here, write the value"
 _NO_EVAL = "nothing is evaluated here, write `eval` with rows that are not trained on"
 _FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
@@ -222,7 +222,8 @@ def _finish(draft: Draft) -> None:
         draft.set_default("batch.minibatches", 1, f"one update a pass in {draft.foreign.table.tool}")
     run = draft.values.get("run", {})
     if "steps" in run and "epochs" in run:
-        del run["epochs"]
+        for given in draft.keys_behind(run.pop("epochs")):
+            draft.leave(given, "`run.steps` decides the length of the run")
     _prune(draft)
     older = draft.foreign.table.older
     draft.left = [setting for setting in draft.left if older.get(setting.key, setting.key) not in draft.read]

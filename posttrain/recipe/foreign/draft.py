@@ -116,6 +116,10 @@ class Draft:
         if text not in self.notes:
             self.notes.append(text)
 
+    def updates_a_step(self) -> int:
+        """Return the number of optimizer updates in one step of the recipe; batch sizes must be converted before."""
+        return int(self.at("batch.minibatches") or 1) * int(self.at("batch.epochs") or 1) if self.stage == "rl" else 1
+
     def plain(self) -> dict[str, Any]:
         """Return the values without their origins."""
         return {key: plain(value) for key, value in self.values.items()}

@@ -352,6 +352,17 @@ def _openrlhf_loss(draft: Draft, given: Given, _: str) -> None:
     draft.set_default("loss.aggregation", "seq_mean_token_mean" if given.value == "gspo" else "token_mean", origin)
 
 
+def _swift_estimator(draft: Draft, given: Given, _: str) -> None:
+    """ms-swift: convert the advantage; other than GRPO's, by default the KL term is in the reward."""
+    known = {"rloo": "rloo", "reinforce_plus_plus": "reinforce_pp_baseline"}
+    if given.value not in known:
+        _require_choice(draft, given, "advantage.use", "advantage")
+        return
+    draft.set_default("advantage.use", known[given.value], draft.origin(given.key))
+    if _read_key(draft, "kl_in_reward") is None:
+        draft.set_default("kl.where", "reward", f"with advantage_estimator {given.value}")
+
+
 def _dynamic_sampling(draft: Draft, given: Given, _: str) -> None:
     origin = draft.origin(given.key)
     draft.set_default("keep.use", "dynamic_sampling", origin)
@@ -378,6 +389,7 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "openrlhf_loss": _openrlhf_loss,
     "rpo": _rpo,
     "smoothing": _label_smoothing,
+    "swift_estimator": _swift_estimator,
     "verl_clip": _verl_clip,
     "verl_kl_loss": _verl_kl_loss,
     "verl_kl_reward": _verl_kl_reward,

@@ -164,6 +164,13 @@ class Training:
     def read_model(self, value: ast.expr) -> None:
         """Read a model name, or the from_pretrained call that creates the model, also if get_peft_model wraps it."""
         found = self.script.resolve(value)
+        if isinstance(found, ast.Name):  # model = get_peft_model(model, ...), after model = ...from_pretrained(...)
+            steps = [call for call in self.script.names.get(found.id, []) if isinstance(call, ast.Call)]
+            loads = [call for call in steps if self.script.name_of(call) == "from_pretrained"]
+            wraps = [call for call in steps if self.script.name_of(call) == "get_peft_model"]
+            if len(loads) == len(wraps) == 1 and len(self.script.names[found.id]) == 2:
+                self.read_adapter(wraps[0].args[1] if len(wraps[0].args) > 1 else wraps[0])
+                found = loads[0]
         if not isinstance(found, ast.Call):
             self.set_literal("model_name_or_path", value)
             return
@@ -184,6 +191,13 @@ class Training:
                 continue  # device placement and caching depend on the machine
             elif keyword.arg is not None:
                 self.set_literal({"revision": "model_revision"}.get(keyword.arg, keyword.arg), keyword.value)
+        if self.is_unsloth(found) and not any(keyword.arg == "full_finetuning" for keyword in found.keywords):
+            self.given.setdefault("load_in_4bit", (True, found.lineno))
+
+    def is_unsloth(self, call: ast.Call) -> bool:
+        """Return whether a call is a method of Unsloth's FastLanguageModel, FastModel or FastVisionModel."""
+        owner = getattr(getattr(call.func, "value", None), "id", "")
+        return self.script.imports.get(owner, "").startswith("unsloth.")
 
     def read_quantization(self, value: ast.expr) -> None:
         """Read the keywords of a BitsAndBytesConfig."""
@@ -209,8 +223,9 @@ class Training:
                 self.leave("**", keyword.value, "its keys are computed")
             elif keyword.arg not in noop or not self._is(keyword.value, noop[keyword.arg]):
                 self.set_literal(words.values("lora").get(keyword.arg, keyword.arg), keyword.value)
-        if self.script.name_of(found) == "LoraConfig":
-            for key, default in words.values("lora_defaults").items():
+        of = "lora" if self.script.name_of(found) == "LoraConfig" else "unsloth" if self.is_unsloth(found) else ""
+        if of:
+            for key, default in words.values(f"{of}_defaults").items():
                 self.given.setdefault(key, (default, found.lineno))
 
     def _is(self, value: ast.expr, literal: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,10 @@ def _eval_every(draft: Draft, given: Given, _: str) -> None:
     elif draft.stage not in _EVALUATES or data is None:
         draft.leave(given, "write `eval: {every: 50, data: {source: held_out.jsonl}}`: the file names no data for it")
     else:
-        draft.set_default("eval.every", given.value, draft.origin(given.key))
+        updates = draft.updates_a_step() if given.key == "eval_steps" else 1  # verl and OpenRLHF count steps
+        origin = draft.origin(given.key)
+        every = math.ceil(given.value / updates)
+        draft.set_default("eval.every", every, f"{origin}; {updates} updates a step" if updates > 1 else origin)
         for key, value in data.items():
             draft.set_default(f"eval.data.{key}", value, f"what {given.key} measures")
         if draft.stage == "rl":

@@ -65,7 +65,8 @@ class Script:
             values = target.elts if not isinstance(value, ast.Tuple | ast.List) else value.elts
             paired = isinstance(value, ast.Tuple | ast.List) and len(values) == len(target.elts)
             for number, inner in enumerate(target.elts):
-                self._assign(inner, values[number] if paired else None)
+                first = number == 0 and isinstance(value, ast.Call) and self.name_of(value) == "from_pretrained"
+                self._assign(inner, values[number] if paired else value if first else None)  # model, tokenizer = ...
                 if isinstance(inner, ast.Name) and isinstance(value, ast.Call) and self.name_of(value) in PARSERS:
                     self.parsed.add(inner.id)
         elif isinstance(target, ast.Name):

@@ -138,21 +138,17 @@ def _updates(draft: Draft, given: Given, target: str) -> None:
     if not isinstance(given.value, int | float) or given.value < 1:
         draft.leave(given, f"`{target}` is a number of steps")
         return
-    updates = _updates_a_step(draft)
+    updates = draft.updates_a_step()
     origin = draft.origin(given.key)
     draft.set_default(
         target, math.ceil(given.value / updates), f"{origin}; {updates} updates a step" if updates > 1 else origin
     )
 
 
-def _updates_a_step(draft: Draft) -> int:
-    return int(draft.at("batch.minibatches") or 1) * int(draft.at("batch.epochs") or 1) if draft.stage == "rl" else 1
-
-
 def _steps_of_rl(draft: Draft, given: Given, target: str) -> None:
     """Convert a number of steps for verl and LLaMA-Factory, which change the learning rate once per step; `target`
     counts updates, or is a fraction below 1."""
-    updates, value = _updates_a_step(draft), given.value
+    updates, value = draft.updates_a_step(), given.value
     if not isinstance(value, int) or value < 1:
         _share(draft, given, target)
         return
