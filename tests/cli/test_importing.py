@@ -328,6 +328,18 @@ def test_quoted_default_with_variables_is_read() -> None:
     assert command[2:] == ["--a", "${HOME}/verl/data/test.parquet", "--b", "${HOME}/x y"]
 
 
+def test_values_known_when_the_script_runs_are_left_out(folder: Path) -> None:
+    (folder / "run.sh").write_text(
+        "python -m verl.trainer.sft_trainer model.path=${2:-org/x} data.train_files=${DATA:?where} trainer.seed=3 \\\n"
+        "  trainer.default_local_dir=$1 trainer.save_freq=$(wc -l < x) trainer.project_name=${NAME,,}\n"
+    )
+    draft = convert(read(folder / "run.sh"))
+    assert (draft.at("model.path"), draft.at("data.source"), draft.at("run.seed")) == ("org/x", "${DATA}", 3)
+    left = {one.key for one in draft.left}
+    assert left == {"trainer.default_local_dir", "trainer.save_freq", "trainer.project_name"}
+    assert "run.output" not in draft.origins() and any("trainer.save_freq of line 2" in note for note in draft.notes)
+
+
 def test_import_runs_no_script(tmp_path: Path) -> None:
     (found,) = commands(f"trl sft --x $(touch {tmp_path}/made) --y `touch {tmp_path}/made`")
     assert not (tmp_path / "made").exists()

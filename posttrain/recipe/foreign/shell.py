@@ -138,7 +138,7 @@ def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
     text = re.sub(r"\$[@*]", "", text)
     for _ in range(10):  # defaults may contain variables
         before = text
-        text = re.sub(rf"\$\{{({_NAME})(?:(:?[-=])([^{{}}]*))?\}}", lambda m: _value(m[1], m[3], scope, m[2]), text)
+        text = re.sub(rf"\$\{{({_NAME}|\d)(?:(:?[-=?])([^{{}}]*))?\}}", lambda m: _value(m[1], m[3], scope, m[2]), text)
         text = re.sub(rf"\$({_NAME})", lambda m: _value(m[1], None, scope), text)
         text = re.sub(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", lambda m: _evaluate_arithmetic(m[1], scope), text)
         text = re.sub(
@@ -152,11 +152,12 @@ def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
 
 
 def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]], sign: str | None = None) -> str:
-    """Return the value of a variable. sign: `-`, or `:-`, which also replaces an empty value by the default."""
+    """Return the value of a variable. sign: `-`, or `:-`, which also replaces an empty value by the default; `?`
+    and `:?` have a message in its place."""
     value = " ".join(word.text for word in scope.get(name, []))
     if value or (scope.get(name) and not (sign or "").startswith(":")):
         return value
-    if default is not None:
+    if default is not None and not (sign or "").endswith("?"):
         return default.replace('"', "")
     return f"\0{name}\1"  # unset in the script: the recipe reads it from the environment
 

@@ -156,6 +156,10 @@ def _line(node: Node) -> int:
     return int(found[1]) if found else 0
 
 
+# `$(date)`, `$1`, `${1}`, `${NAME,,}`: known when the script runs
+_COMPUTED = re.compile(r"\$\(|\$\{?\d|\$\{\w+[^\w}]")
+
+
 def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Foreign:
     """Read the training command of a shell script, and the YAML file or TRL script that it names."""
     names = [tool] if tool else list(words.TOOLS)
@@ -195,14 +199,15 @@ def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | No
             if place is None or not re.search(r"^\s*(?:from|import) trl\b", script, re.MULTILINE):
                 continue
             found = _python(place, script, stage)
-            typed = _command(path, found.table, command[number:]).given
+            options = _command(path, found.table, command[number:])
+            typed = options.given
             note = f"what the command does not say is from {place.name}: {', '.join(found.given.keys() - typed.keys())}"
             return replace(
                 found,
                 path=path,
                 given={**found.given, **typed},
                 gpus=_processes(command),
-                unread=[unread for unread in found.unread if unread[0].key not in typed],
+                unread=[*options.unread, *(unread for unread in found.unread if unread[0].key not in typed)],
                 notes=[*found.notes, *([note] if found.given.keys() - typed.keys() else [])],
             )
     return None
@@ -222,6 +227,7 @@ def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign
     first = next((i for i, word in enumerate(command) if any(_is_mark(mark, word.text) for mark in table.commands)), 0)
     gpus = _processes(command)
     given: dict[str, Given] = {}
+    unread: list[tuple[Given, str]] = []
     before = [word.text for word in command[: first + 1]]
     arguments = list(command[first + 1 :])
     while arguments and not arguments[0].text.startswith("-") and "=" not in arguments[0].text:
@@ -232,9 +238,11 @@ def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign
     for option in _parse_options(arguments):
         if option.key == "config" and str(option.value).endswith(YAML):
             given |= _named_file(path, shell.Word(str(option.value), option.line))
+        elif _COMPUTED.search(str(option.value)):
+            unread.append((option, "the script computes it, or has it from its own command line"))
         elif option.key not in ("num_processes", "config_file"):
             given[option.key] = option
-    return Foreign(path, table, given, tuple(before), gpus)
+    return Foreign(path, table, given, tuple(before), gpus, unread=unread)
 
 
 def _processes(command: Sequence[shell.Word]) -> int | None:
