@@ -409,6 +409,7 @@ def test_rejections_that_are_not_imported_are_named(given: Any, why: str, folder
 
 def test_verls_values_that_are_not_read_are_named(folder: Path) -> None:
     given = {"actor_rollout_ref.actor.use_kl_loss": "${use_kl_loss}", "trainer.save_freq": "after_each_epoch",
+             "trainer.test_freq": "after_each_epoch",
              "actor_rollout_ref.rollout.top_k": "${top_k}", "algorithm.adv_estimator": "grpo"}  # fmt: skip
     assert given.keys() - left_out(import_recipe(folder, VERL | given)).keys() == {"algorithm.adv_estimator"}
     files = {"data.val_files": "[a.parquet,b.parquet]", "trainer.test_freq": 5}

@@ -89,7 +89,8 @@ def _held_out(draft: Draft) -> dict[str, Any] | None:
 def _held_out_data(draft: Draft, given: Given, _: str) -> None:
     """Report evaluation data without a number of steps; otherwise `_eval_every` has read it."""
     steps = ("eval_steps", "trainer.test_freq", "eval.steps")
-    if not any(isinstance(draft.get(key), int) and draft.get(key) > 0 for key in steps):
+    values = (draft.foreign.given[key].value for key in steps if key in draft.foreign.given)
+    if not any(isinstance(value, int) and value > 0 for value in values):
         draft.leave(given, "write `eval: {every: 50, data: {source: ...}}` to evaluate while training")
 
 
