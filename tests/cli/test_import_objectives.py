@@ -524,6 +524,23 @@ def test_penalty_for_length_does_not_stand_in_for_the_users_reward(folder: Path)
     assert 'compute_score("", completion, answer)' in left_out(draft)["custom_reward_function.path"]
 
 
+def test_named_rewards_get_their_parameters(folder: Path) -> None:
+    command = f"{SWIFT} --rlhf_type grpo --reward_funcs repetition soft_overlong cosine --soft_cache_length 64"
+    draft = import_recipe(folder, f"{command} --max_completion_length 256 --repetition_n_grams 5")
+    repetition = {"use": "length.ngram_repetition", "params": {"ngram_size": 5, "max_penalty": -1.0, "unit": "word"}}
+    overlong = {"use": "length.soft_overlong", "params": {"max_length": 256, "buffer": 64}}
+    missing = {"use": "./run_rewards.py:cosine"}  # named in the recipe, which is invalid until it exists
+    assert draft.plain()["rewards"] == [repetition, overlong, missing]
+    assert left_out(draft) == {"reward_funcs: cosine": "write `use: length.cosine` with its params"}
+    draft = import_recipe(folder, OPEN_R1 | {"reward_funcs": ["soft_overlong_punishment"], "soft_punish_cache": 128})
+    assert draft.plain()["rewards"] == [{"use": "length.soft_overlong", "params": {"max_length": 16384, "buffer": 128}}]
+
+
+def test_package_that_a_script_installs_is_not_its_command(folder: Path) -> None:
+    draft = import_recipe(folder, f"pip install transformers math_verify trl -U\n{SWIFT} --rlhf_type dpo")
+    assert (draft.foreign.table.name, draft.at("model.path")) == ("ms_swift", "org/x")
+
+
 def test_openrlhfs_keys_of_the_update_are_not_taken_for_placement(folder: Path) -> None:
     told = left_out(
         import_recipe(folder, f"{OPENRLHF} --reward.clip_range -5 5 --actor.muon.lr 0.1 --actor.num_nodes 2")

@@ -18,27 +18,26 @@ def _rewards(draft: Draft, given: Given, _: str) -> None:
     weights = weights if isinstance(weights, list) else [weights]
     for number, name in enumerate(names):
         reward = _reward(draft, given, str(name))
-        if reward is None:
-            continue
         weight = float(weights[number]) if number < len(weights) else 1.0
         name_key = {"name": name} if _is_used(draft, reward["use"]) else {}  # distinguishes two rewards of one function
         weight_key = {"weight": weight} if weight != 1.0 else {}
         _add_reward(draft, {**reward, **name_key, **weight_key}, f"{given.key}: {name}")
 
 
-def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
+def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any]:
     """Return the entry of a named reward: a function of the script, a name in the tool's table, or `module.function`.
-    None if the reward is left out."""
+    In a table, `keys` are the tool's keys of the parameters, and `params` their defaults."""
     if name in draft.foreign.functions:
         return _own_function(draft, given, name)
     known = draft.foreign.table.rewards.get(name)
     if known is not None and "left" in known:
-        draft.leave(Given(f"{given.key}: {name}", name, given.line), str(known["left"]))
-        return None
+        return _require_function(draft, given, name, str(known["left"]))
     if known is not None:
         if known.get("gold"):
             draft.set_default("data.columns.answer", known["gold"], f"what {name} reads")
-        return {key: value for key, value in known.items() if key != "gold"}
+        given_params = {param: draft.get(*keys) for param, keys in known.get("keys", {}).items()}
+        params = known.get("params", {}) | {param: value for param, value in given_params.items() if value is not None}
+        return {"use": known["use"], **({"params": params} if params else {})}
     if draft.foreign.table.name == "trl" and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".py"):
         return {"use": "reward_model", "params": {"path": name}}  # a reward model on the hub
     module, dot, function = name.rpartition(".")

@@ -170,6 +170,8 @@ def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Forei
         # Later words are values: `megatron sft --dataset swift/self-cognition` is no command of swift.
         first = next((n for n, word in enumerate(command) if any(_is_mark(mark, word.text) for mark in marks)), 0)
         started = command[: first + 1]
+        if any(word.text == "install" for word in started):  # pip install trl
+            continue
         for table in tables:
             hits = sum(any(_is_mark(mark, word.text) for word in started) for mark in table.commands)
             score = hits + len(command) / 1000
