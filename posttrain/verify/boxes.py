@@ -18,7 +18,7 @@ from posttrain.verify.regions import Numbers, Region, gold_regions
 Form = Literal["bbox_2d", "point_2d", "box_tag", "list"]
 
 _FORM = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
-_FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
 _PAIR = r"\(\s*\d+\s*,\s*\d+\s*\)"
 _TAGS = re.compile(
     rf"(?:\s*(?:<ref>[^<]*</ref>|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>)?\s*"
@@ -173,9 +173,9 @@ def has_form(text: str, form: Form) -> bool:
     """
     if form == "box_tag":
         return _TAGS.fullmatch(text) is not None
-    fenced = _FENCE.fullmatch(text)
+    fenced = _FENCE.fullmatch(text.strip())
     try:
-        held = json.loads(fenced[1] if fenced else text)
+        held = json.loads(fenced[1].strip() if fenced else text)
     except (ValueError, RecursionError):  # the model's text is not JSON
         return False
     if form == "list":

@@ -208,7 +208,7 @@ _TIMES_UNIT = re.compile(
 _RAISED_UNIT = re.compile(
     r"(?<=[0-9}\s,~])\\(?:text|mathrm)\s*\{(?:[A-Za-z ~]|\\[,;: ]|\\cdot\b|\^\s*\{\s*-?[1-9]\s*\})+\}"
 )
-_UNITS = re.compile(r"(?:(?:[A-Za-zµΩ]{1,4})(?:\^-?[1-9])?[ /]*)+")  # `J mol^-1 K^-1`
+_UNITS = re.compile(r"[A-Za-zµΩ](?:[ /]*[A-Za-zµΩ]|(?<=[A-Za-zµΩ])\^-?[1-9])*[ /]*")  # `J mol^-1 K^-1`
 _QUOTIENT = re.compile(rf"\\[dtc]?frac\s*{_TEXT}\s*{_TEXT}")  # of units
 _PRICE = re.compile(
     r"^\s*(?:\\text\s*\{\s*)?(?:\\?(?P<before>\$|US\\?\$|USD|EUR|GBP|INR|Rs\.?|[€£¥₹])(?:\s*\})?\s*"

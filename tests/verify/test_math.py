@@ -235,3 +235,10 @@ def test_long_answer_is_compared_but_not_cached() -> None:
     before = math._same_cached.cache_info().currsize
     assert equal("2500", "+".join(["5"] * 500)) is True
     assert math._same_cached.cache_info().currsize == before
+
+
+def test_a_long_unit_in_words_is_read_in_linear_time() -> None:
+    """A pattern with several ways to divide the letters took twice the time for each further letter."""
+    answer = r"\boxed{9.8 \text{meters per second squared downwards, towards the center (m/s^2)}}"
+    assert grade(answer + "a" * 100, "9.8")["extracted"].startswith("9.8")
+    assert grade(rf"\boxed{{5\,\mathrm{{{'a' * 60}^!}}}}", "6")["reward"] == 0.0

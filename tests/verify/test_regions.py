@@ -178,6 +178,10 @@ def test_formats_are_distinguished() -> None:
     }
     for form, text in written.items():
         assert [other for other in written if boxes.has_form(text, other)] == [form]  # type: ignore[arg-type]
+    assert boxes.has_form(f"\n```json\n{written['list']}\n```\n", "list")
+    assert not boxes.has_form("```json" + "\n" * 20_000 + written["list"], "list"), (
+        "a block without end, in linear time"
+    )
 
 
 @pytest.mark.parametrize("answer", [None, float("nan"), "nan", "None", " null ", ""])
