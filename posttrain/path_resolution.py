@@ -83,6 +83,8 @@ def suggest_file(name: str, places: Sequence[Path]) -> str:
 
     Suffixes are not compared: `eval.yaml` is not similar to `linear.yaml`. Files with the same suffix are preferred.
     """
+    if name.startswith("hub:"):
+        return f"write `{name.removeprefix('hub:')}`: an id of the hub has no prefix"
     for place in places:
         if place.parent.is_dir():
             beside = [Path(path.name) for path in itertools.islice(place.parent.iterdir(), 10_000)]

@@ -31,7 +31,7 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, "
 def check(path: Path) -> None:
     """Raise DataError for a file that cannot hold rows: unknown type, empty, or content that contradicts its extension.
 
-    Reads only the first bytes.
+    Reads only the first bytes, and the last ones of a parquet file.
     """
     check_not_special(path, "data", DataError)
     name = display_path(path)
@@ -43,12 +43,16 @@ def check(path: Path) -> None:
         )
     with path.open("rb") as stream:
         head = stream.read(8)
+        tail = stream.read()[-8:] if kind == PARQUET and stream.seek(max(8, path.stat().st_size - 8)) else b""
     if not head:
         raise DataError("the file is empty", where=name)
     if _detect_compression(head) == ".zst":
         raise DataError("zstd is not read", where=name, hint=f"unpack it: zstd -d {path.name}")
     if kind == PARQUET and head[:4] != b"PAR1":
         raise DataError("not a parquet file: it does not begin with PAR1", where=name)
+    if kind == PARQUET and (tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") + 12 > path.stat().st_size):
+        what = "the parquet file is incomplete or damaged: it does not end with a footer and PAR1"
+        raise DataError(what, where=name, hint="download or write it again")
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError("not UTF-8: it begins like UTF-16", where=name, hint=f"iconv -f UTF-16 -t UTF-8 {path.name}")
     if kind == ".json" and path.stat().st_size > MAX_JSON_BYTES:

@@ -127,10 +127,9 @@ def _truncate_to_common_rows(together: Sequence[Sequence[Source]], default: Sour
     tokens.
     """
     everyone = list({s.folder: s for part in together for s in part}.values())
-    shared = set.intersection(*(set(s.tensors) for s in everyone))
-    if all(len({s.tensors[name].shape[:1] for s in everyone}) == 1 for name in shared):
-        return None
     names = frozenset(name for s in everyone for name in embedding_names(s))
+    if all(len({s.tensors[name].shape[0] for s in everyone if name in s.tensors}) == 1 for name in names):
+        return None
     rows = min(_count_rows(s) for s in everyone)
     if _count_rows(default) != rows:
         return None

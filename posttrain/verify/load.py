@@ -72,6 +72,9 @@ COLUMN_ALIASES = {
     "question": ("prompt",),
 }
 
+# Names of a first argument that show that it is not meant to be the completion.
+_NO_COMPLETION = {*BUILT_INS, "answer", "ground_truth", "question"}
+
 # Rewards that are models; they run in the trainer's process.
 MODEL_REWARDS = {
     "reward_model": "posttrain.evaluate.model_reward:score",
@@ -256,6 +259,14 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
         ):
             raise RewardError(f"reward {target}{signature} takes no completion", hint="its first argument is the text")
+        if (first := arguments[0].name) in _NO_COMPLETION or "prompt" in first:
+            raise RewardError(
+                f"reward {target}{signature}: its first argument gets the completion, and is called `{first}`",
+                allowed="the first argument is the completion; the others are columns of the data, or of the rollout:"
+                f" {', '.join(BUILT_INS)}",
+                hint="write the completion first: "
+                f"(completion, {', '.join(a.name for a in arguments if a.name != 'completion')})",
+            )
         arguments = arguments[1:]
     groups = _sort_arguments(
         [a for a in arguments if a.name not in ("completions", "prompts") or not batched], params, batched

@@ -117,6 +117,7 @@ THINGS = [
     ("sft", "model: {path: /cluster/model}", "model.path", "model not found: /cluster/model", ""),
     ("sft", "model: {path: adapter}", "model.path", "the base of the adapter adapter: model not found: /gone", ""),
     ("sft", "data: {source: row.jsonl}", "data.source", "data not found: row.jsonl", "`rows.jsonl`"),
+    ("sft", "data: {source: 'hub:openai/gsm8k'}", "data.source", "data not found: hub:openai/", "`openai/gsm8k`"),
     ("sft", "data: {source: /cluster/rows}", "data.source", "data not found: /cluster/rows", ""),
     ("sft", "data: {source: 'accepted:runn'}", "data.source", "evaluation not found: runn", "`run`"),
     ("sft", "objective: {use: pear, behavior_model: ./modle}", "objective.behavior_model", "not found", "`./model`"),

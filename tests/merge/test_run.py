@@ -164,9 +164,10 @@ def test_other_vocabulary(models: Path, merge: Merge) -> None:
     )
 
 
-def test_other_shapes_are_all_listed(models: Path, merge: Merge) -> None:
+def test_other_shapes_are_all_listed(models: Path, merge: Merge, capfd: pytest.CaptureFixture[str]) -> None:
     edit(models / "b", lambda t: t.update({"model.norm.weight": torch.ones(32)}))
     assert_refused(models, merge, MergeError, r"model\.norm\.weight \[32\] against \[64\]")
+    assert "embeddings have" not in "".join(capfd.readouterr())  # both have the same rows
 
 
 def test_missing_and_extra_tensors(models: Path, merge: Merge) -> None:

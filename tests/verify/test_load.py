@@ -171,6 +171,18 @@ def test_function_without_a_completion_argument_is_refused() -> None:
         describe(lambda *, answer: float(answer), "x.py:f", {}, "f")
 
 
+def test_first_argument_named_like_another_value_is_refused() -> None:
+    """It would get the completion: the score would be of something else."""
+    for reward in (
+        lambda prompt_text, answer: float(prompt_text == answer),
+        lambda answer, completion: float(answer == completion),
+        lambda messages: float(len(messages)),
+    ):
+        with pytest.raises(RewardError, match="its first argument gets the completion, and is called `"):
+            describe(reward, "x.py:f", {}, "f")
+    assert describe(lambda response, answer: float(response == answer), "x.py:f", {}, "f").columns == ("answer",)
+
+
 def _modes(completion: str, *, mode: Literal["a", "b"] = "a", limit: int = 3) -> float:
     raise NotImplementedError(completion, mode, limit)
 
