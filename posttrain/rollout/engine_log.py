@@ -102,7 +102,7 @@ def _errors(lines: Sequence[LogLine]) -> list[LoggedError]:
             link = ""
         elif found := [start for start in (_CAUSE, _CONTEXT, _IGNORED) if text.startswith(start)]:
             link = found[0]
-        elif match := _ERROR.search(text):
+        elif (match := _ERROR.search(text)) and "Warning:" not in text[: match.start()]:
             others.append(LoggedError(2, number, f"{match[1].rpartition('.')[2]}: {match[2].strip()}"))
     return raised + others
 

@@ -368,6 +368,13 @@ def test_lines_of_two_processes_may_alternate() -> None:
     assert root_cause("\n".join(line for pair in lines for line in pair)) == "KeyError: 'a'"
 
 
+def test_warning_about_an_error_is_not_the_cause() -> None:
+    """Such as that of a library which goes on without an extension, in the log of a process that was killed."""
+    warning = "/lib/image.py:14: UserWarning: no extension for images: OSError: undefined symbol"
+    assert root_cause(f"{warning}\nKilled") == ""
+    assert root_cause(f"{warning}\nOSError: no space") == "OSError: no space"
+
+
 def test_log_without_a_cause_is_quoted(tmp_path: Path) -> None:
     """If neither the exception nor the log has an error, the message has the log's last three lines."""
     log = tmp_path / "engine.log"
