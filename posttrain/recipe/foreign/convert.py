@@ -145,7 +145,8 @@ def _add_defaults(draft: Draft) -> None:
 
 def _of_training(draft: Draft, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a table for the draft's stage, algorithm and command; the more special ones take effect."""
-    names = ("", draft.stage, str(draft.at("algorithm")), *(word.rpartition(".")[2] for word in draft.foreign.command))
+    commands = {word.rpartition(".")[2] for word in draft.foreign.command} - keys.BY_NAME.keys()  # --stage decides
+    names = ("", draft.stage, str(draft.at("algorithm")), *sorted(commands))
     return {key: value for name in names for key, value in table.get(name, {}).items()}
 
 
