@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,13 @@ def print_run_summary(summary: dict[str, Any], path: Path, as_json: bool) -> Non
         return
     from posttrain.cli.show import print_summary
 
-    print_summary(summary, as_json)
+    try:
+        print_summary(summary, as_json)
+    except OSError as error:  # stdout is a closed pipe or a full disk
+        if as_json:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(f"the run is complete; its summary cannot be written to stdout: {error.strerror}")
     say(f"run directory: {path}")
     if (path / "report.html").is_file():
         say(f"report:        {path / 'report.html'}")

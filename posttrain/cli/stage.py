@@ -17,7 +17,7 @@ import typer
 from posttrain.cli import jobs
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
 from posttrain.cli.run_messages import print_notes, print_run_summary
-from posttrain.errors import Problem, UserError
+from posttrain.errors import Problem, RunError, UserError
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -304,7 +304,7 @@ def locate_errors(loaded: Loaded) -> Iterator[None]:
     """
     try:
         yield
-    except UserError as error:
+    except (UserError, RunError) as error:
         located = [_with_reward_line(_with_line(problem, loaded), loaded) for problem in error.problems]
         if located == list(error.problems):
             raise

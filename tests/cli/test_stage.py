@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -433,6 +436,8 @@ def test_reward_error_names_the_line_of_that_reward(call: Call, stage: Stage, fo
     told = json.loads(call("rl", "rl.yaml", "--json", "--output", "out").stdout)["problems"][0]
     assert (told["file"], told["line"], told["key"]) == ("rl.yaml", 7, "rewards.1")
     assert "rows.jsonl:1" in told["what"]
+    stage(fails(RunError("reward bad: 8 of 8 calls failed", where=f"{folder}/a.py:bad"), wrote="metrics.jsonl"))
+    assert call("rl", "rl.yaml", "--output", "more").stderr.count(f"rl.yaml:7:10  rewards.1: {folder}/a.py:bad: ") == 1
 
 
 def test_error_located_by_a_key_gets_the_line_of_the_key(call: Any, stage: Any) -> None:
@@ -444,3 +449,21 @@ def test_error_located_by_a_key_gets_the_line_of_the_key(call: Any, stage: Any) 
     stage(refuse)
     told = call("sft", "r.yaml", "--output", "out").stderr
     assert "r.yaml:4:14  run.steps: no such thing\n  another" in told
+
+
+def test_run_whose_output_cannot_be_written_is_complete(tmp_path: Path) -> None:
+    """The summary is printed last: a closed pipe or a full disk then loses nothing, and the exit code is 0."""
+    code = "from pathlib import Path; from posttrain.cli.run_messages import print_run_summary as show"
+    read_end, closed = os.pipe()
+    os.close(read_end)
+    with open("/dev/full", "w") as full:
+        for stdout, reason in ((closed, "Broken pipe"), (full, "No space left on device")):
+            done = subprocess.run(
+                [sys.executable, "-c", f"{code}; show({{'steps': 4}}, Path({str(tmp_path)!r}), False)"],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            told = f"the run is complete; its summary cannot be written to stdout: {reason}\n"
+            assert (done.returncode, done.stderr) == (0, f"{told}run directory: {tmp_path}\n")
+    os.close(closed)
