@@ -31,7 +31,10 @@ PROMPT, TRAINED = "prompt", "trained"
 
 FRAMES = 3  # most frequent turn formats that are shown
 
-_NOT_OF_THE_TEMPLATE = (prepare.EARLIER_TURNS, prepare.CONTRADICTS, prepare.ASKED_NOTHING, prepare.LABEL_UNREAD)
+_NOT_OF_THE_TEMPLATE = (
+    *(prepare.EARLIER_TURNS, prepare.CONTRADICTS, prepare.ASKED_NOTHING),
+    *(prepare.EMPTY_PROMPT, prepare.LABEL_UNREAD),
+)
 
 
 def inspect(

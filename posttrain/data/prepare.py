@@ -32,6 +32,7 @@ TOO_LONG = "longer than max_length"
 ANSWER_TOO_LONG = "trained part alone longer than max_length"
 EMPTY_PROMPT = "empty prompt"
 ASKED_NOTHING = "LOOK: the prompt is empty, and the answer to it is trained on"
+EMPTY_PROMPT = "LOOK: the prompt is empty"
 LABEL_UNREAD = "LOOK: `label` is false or 0, and the row is trained on: sft reads no label (`algorithm: kto` does)"
 PROMPT_CUT = "prompt cut to max_length"
 IMAGES_CUT = "longer than max_length, and a prompt with images is not cut"
@@ -95,6 +96,10 @@ def prepare_prompts(
         fitted = _fit_prompt(prompt, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
+    kept = {prompt.uid for prompt in prepared.items}
+    asking_nothing = (str(row["uid"]) for row in rows if _has_blank_prompt(row, section) and not row.get("images"))
+    if blank := [uid for uid in asking_nothing if uid in kept]:
+        prepared.noted[EMPTY_PROMPT] = blank
     return _require_rows(prepared, section)
 
 
