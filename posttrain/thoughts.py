@@ -176,22 +176,17 @@ def _detect(tokenizer: Any, size: int, template: str) -> tuple[ThoughtFormat, fr
     return best, dropped if len(dropped) < len(special) else None
 
 
-def decode(tokenizer: Any, rows: Sequence[Any]) -> list[str]:
-    """Return the texts of completions: without special tokens, and with thoughts as `<think>...</think>`.
+def decode(tokenizer: Any, rows: Sequence[Any], *, standard: bool = True) -> list[str]:
+    """Return the texts of completions without special tokens, except those that mark a thought or an answer.
 
-    rows: token ids of each completion, as lists or arrays.
+    rows: token ids of each completion, as lists or arrays. standard: whether thoughts become `<think>...</think>`.
     """
-    form = thought_format(tokenizer)
-    return [form.standardize(text) for text in decode_marks(tokenizer, rows)]
-
-
-def decode_marks(tokenizer: Any, rows: Sequence[Any]) -> list[str]:
-    """Return the texts of completions without special tokens, except those that mark a thought or an answer."""
     if not rows:  # batch_decode returns one text for an empty list
         return []
-    _, dropped = _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))
+    form, dropped = _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))
     kept = rows if dropped is None else [[i for i in row if i not in dropped] for row in rows]
-    return list(tokenizer.batch_decode(kept, skip_special_tokens=dropped is None, clean_up_tokenization_spaces=False))
+    texts = tokenizer.batch_decode(kept, skip_special_tokens=dropped is None, clean_up_tokenization_spaces=False)
+    return [form.standardize(text) for text in texts] if standard and form is not STANDARD else list(texts)
 
 
 def move_offsets(offsets: Sequence[int], edits: Sequence[Edit]) -> list[int]:
@@ -209,7 +204,7 @@ def move_offsets(offsets: Sequence[int], edits: Sequence[Edit]) -> list[int]:
     return moved
 
 
-_OPENINGS = tuple(form.opening.rstrip() for form in FORMATS)
+OPENINGS = tuple(form.opening.rstrip() for form in FORMATS)
 _CLOSINGS = tuple(form.closing for form in FORMATS)
 EMPTY_THOUGHT = re.compile(
     "|".join((r"<([a-z_:]+)>\s*</\1>", *(rf"{re.escape(f.opening)}\s*{re.escape(f.closing)}" for f in FORMATS)))
@@ -218,7 +213,7 @@ EMPTY_THOUGHT = re.compile(
 
 def opening_mark(prompt: str) -> str:
     """Return the mark with which a rendered prompt opens a thought, so that completions can only close it; else ""."""
-    return _last_mark(prompt, _OPENINGS)
+    return _last_mark(prompt, OPENINGS)
 
 
 def closing_mark(prompt: str) -> str:

@@ -60,9 +60,9 @@ def clip_cov(batch: RolloutBatch, *, share: float = 2e-4, low: float = 1.0, high
 
     The loss divides by all trained tokens.
 
-    These tokens reduce the policy's entropy most. Of n trained tokens, max(1, floor(share * n)) are removed, drawn at
-    random from those with low < covariance < high; a KL term stays on them. See `token_covariance`. Raises ValueError
-    for a batch without old_logp or advantages.
+    These tokens reduce the policy's entropy most. Of the trained tokens, a `share` (rounded down, at least one token)
+    is removed, drawn at random from those with low < covariance < high; a KL term stays on them. See
+    `token_covariance`. Raises ValueError for a batch without old_logp or advantages.
     """
     covariance = token_covariance(batch)
     candidates = (batch.mask & (covariance > low) & (covariance < high)).nonzero()

@@ -35,7 +35,6 @@ from posttrain.thoughts import (
     THINK_START,
     ThoughtStream,
     decode,
-    decode_marks,
     opening_mark,
     thought_format,
     written_format,
@@ -174,12 +173,12 @@ class Conversation:
         thought = ThoughtStream(thought_format(tokenizer))
         for new in stream_tokens(lambda emit: self._sample(request, sampling, seed, emit), self.stop):
             sampled += new
-            (text,) = decode_marks(tokenizer, [self._without_end(sampled[begin:])])
+            (text,) = decode(tokenizer, [self._without_end(sampled[begin:])], standard=False)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character: the next token completes it
                 yield thought.add(text[written:])
                 begin, shown = shown, len(sampled)
-                written = len(decode_marks(tokenizer, [self._without_end(sampled[begin:shown])])[0])
-        (text,) = decode_marks(tokenizer, [self._without_end(sampled[begin:])])
+                written = len(decode(tokenizer, [self._without_end(sampled[begin:shown])], standard=False)[0])
+        (text,) = decode(tokenizer, [self._without_end(sampled[begin:])], standard=False)
         if remaining := thought.add(text[written:]) + thought.end():
             yield remaining
         (text,) = decode(tokenizer, [self._without_end(sampled)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from posttrain.errors import MissingExtra, ModelError, RecipeError
 from posttrain.models.adapters import parameters_by_adapter
@@ -71,7 +71,8 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     settings["fused"] = trained[0].device.type == "cuda" or None  # avoids a temporary copy of all second moments
     if section.use == "muon":
         return _muon(model, section, groups, settings)
-    kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (LocalAdamW, MasterAdamW)
+    plain = LocalAdamW if any(isinstance(p, DTensor) for p in trained) else AdamW
+    kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (plain, MasterAdamW)
     kind = kinds[any(p.dtype in HALF for p in trained)]
     return kind(groups, **settings)
 

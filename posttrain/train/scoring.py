@@ -297,7 +297,9 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     lengths: list[Any] = list(map(known.get, rows))
     if None in lengths:
         new = list(dict.fromkeys(row for row, length in zip(rows, lengths, strict=True) if length is None))
-        measured = dict(zip(new, map(len, thoughts.decode_marks(tokenizer, list(map(list, new)))), strict=True))
+        measured = dict(
+            zip(new, map(len, thoughts.decode(tokenizer, list(map(list, new)), standard=False)), strict=True)
+        )
         if len(known) > MAX_CACHED:
             known.clear()
         known.update(measured)
@@ -308,7 +310,7 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     form = thoughts.thought_format(tokenizer)
     if form is thoughts.STANDARD:
         return ends
-    (text,) = thoughts.decode_marks(tokenizer, [ids])
+    (text,) = thoughts.decode(tokenizer, [ids], standard=False)
     return thoughts.move_offsets(ends, form.edits(text))
 
 

@@ -94,6 +94,9 @@ def test_error_in_gold_or_reward_names_the_line(jsonl: JSONL, tmp_path: Path, sc
         one.failures(enough=2).add(one.score(samples(rows)).calls)
     assert f"the first error, on rows.jsonl:2 (row {rows[1]['uid']}):\n  Traceback" in str(told.value)
     assert all(line.startswith("  ") for line in str(told.value).splitlines()[1:])
-    with scorer("own.py:score", "return 1.0 if answer == '1' else 'yes'") as one, pytest.raises(RewardError) as broken:
+    with (
+        scorer("own.py:score", "return 1.0 if answer == '1' else 'certainly'") as one,
+        pytest.raises(RewardError) as broken,
+    ):
         one.score(samples(rows))
-    assert f"rows.jsonl:2 (row {rows[1]['uid']}): returned 'yes'" in str(broken.value)
+    assert f"rows.jsonl:2 (row {rows[1]['uid']}): returned 'certainly'" in str(broken.value)
