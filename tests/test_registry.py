@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,15 @@ def test_secrets_are_not_shown_in_errors() -> None:
     told = registry.format_value(value)
     assert "sk-1" not in told and "NAME" in told and "3" in told
     assert registry.format_value("y" * 500, 60).endswith("...") and len(registry.format_value("y" * 500, 60)) == 60
+
+
+def test_script_of_the_same_size_and_second_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs write reward scripts several times a second; Python would run the bytecode of the first one."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    script = tmp_path / "changing.py"
+    for value in (1, 2):
+        script.write_text(f"VALUE = {value}\n")
+        os.utime(script, (1_700_000_000, 1_700_000_000))
+        registry.load_module.cache_clear()
+        assert value == registry.load_module(script).VALUE
+    assert [path.name for path in tmp_path.iterdir()] == ["changing.py"], "something was written beside the script"
