@@ -230,13 +230,14 @@ def _render_turn(
 ) -> _RenderedTurn | None:
     """Return the rendering of the turn after its own context; None if it does not begin as the turn is generated.
 
-    Some templates rewrite the context once the turn is present (gpt-oss drops the thoughts of calls that led to an
-    answer). The turn is then rendered after a plain question, and the result must also be the end of the whole
-    conversation.
+    Some templates leave out an empty thought with which the prompt ends (Gemma 4). Some rewrite the context once the
+    turn is present (gpt-oss drops the thoughts of calls that led to an answer); the turn is then rendered after a plain
+    question, and the result must also be the end of the whole conversation.
     """
     context: Sequence[Message] = messages[:-1]
-    before, real = prompt, (whole := render_or_raise(uid, tokenizer, messages, tools=tools))
-    if not whole.startswith(prompt):
+    real = whole = render_or_raise(uid, tokenizer, messages, tools=tools)
+    before = prompt if _thinks(messages[-1]) else _skip_empty_thought(prompt, whole)
+    if not whole.startswith(before):
         context = [_QUESTION]
         try:
             before, real = _render_alone(messages[-1], prompt, tokenizer, tools)
@@ -249,6 +250,16 @@ def _render_turn(
         tokenizer, template_spans.Probed([*map(dict, context), *turn.messages], tools, turn.leaves)
     )
     return _RenderedTurn(real, marked, len(before), turn.leaves, template_spans.locate_spans(turn.leaves, marked, real))
+
+
+def _skip_empty_thought(prompt: str, whole: str) -> str:
+    """Return the prompt without the empty thought at its end, or without its opening mark, if `whole` lacks it."""
+    closed, shown = closing_mark(prompt), prompt.rstrip()
+    if not closed or whole.startswith(prompt):
+        return prompt
+    starts = [match.start() for match in EMPTY_THOUGHT.finditer(shown) if match.end() == len(shown)]
+    before = shown[: starts[0]] if starts else shown.removesuffix(closed)
+    return before + closed if whole.startswith(before + closed) else before
 
 
 def _render_alone(turn: Message, prompt: str, tokenizer: Any, tools: list[Any] | None) -> tuple[str, str]:

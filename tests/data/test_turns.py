@@ -165,6 +165,21 @@ def test_answer_with_a_thought_is_refused_if_the_prompt_closes_the_thought(
             texts(tokenizer, USER, {"role": "assistant", **turn})
 
 
+@pytest.mark.parametrize("closed", ["<think>\n\n</think>\n\n", "<think></think>", "</think>"])
+@pytest.mark.parametrize("finished", ["", "</think>"])
+def test_calls_are_trained_on_behind_an_empty_thought_of_the_prompt(
+    with_template: Template, closed: str, finished: str
+) -> None:
+    """Finished turns have no thought, or only the mark that ends it."""
+    turn = "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function }}]{% endfor %}<eos>"
+    began = f"{{{{ '{finished}' if m.role == 'assistant' }}}}"
+    tokenizer = with_template(START + began + turn + END.replace("<|assistant|>", "<|assistant|>" + closed))
+    rows = [USER, CALLING, {"role": "tool", "content": "3"}, ANSWER]
+    found = texts(tokenizer, *rows, tools=TOOLS, train_on="assistant")
+    assert found[0].pieces[0].text == "<|user|>q<eos><|assistant|>" + closed
+    assert list_trained_texts(found) == [f"[{CALL['function']}]<eos>", "a<eos>"]
+
+
 def test_lost_text_not_written_by_the_model_is_only_reported(with_template: Template) -> None:
     tokenizer = with_template(TEXT_ALONE)
     named = {"role": "assistant", "content": "a", "name": "Ann", "mood": {"joy": 0.5}, "train": True, "id": "7"}
