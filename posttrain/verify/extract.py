@@ -9,6 +9,7 @@ from typing import Literal
 from posttrain.thoughts import THINK_END as THINK_END
 from posttrain.thoughts import THINK_START as THINK_START
 from posttrain.thoughts import end_in, opening_mark
+from posttrain.verify.anchors import DENIED, VERB_BEHIND, find_anchors
 from posttrain.verify.box_context import is_denied, unwrap_boxes, visible_text, whole_expression
 from posttrain.verify.numerals import changes_number, value_of
 
@@ -27,29 +28,6 @@ _BETWEEN_BOXES = re.compile(
 _BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as in old data sets
 _MAX_GAP_CHARS = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
-# `the answer is x`, `Answer: x` with bold or heading marks, or a heading alone with x on a line below.
-_COLON = r"[ \t*_`]*[:\N{FULLWIDTH COLON}][*_`]*(?:[ \t]*\n\s*(?=\S))?"
-_NAMED = r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))"
-# The same words in other languages: before a colon, and in Chinese also before "is".
-_NAMED_ELSEWHERE = (
-    r"(?:(?<!\w)(?:Antwort|Réponse|Respuesta|Resposta|Risposta|Ответ|Jawaban|Đáp án|Jibu|Cevap)"
-    r"|答案|答え|正解|정답|الإجابة|الجواب|উত্তর|उत्तर)"
-)
-_ANCHOR = re.compile(
-    rf"{_NAMED}(?:\s+is\b(?:{_COLON})?|{_COLON})"
-    rf"|{_NAMED_ELSEWHERE}{_COLON}|答案(?:是|为|為|选择?|選)(?:{_COLON})?"
-    r"|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
-    re.IGNORECASE | re.MULTILINE,
-)
-# Denials before the answer in its clause: `The wrong answer is 5`, `I doubt that the answer is 5`.
-_DENIED = re.compile(
-    r"\b(?:no(?!\s+doubt)|not|never|wrong|incorrect|false|untrue|(?<!no )doubt\w*|deny|denies|unlikely|impossible"
-    r"|if|unless|whether"
-    r"|isn['’]?t|don['’]?t|doesn['’]?t|can['’]?t|cannot"
-    r"|falsch\w*|fausse|mauvaise|incorrect\w+|equivocad\w+|errad\w+|sbagliat\w+|неправильн\w+|неверн\w+)\b"
-    r"|错误|錯誤|不正确|不正確|不对|不對|不是|并非|並非|틀린|오답|خاطئة",
-    re.IGNORECASE,
-)
 _CLAUSE = re.compile(r"[.,;:!?\n，。；：！？]|\b(?:then|so|thus|hence|therefore|but|because)\b", re.IGNORECASE)
 _CONJUNCTION = re.compile(
     r"\b(?:or|and)(?:\s+(?:maybe|perhaps|possibly|else|also|the|final|my))*[\s,*_$]*$", re.IGNORECASE
@@ -58,7 +36,7 @@ _CONTINUATION = re.compile(
     r"[ \t]*\n[ \t]*(?:or|and)\b[^\n]*|[ \t]*\n[ \t$]*[-+]?[0-9][0-9.,/]*[ \t$]*(?=\n|$)", re.IGNORECASE
 )
 _DISPLAYED = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\\((.*?)\\\))", re.DOTALL)
-_MARKUP = " \t\r*_`$"
+_MARKUP = " \t\r*_`$「」"
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 # Remarks after the answer that add nothing: `72 (seventy-two)`, `12. I hope it is correct.`
 _HEDGE = (
@@ -236,7 +214,7 @@ def anchor(text: str) -> str | None:
     following line that begins with `or` belongs to x. Bold, a heading (`### Final Answer:`) and a line break after the
     colon are skipped.
     """
-    matches = [match for match in _ANCHOR.finditer(text) if not _is_denied_before(text, match.start())]
+    matches = [match for match in find_anchors(text) if not _is_denied_before(text, match.start())]
     if not matches:
         return None
     last = len(matches) - 1
@@ -254,7 +232,7 @@ def anchor(text: str) -> str | None:
 def _is_denied_before(text: str, start: int) -> bool:
     """Return whether the clause before `start` denies what follows; checks at most its last 100 characters."""
     before = text[max(0, start - 100) : start]
-    return _DENIED.search(_CLAUSE.split(before)[-1]) is not None
+    return DENIED.search(_CLAUSE.split(before)[-1]) is not None
 
 
 def answer_alone(line: str) -> str:
@@ -285,7 +263,8 @@ def _adds_nothing(remark: str, answer: str) -> bool:
 def _strip_marks(text: str) -> str:
     text = text.strip()
     text = (_BOLD.sub(r"\1", text) if text.startswith("**") else text).strip(_MARKUP)
-    if text.endswith((".", "。")):
+    text = VERB_BEHIND.sub("", text).strip(_MARKUP)
+    if text.endswith((".", "。", "．", "।")):
         text = text[:-1].strip(_MARKUP)
     displayed = _DISPLAYED.fullmatch(text)
     return next(part for part in displayed.groups() if part is not None).strip() if displayed else text

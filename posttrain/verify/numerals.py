@@ -34,6 +34,12 @@ truncated
 tausend millionen milliarde milliarden milliers milliard milliards mil milhão milhões bilhão bilhões millón mila milioni
 miliardi тысяча тысячи тысяч миллион миллиона миллионов миллиард миллиарда миллиардов ألف آلاف مليون مليار हज़ार लाख करोड़
 만 억 천 백만 천만 ribu juta nghìn triệu milyon milyar
+не нет или либо и с половиной половина половины плюс минус более менее больше меньше сотен сотни десятков десятки дюжин
+дюжина дюжины десятых сотых тысячных третьих четверти четвертей пятых квадрате кубе степени
+não até além também más según también además où né più così perché hälfte größer höher fünf zwölf dreißig fünftel
+zwölftel moitié dixièmes centièmes millièmes carré carrés négatif négative décimos décimas décimo centésimas milésimas
+nebo či až není než půl třetiny čtvrtiny değil lub że không hoặc
+tercios cuartos quintos octavos medios terços drittel viertel sechstel achtel zehntel terzi quinti cinquièmes huitièmes
 thou hunderte tausende dutzend paar centaine centaines dizaine dizaines douzaine douzaines paire cientos docena docenas
 пара пол bps double triple umpteen gazillion
 """

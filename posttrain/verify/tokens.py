@@ -43,7 +43,9 @@ _SCALE = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
 
 _TOKEN = re.compile(
     r"(?P<blank>\s+)|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-    r"|\\(?:text|textrm)\s*\{(?P<word>[^{}]*)\}|\\(?P<command>(?:begin|end):\w+|[A-Za-z]+|[^A-Za-z])|(?P<letters>[A-Za-z]+)|(?P<han>[\u4e00-\u9fff]+)"
+    r"|\\(?:text|textrm)\s*\{(?P<word>[^{}]*)\}|\\(?P<command>(?:begin|end):\w+|[A-Za-z]+|[^A-Za-z])"
+    r"|(?P<foreign>[\u4e00-\u9fff]+|[\u0400-\u04ff]{2,}|(?=[^\W\d_]{2})[A-Za-z]*[À-ÖØ-öø-ʯ][A-Za-zÀ-ÖØ-öø-ʯ]*)"
+    r"|(?P<letters>[A-Za-z]+)"
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
 )
@@ -103,7 +105,7 @@ def _tokens(kind: str, text: str, spaced: bool, before: list[Token]) -> list[Tok
         return _command(text, spaced)
     if kind == "letters":
         return _letters(text, spaced, before)
-    if kind == "han":
+    if kind == "foreign":  # Chinese, Cyrillic, accented Latin: what is counted
         after_number = bool(before) and (before[-1].kind == "number" or before[-1].text in ("}", ")", "pi", "%"))
         return [Token("word", text, spaced)] if after_number else [Token("sign", one, spaced) for one in text]
     if kind == "sign" and text in _RELATIONS:
