@@ -32,6 +32,16 @@ CHATML = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+LLAMA3 = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
+"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3}  # the names are in recipe.merging.NAMED_TEMPLATES
 _MAX_LISTED = 3  # tokens listed in an error
 
 
@@ -284,10 +294,8 @@ def select_template(asked: str | None, models: Sequence[Source], tokenizer: Sour
         return None
     if tokenizer.vocabulary is None:
         raise MergeError(f"chat_template: {tokenizer.name} has no tokenizer that it could be written to")
-    if asked == "chatml":
-        return CHATML
     if asked != "auto":
-        return asked
+        return TEMPLATES.get(asked, asked)
     from transformers import AutoTokenizer
 
     found = Counter(

@@ -1,8 +1,8 @@
 """Sections of a merge: models, slices, parameters and tokens, with mergekit's keys. Does not import torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.section import Idle, ModelName, Positive, Section
 
@@ -16,6 +16,14 @@ class Filtered(Section):
 
 
 Setting = float | list[float] | list[Filtered]
+
+
+def _read_flag(value: Any) -> Any:
+    """Return 1.0 and 0.0, which mergekit writes in place of true and false, as a bool."""
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+
+
+Flag = Annotated[bool, BeforeValidator(_read_flag)]
 
 
 LAST_K = Idle("merge_method = checkpoint_average and mode != ema", "with mode last_k", "write `mode: ema`", note=True)
@@ -47,24 +55,24 @@ class MergeParameters(Section):
     )
     select_topk: Setting | None = Field(None, description="sce: fraction of the varying entries to keep, 0 to 1")
     normalize: Annotated[
-        bool | None, Idle("not is_ours and not normalize in reads", "in {merge_method}, as in mergekit", note=True)
+        Flag | None, Idle("not is_ours and not normalize in reads", "in {merge_method}, as in mergekit", note=True)
     ] = Field(None, description="divide by the sum of the weights")
-    normalize_weights: bool | None = Field(None, description="multislerp: divide the weights by their sum")
+    normalize_weights: Flag | None = Field(None, description="multislerp: divide the weights by their sum")
     rescale: Annotated[
-        bool | Literal["chance"] | None,
+        Flag | Literal["chance"] | None,
         Idle("not is_ours and not rescale in reads", "in {merge_method}, as in mergekit", note=True),
     ] = Field(
         None,
         description="true: rescale the kept entries to the L1 norm of the whole; chance (dare, della): divide "
         "by the keep probability",
     )
-    nuslerp_flatten: bool | None = Field(None, description="nuslerp: treat whole tensors as vectors, not their rows")
-    nuslerp_row_wise: bool | None = Field(None, description="nuslerp: along the first axis instead of the last")
+    nuslerp_flatten: Flag | None = Field(None, description="nuslerp: treat whole tensors as vectors, not their rows")
+    nuslerp_row_wise: Flag | None = Field(None, description="nuslerp: along the first axis instead of the last")
     granularity: Literal["tensor", "global"] | None = Field(
         None, description="update_selective: density per tensor, or over the whole model"
     )
-    at_least_one: bool | None = Field(None, description="update_selective: keep one entry of tiny tensors")
-    filter_wise: bool | None = Field(None, description="model_stock: one t per row instead of one per tensor")
+    at_least_one: Flag | None = Field(None, description="update_selective: keep one entry of tiny tensors")
+    filter_wise: Flag | None = Field(None, description="model_stock: one t per row instead of one per tensor")
     mode: Literal["last_k", "ema"] | None = Field(
         None, description="checkpoint_average: the mean of the last k models, or an exponential moving average"
     )
@@ -74,7 +82,7 @@ class MergeParameters(Section):
     decay: Annotated[float | None, LAST_K] = Field(
         None, description="checkpoint_average, ema: decay of the average, below 1"
     )
-    bias_correction: Annotated[bool | None, LAST_K] = Field(
+    bias_correction: Annotated[Flag | None, LAST_K] = Field(
         None, description="checkpoint_average, ema: start at 0 and divide the bias out"
     )
     eps: float | None = Field(None, description="slerp, multislerp, model_stock: smallest norm; ram: smallest change")
@@ -85,7 +93,7 @@ class MergeParameters(Section):
         None, description="lora_combine: how adapters are combined"
     )
     rank: Positive | None = Field(None, description="lora_combine, svd: rank of the result")
-    int8_mask: Annotated[bool | None, Idle("", ": it only affects mergekit's memory use", note=True)] = Field(
+    int8_mask: Annotated[Flag | None, Idle("", ": it only affects mergekit's memory use", note=True)] = Field(
         None, description="accepted from mergekit's files; has no effect here"
     )
 

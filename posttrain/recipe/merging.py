@@ -47,6 +47,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "eps": (lambda x: x >= 0, "at least 0"),
     "tol": (lambda x: x > 0, "above 0"),
 }
+NAMED_TEMPLATES = ("chatml", "llama3")  # chat templates that a recipe names
 _COUNT_NAMES = {"one_model": "one model", "two_models": "two models", "several_models": "at least two models"}
 
 
@@ -120,19 +121,33 @@ def named_models(recipe: Any) -> list[str]:
 def from_mergekit_keys(values: Any) -> Any:
     """Convert the top-level keys of a mergekit file to this schema.
 
-    `tokenizer_source: model:NAME` of older files becomes the model alone. `random_seed`, a command-line option of
-    mergekit that many files contain, becomes `run.seed`.
+    `modules: {default: ...}`, the only module of a text model, becomes its content. `tokenizer_source: model:NAME` of
+    older files becomes the model alone. `random_seed`, a command-line option of mergekit that many files contain,
+    becomes `run.seed`. `name` is left out: it names the result for other merges of `mergekit-multi`.
     """
     if not isinstance(values, Mapping):
         return values
-    if "modules" in values:
-        raise ValueError("`modules` is not read here: write `models`, which merges all modules of a model")
-    renamed = rename_out_dtype(values)
+    renamed = rename_out_dtype(_join_module(values))
+    if isinstance(renamed.get("name"), str):
+        del renamed["name"]
     if isinstance(renamed.get("random_seed"), int) and isinstance(renamed.get("run", {}), Mapping):
         renamed["run"] = {"seed": renamed.pop("random_seed"), **renamed.get("run", {})}
     if isinstance(renamed.get("tokenizer_source"), str):
         renamed["tokenizer_source"] = renamed["tokenizer_source"].removeprefix("model:")
     return renamed
+
+
+def _join_module(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recipe with the content of its module `default`, whose parameters override those of the merge."""
+    if "modules" not in values:
+        return values
+    modules, others = values["modules"], {key: value for key, value in values.items() if key != "modules"}
+    if not isinstance(modules, Mapping) or [*modules] != ["default"] or not isinstance(modules["default"], Mapping):
+        raise ValueError("`modules` is not read here: write `models`, which merges all modules of a model")
+    if twice := [key for key in ("models", "slices") if key in others and key in modules["default"]]:
+        raise ValueError(f"`{twice[0]}` is given twice: in the recipe and in `modules`")
+    parameters = {**(others.get("parameters") or {}), **(modules["default"].get("parameters") or {})}
+    return {**others, **modules["default"], **({"parameters": parameters} if parameters else {})}
 
 
 def rename_out_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,9 +302,13 @@ def _check_tokenizer(recipe: Any) -> Found:
 
 def _check_template(recipe: Any) -> Found:
     text = recipe.chat_template
-    if text is not None and text not in ("auto", "chatml") and "{" not in text:
+    if text is not None and text not in ("auto", *NAMED_TEMPLATES) and "{" not in text:
         what = f"`{text}` is not a template"
-        yield "chat_template", what, "write chatml, auto (what most models have), or the text of a Jinja template"
+        yield (
+            "chat_template",
+            what,
+            "write chatml, llama3, auto (what most models have), or the text of a Jinja template",
+        )
 
 
 def _allowed_names(name: str, known: Sequence[str]) -> str:

@@ -122,7 +122,8 @@ class MergeRecipe(Stage):
     )
     tokenizer: MergeTokenizer | None = Field(None, description="the same, with embeddings of single tokens")
     chat_template: str | None = Field(
-        None, description="chatml, auto (the template of most models), or the template itself; default: the tokenizer's"
+        None,
+        description="chatml, llama3, auto (that of most models), or the template itself; default: the tokenizer's",
     )
 
     @property

@@ -90,6 +90,11 @@ def test_incomplete_recipe_is_written_and_reported(call: Call, folder: Path) -> 
         (("x.yaml",), "model_name_or_path: m\n", "name it: --stage sft"),
         # With their `beta` these would be DPO.
         (("x.sh",), "trl distillation --model_name_or_path m --beta 0.5\n", "`distillation` of TRL is not converted"),
+        (
+            ("x.yml",),
+            "base_model: a\ngate_mode: hidden\nexperts: [{source_model: b}]\n",
+            "`experts` of mergekit is not",
+        ),
         (("x.sh",), "python trl/examples/scripts/online_dpo.py --model_name_or_path m --beta 0.1\n", "`online_dpo` of"),
         (
             ("x.yaml", "--from", "trl"),

@@ -155,6 +155,39 @@ def test_mergekit_file_without_stage_and_with_a_seed(tmp_path: Path) -> None:
         load(str(tmp_path / "theirs.yml"), stage="merge")
 
 
+def test_a_file_as_mergekit_saves_it_is_the_same_merge(tmp_path: Path) -> None:
+    """A single module, flags as numbers, the name for other merges, and a tokenizer section without keys."""
+    plain = """
+merge_method: ties
+base_model: base
+slices:
+  - sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 2], parameters: {weight: 0.5}}]
+parameters: {lambda: 0.5, density: 0.3, normalize: false, rescale: true}
+tokenizer: {source: union}
+"""
+    saved = """
+name: First
+base_model: base
+merge_method: ties
+modules:
+  default:
+    slices:
+    - sources:
+      - {layer_range: [0, 2], model: a}
+      - layer_range: [0, 2]
+        model: b
+        parameters: {weight: 0.5}
+    parameters: {density: 0.3}
+parameters: {lambda: 0.5, density: 0.9, normalize: 0.0, rescale: 1.0}
+tokenizer: {}
+"""
+    recipes = []
+    for number, text in enumerate((plain, saved)):
+        (tmp_path / f"{number}.yml").write_text(text)
+        recipes.append(load(str(tmp_path / f"{number}.yml"), stage="merge").recipe)
+    assert recipes[0] == recipes[1]
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -171,6 +204,9 @@ def test_mergekit_file_without_stage_and_with_a_seed(tmp_path: Path) -> None:
         ),
         ("merge_method: nearswap\nbase_model: c\nmodels: [{model: a}]\n", "nearswap needs t"),
         ("merge_method: linear\nmodels: [{model: a}]\nmodules: {}\n", "`modules` is not read here"),
+        ("merge_method: linear\nmodules: {text: {models: [{model: a}]}}\n", "`modules` is not read here"),
+        ("merge_method: linear\nmodels: [{model: a}]\nmodules: {default: {models: [{model: b}]}}\n", "given twice"),
+        ("merge_method: linear\nmodels: [{model: a}]\nparameters: {normalize: 2.0}\n", "must be true or false"),
         ("merge_method: linear\nmodels: [{model: a}]\nchat_template: alpaca\n", "`alpaca` is not a template"),
         ("merge_method: linear\nmodels: [{model: a}]\ntokenizer_source: aa\n", "did you mean `a`"),
         (

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.errors import MergeError, RecipeError
+from posttrain.merge.vocabulary import TEMPLATES
 from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
+from posttrain.recipe.merging import NAMED_TEMPLATES
 
 Merge = Callable[..., dict[str, Any]]
 EMBEDDING = "model.embed_tokens.weight"
@@ -176,6 +178,11 @@ def test_a_chat_template_of_the_recipe(three: Path, merge: Merge) -> None:
     values = {"merge_method": "linear", "models": models("base", "unused")}
     merge(three / "one", **values, chat_template="chatml")
     assert rendered("one/final") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    merge(three / "llama", **values, chat_template="llama3")
+    start, end = "<|start_header_id|>", "<|end_header_id|>\n\n"
+    bos = AutoTokenizer.from_pretrained(three / "llama/final").bos_token
+    assert rendered("llama/final") == f"{bos}{start}user{end}Hi<|eot_id|>{start}assistant{end}"
+    assert tuple(TEMPLATES) == NAMED_TEMPLATES
     merge(three / "two", **values, chat_template="{{ messages[0]['content'] }}!")
     assert rendered("two/final") == "Hi!"
     for name in ("chat", "unused"):
