@@ -36,7 +36,7 @@ _WRAPPED = re.compile(
 )
 _SCALE = re.compile(
     r"(?:[\s$*~}]|\\[ ,;:!)\]]|\\(?:text|mathrm|mbox)\s*\{)*"
-    r"((?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?"
+    r"((?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)(?!s\s+of\b)s?"
     r"|factorial|squared|cubed)\b"
 )
 # Where an expression ends: relations that only name its value, punctuation, words, and math delimiters.

@@ -26,26 +26,31 @@ way person people piece item time solution arrangement possibility outcome choic
 permutation method object thing element different distinct possible
 """
 _GENERAL = frozenset(_GENERAL_WORDS.split())
+# In the plural before `of`, a scale is what is counted: 5 million people, but 5 dozens of eggs.
+_COUNTED = frozenset((*(name for name in SCALES if name.removesuffix("s") in SCALES and name[-1] == "s"), "pairs"))
 _NEUTRAL = frozenset(["unit", "number", "value", "answer", "total"])
 _IRREGULAR = {"men": "man", "women": "woman", "children": "child", "feet": "foot", "people": "person", "mice": "mouse"}
 
 
 def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
-    """Return (factor from scale words, unit): 5 million people are 5 * 10^6 `people`.
+    """Return (factor from scale words, unit): 5 million people are 5 * 10^6 `people`, 5 dozens of eggs 5 `dozens`.
 
     Raises Unreadable for words that say more than a unit (`or six`, `at least`).
     """
     scale, unit = 1, split_scale(_read_words(reader))
     found = re.findall(r"[^\W\d_]+", unit.casefold())
-    while found and found[0] in SCALES:
+    counted = found[0] if found[1:2] == ["of"] and found[0] in _COUNTED else None
+    while found and found[0] in SCALES and found[0] != counted:
         scale *= SCALES[found.pop(0)]
         unit = " ".join(found)
     if unit == "k":
         raise Unreadable("a thousand, or a letter")
     plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
     words = re.findall(r"[^\W\d_]+", plain)
-    if any(map(changes_number, words)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
+    if any(changes_number(word) for word in words if word != counted):
         raise Unreadable("words that say more than a unit")
+    if re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
+        raise Unreadable("a number in a unit")
     if unit and value.is_number is False and not value.free_symbols:
         raise Unreadable("a unit of no number")
     return scale, unit

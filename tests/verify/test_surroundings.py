@@ -23,6 +23,7 @@ USUAL = [
     r"*\boxed{42}*",
     r"Therefore, the answer is $\boxed{42}$.",
     r"Therefore, the answer is \boxed{42}.",
+    r"Claire will eat $\boxed{42}$ dozens of eggs.",
     r"The answer is \boxed{42}!",
     r"The answer is $\boxed{42}$!",
     r"**Answer:** $\boxed{42}$",
