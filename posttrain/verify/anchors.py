@@ -11,7 +11,7 @@ _NAMED = (
     r"|(?:correct|right|best)\s+(?:option|choice))"
 )
 # Other languages: (noun, adjectives that may follow it, verb or dash before the answer), each as alternatives.
-_SPACED = (
+_SPACED: tuple[tuple[str, str, str | None], ...] = (
     ("réponse", "finale|correcte|exacte", "est(?: de)?"),
     ("respuesta", "final|correcta", "es"),
     ("resposta", "final|correta|certa", "é"),
@@ -30,7 +30,7 @@ _SPACED = (
     ("ìdáhùn", "", "náà ni"),
     ("答", "", None),
 )
-_UNSPACED = (
+_UNSPACED: tuple[tuple[str, str, str | None], ...] = (
     ("الإجابة|الاجابة|إجابة|الجواب", "النهائية|النهائي|الصحيحة|الصحيح", "هي|هو"),
     ("جواب", "", ""),
     ("उत्तर", "", "है|आहे"),
@@ -58,8 +58,12 @@ def _announce(noun: str, adjectives: str, verbs: str | None, spaced: bool) -> st
     return rf"{named}(?:{_COLON}{'' if verbs is None else by_verb})"
 
 
-_ELSEWHERE = [(words[0].split("|"), _announce(*words, spaced=True)) for words in _SPACED]
-_ELSEWHERE += [(words[0].split("|"), _announce(*words, spaced=False)) for words in _UNSPACED]
+# (nouns, pattern) of each language.
+_ELSEWHERE = [
+    (noun.split("|"), _announce(noun, adjectives, verbs, spaced))
+    for spaced, languages in ((True, _SPACED), (False, _UNSPACED))
+    for noun, adjectives, verbs in languages
+]
 
 
 def find_anchors(text: str) -> list[re.Match[str]]:
