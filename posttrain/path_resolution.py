@@ -8,6 +8,7 @@ import pkgutil
 import stat
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -47,6 +48,26 @@ def candidate_paths(name: str, base_dir: Path | None) -> list[Path]:
         return [path]
     places = [base_dir / path] if base_dir else []
     return [*places, Path.cwd() / path]
+
+
+@dataclass(frozen=True)
+class PathText:
+    """Marks a text in an annotation as a path that need not exist: `Annotated[str, PathText(created=True)]`.
+
+    created: the run creates it, next to the recipe. Otherwise a text without a file stays as it is, e.g. a hub id.
+    words: values that are not paths.
+    """
+
+    created: bool = False
+    words: tuple[str, ...] = ()
+
+    def resolve(self, text: str, base_dir: Path | None) -> str:
+        """Return the absolute path of the first candidate that exists, else of a path to create, else the text."""
+        if text in self.words:
+            return text
+        places = candidate_paths(text, base_dir)
+        found = next((path for path in places if path.exists()), places[0] if self.created else None)
+        return text if found is None else str(found.absolute())
 
 
 def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> Path:

@@ -21,13 +21,17 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import is_typeddict
+
 from posttrain.errors import UserError, did_you_mean
 from posttrain.path_resolution import (
+    PathText,
+    find,
     is_shipped,
     locate_function,
     missing_function_error,
@@ -276,17 +280,51 @@ def load_function(
         ) from None  # prefer functions it defines to imported ones
 
 
-def resolve_annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations of a user's function or class constructor; {} if they cannot be resolved."""
+def resolve_annotations(function: Callable[..., Any], *, extras: bool = False) -> dict[str, Any]:
+    """Return the resolved annotations of a user's function or class constructor; {} if they cannot be resolved.
+
+    extras: with the marks of `Annotated`.
+    """
     inner = getattr(function, "func", function)  # the function inside a partial
     if inspect.isclass(inner):
         inner = inner.__init__
     elif not inspect.isroutine(inner):
         inner = type(inner).__call__
     try:
-        return typing.get_type_hints(inner)
+        return typing.get_type_hints(inner, include_extras=extras)
     except Exception:
         return {}
+
+
+def resolve_paths(
+    function: Callable[..., Any], params: Mapping[str, Any], base_dir: Path | None, what: str, error: type[UserError]
+) -> dict[str, Any]:
+    """Return a recipe's arguments of a function or class with absolute paths for those annotated as `Path`, also in
+    lists and in keys of a TypedDict: next to the recipe, then in the working directory.
+
+    what: the function, for messages. Raises `error` for a path that does not exist, unless it is marked `PathText`.
+    """
+    hints = resolve_annotations(function, extras=True) if callable(function) else {}
+    return {
+        key: _resolve_path(hints.get(key), value, base_dir, f"{what}: parameter `{key}`: file or folder", error)
+        for key, value in params.items()
+    }
+
+
+def _resolve_path(hint: Any, value: Any, base_dir: Path | None, what: str, error: type[UserError]) -> Any:
+    """Return one argument, or one key of it, with its paths resolved."""
+    if is_typeddict(hint) and isinstance(value, Mapping):
+        keys = typing.get_type_hints(hint, include_extras=True)
+        return {key: _resolve_path(keys.get(key), inner, base_dir, what, error) for key, inner in value.items()}
+    if isinstance(value, list):
+        lists = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) in (list, Sequence)]
+        inner = typing.get_args(lists[0])[0] if lists else None
+        return [_resolve_path(inner, item, base_dir, what, error) for item in value]
+    if not isinstance(value, str):
+        return value
+    if mark := next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, PathText)), None):
+        return mark.resolve(value, base_dir)
+    return find(value, base_dir, what, error) if Path in (hint, *typing.get_args(hint)) else value
 
 
 def explain_type_mismatch(annotation: Any, value: Any) -> str:

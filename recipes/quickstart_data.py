@@ -14,6 +14,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 def demonstrations(size: int, seed: int, forget: float = 0.65) -> list[dict[str, str]]:
@@ -35,14 +36,14 @@ def held_out(size: int, seed: int) -> list[dict[str, str]]:
     return [{"prompt": question(a, b), "answer": str(a + b)} for a, b in _numbers(size, random.Random(seed), True)]
 
 
-def pairs(size: int, seed: int, completions: str) -> list[dict[str, str]]:
+def pairs(size: int, seed: int, completions: Path) -> list[dict[str, str]]:
     """`size` rows to prefer by: a right and a wrong completion of the model's own to the same prompt.
 
     completions: the completions.jsonl of a `generate` stage with several samples a prompt. Every prompt that has both
     gives one pair before any gives a second. Fewer rows come back where there are not enough.
     """
     by_prompt: dict[str, tuple[list[str], list[str]]] = {}
-    with open(completions, encoding="utf-8") as lines:
+    with completions.open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             a, b = map(int, re.findall(r"\d+", row["prompt"]))
             right = row["completion"].endswith(f"<answer>{a + b}</answer>")

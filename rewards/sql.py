@@ -11,6 +11,7 @@ here: a query with the right rows earns the judge's part too, another does not.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from posttrain.verify.sql import gives_no_rows, sql_reward
@@ -23,7 +24,7 @@ def execution(
     *,
     order_sensitive: bool = False,
     timeout_s: float = 2.0,
-    db_root: str | None = None,
+    db_root: Path | None = None,
 ) -> float | None:
     """1 if the query gives the rows of the gold query, else 0; None if the gold query does not run.
 
@@ -43,7 +44,7 @@ def reasoning_sql(
     ngram: int = 2,
     order_sensitive: bool = False,
     timeout_s: float = 2.0,
-    db_root: str | None = None,
+    db_root: Path | None = None,
 ) -> dict[str, float | None] | None:
     """3 execution + 2 judge + syntax + schema + ngram, at most 8; None if the gold query does not run.
 
@@ -65,7 +66,7 @@ def reasoning_sql(
     return None if found["reward"] is None else found
 
 
-def _doubt(row: Mapping[str, Any], *, db_root: str | None = None, timeout_s: float = 2.0, **_: Any) -> str:
+def _doubt(row: Mapping[str, Any], *, db_root: Path | None = None, timeout_s: float = 2.0, **_: Any) -> str:
     if not isinstance(row.get("answer"), str) or row.get("db") is None:
         return ""
     empty = gives_no_rows(row["answer"], row["db"], timeout_s, db_root)

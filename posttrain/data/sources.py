@@ -18,7 +18,7 @@ from posttrain.data.tasks import make
 from posttrain.errors import DataError, MissingExtra, count_noun, did_you_mean
 from posttrain.path_resolution import ROW_FILES, candidate_paths, split_function, suggest_file
 from posttrain.recipe.sections import Source
-from posttrain.registry import load_function
+from posttrain.registry import load_function, resolve_paths
 
 _DATASETS_FILES = ("state.json", "dataset_dict.json")  # files that mark a directory saved by `datasets`
 
@@ -138,7 +138,8 @@ def _call_function(section: Source, name: str, base_dir: Path) -> list[dict[str,
     own = inspect.signature(function).parameters.get("size")
     all_of_it = section.size is None and own is not None and own.default is not own.empty
     size = {} if all_of_it else {"size": _require_size(section)}
-    arguments = {**size, "seed": section.seed, **section.params}
+    params = resolve_paths(function, section.params, base_dir, name, DataError)
+    arguments = {**size, "seed": section.seed, **params}
     problem = _explain_mismatch(function, arguments)
     if problem:
         raise DataError(

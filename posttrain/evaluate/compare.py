@@ -12,6 +12,7 @@ from posttrain.errors import RecipeError, UserError
 from posttrain.evaluate.efficiency import Efficiency, accuracy_capability, efficiency_metrics
 from posttrain.evaluate.estimators import paired_difference, pass_contributions
 from posttrain.evaluate.summary import Record, group_by_problem, verdict
+from posttrain.path_resolution import candidate_paths
 from posttrain.recipe.eval_sections import EvalSettings
 from posttrain.run.atomic_io import read_json
 from posttrain.run.jsonl import read_rows
@@ -138,9 +139,9 @@ def compute_efficiency(
 def find_baseline(baseline: str, base_dir: Path) -> Path:
     """Return the run directory of a baseline, given as that directory or as its problems.jsonl.
 
-    Paths are relative to base_dir or the working directory. Raises RecipeError if it holds no evaluation.
+    Raises RecipeError if it holds no evaluation.
     """
-    for path in (base_dir / baseline, Path(baseline)):
+    for path in candidate_paths(baseline, base_dir):
         folder = path.parent if path.name == PROBLEMS else path
         if "accuracy" in next(iter(read_rows(folder / PROBLEMS)), {}):
             return folder

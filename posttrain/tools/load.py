@@ -15,7 +15,14 @@ from typing import Any
 from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.path_resolution import find, known_files, shipped_folder, split_function
 from posttrain.recipe.tool_sections import MAX_PIXELS, Environment, Tool
-from posttrain.registry import explain_type_mismatch, format_value, load_function, load_module, resolve_annotations
+from posttrain.registry import (
+    explain_type_mismatch,
+    format_value,
+    load_function,
+    load_module,
+    resolve_annotations,
+    resolve_paths,
+)
 from posttrain.tools.schema import build_schema
 
 IMAGES = "images"  # keyword-only argument that receives the conversation's images, unless the recipe sets it
@@ -110,9 +117,9 @@ def _resolve_params(
     for key, argument in accepted.items():
         if argument.default is inspect.Parameter.empty and key not in given and key != IMAGES:
             raise ToolError(f"tool {name} needs params.{key}")
-    paths = {k for k, a in accepted.items() if "Path" in str(a.annotation)}
-    _check_types(f"tool {name}", function, {k: v for k, v in given.items() if k not in paths})
-    return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
+    params = resolve_paths(function, given, base_dir, f"tool {name}", ToolError)
+    _check_types(f"tool {name}", function, params)
+    return params
 
 
 def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -213,9 +220,10 @@ def load_environment(section: Environment, base_dir: Path | None) -> functools.p
                 allowed=f"it has: {', '.join(takes) or 'none'}",
                 hint=did_you_mean(key, takes),
             )
-    _check_types(f"environment {section.use}", made, section.params)
+    params = resolve_paths(made, section.params, base_dir, f"environment {section.use}", ToolError)
+    _check_types(f"environment {section.use}", made, params)
     try:
-        inspect.signature(made).bind(**section.params)
+        inspect.signature(made).bind(**params)
     except TypeError as cause:
         raise ToolError(f"environment {section.use}: {cause}") from cause
-    return functools.partial(made, **section.params)
+    return functools.partial(made, **params)

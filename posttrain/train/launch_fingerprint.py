@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from posttrain import path_resolution
-from posttrain.errors import RewardError, UserError
+from posttrain import path_resolution, registry
+from posttrain.errors import DataError, RewardError, UserError
 from posttrain.models.model_paths import locate
 from posttrain.recipe import references
 from posttrain.recipe.load import Loaded
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.section import Names
+from posttrain.recipe.sections import Source
+from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.recipe.tree import Path_
 from posttrain.run.environment import package_version
 from posttrain.run.fingerprint import Fact
 from posttrain.run.resolved_recipe import flatten
+from posttrain.tools import load as tools
 from posttrain.verify import load as rewards
 
 LIBRARIES = ("torch", "transformers", "tokenizers")  # libraries that affect the results
@@ -72,11 +77,25 @@ def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[
         script = _script(name, base_dir) if mark.kind == "data" else None
         if files := [script] if script else _files(mark, name, base_dir):
             yield path, files, name, LARGE_DATA if mark.kind == "data" else LARGE
+    given = part.values.get("params") or {}
+    for name, value in _resolve_params(part, base_dir).items() if given else ():
+        if isinstance(value, Path) and name in given:
+            yield (*part.path, "params", name), _files_below(value), str(given[name]), LARGE_DATA
+
+
+def _resolve_params(part: references.SectionRef, base_dir: Path) -> Mapping[str, Any]:
+    """Return the params of a reward, tool, environment or data function with absolute paths; {} for other sections."""
     if part.model is Reward:
-        reward = Reward.model_validate(part.values)
-        for name, value in rewards.load_reward(reward, base_dir).params.items():
-            if isinstance(value, Path) and name in reward.params:
-                yield (*part.path, "params", name), [value], str(reward.params[name]), LARGE_DATA
+        return rewards.load_reward(Reward.model_validate(part.values), base_dir).params
+    if part.model is Tool:
+        return tools.load_tool(Tool.model_validate(part.values), base_dir).params
+    if part.model is Environment:
+        return tools.load_environment(Environment.model_validate(part.values), base_dir).keywords
+    source = str(part.values.get("source"))
+    if not issubclass(part.model, Source) or not (source.startswith("task:") or path_resolution.split_function(source)):
+        return {}
+    function = registry.resolve("task", source.removeprefix("task:"), base_dir).function
+    return registry.resolve_paths(function, part.values["params"], base_dir, source, DataError)
 
 
 def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
@@ -106,16 +125,31 @@ def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
         found = next((path for path in path_resolution.candidate_paths(name, base_dir) if path.exists()), None)
     if found is None or found.is_file():
         return [found] if found else []
-    listed = [found / file for file in mark.holds] if mark.holds else sorted(found.iterdir())
-    return [path for path in listed if path.is_file() and not path.name.startswith(".") and path.suffix != ".md"]
+    if mark.holds:
+        listed = [found / file for file in mark.holds if (found / file).is_file()]
+    else:
+        listed = _files_below(found) if mark.kind == "data" else sorted(filter(Path.is_file, found.iterdir()))
+    return [path for path in listed if not path.name.startswith(".") and path.suffix != ".md"]
+
+
+def _files_below(path: Path) -> list[Path]:
+    """Return the files in a folder and its folders that are not hidden, sorted; a file alone as it is."""
+    if path.is_file():
+        return [path]
+    found = sorted(inner for inner in path.rglob("*") if inner.is_file())
+    return [inner for inner in found if not any(part.startswith(".") for part in inner.relative_to(path).parts)]
 
 
 def _content(files: Sequence[Path], shown: str, *, whole: bool = False, large: int = LARGE) -> Fact:
-    """Hash the names, sizes and contents of files; of large files, and of many files, only some blocks."""
+    """Hash the names, sizes and contents of files; of large files, and of many files, only some blocks.
+
+    A name is relative to the innermost folder that has all the files, so that a moved folder has the same hash.
+    """
     many, digest = len(files) > MANY, hashlib.sha256()
+    folder = os.path.commonpath([path.parent for path in files]) if files else ""
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
         everything = whole or (not many and size <= large)
         for block in _blocks(path) if everything else _some_blocks(path, size, 1 if many else BLOCKS):
             digest.update(block)

@@ -17,11 +17,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Required
+from typing import Annotated, Any, NamedTuple, Required
 from urllib.parse import urlsplit
 
 from typing_extensions import TypedDict  # pydantic on Python 3.11 requires this one
 
+from posttrain.path_resolution import PathText
 from posttrain.redact import is_variable, without_secrets
 from posttrain.verify import http_client
 from posttrain.verify.contract import ExplainedFailure
@@ -51,7 +52,7 @@ class Settings(TypedDict, total=False):
     request_s: float
     retries: int
     budget: int | None
-    cache: str
+    cache: Annotated[str, PathText(created=True, words=("", "none"))]
 
 
 # Pydantic reads this attribute if it is set. Inside the class body, type checkers would take it for a key.
@@ -67,7 +68,7 @@ class Endpoint:
     cut there is an error. request_s: time
     limit of one request from start to end; retries: further attempts after a transient failure or a truncated or
     invalid reply. budget: maximum requests of all workers of one training process, not counting replies from the cache.
-    cache: a folder; "" is the user's cache folder, "none" disables the cache.
+    cache: a folder, relative to the recipe's; "" is the user's cache folder, "none" disables the cache.
     """
 
     url: str

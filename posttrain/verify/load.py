@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import re
 import sys
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,14 @@ from typing import Any
 from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
 from posttrain.path_resolution import candidate_paths, find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
-from posttrain.registry import explain_type_mismatch, format_value, load_function, load_module, resolve_annotations
+from posttrain.registry import (
+    explain_type_mismatch,
+    format_value,
+    load_function,
+    load_module,
+    resolve_annotations,
+    resolve_paths,
+)
 from posttrain.verify import trl_form
 from posttrain.verify.kwargs_read import keys_read
 from posttrain.verify.reward_classes import make_callable
@@ -153,24 +159,13 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     """Load the function that `section.use` names and check `section.params`. Raises RewardError."""
     target = locate(section.use, base_dir)
     function = _load(target, base_dir)
-    params = _resolve_file_params(function, target, section.params, base_dir)
+    params = resolve_paths(function, section.params, base_dir, f"reward {target}", RewardError)
     name = section.name or (section.use if section.use in MODEL_REWARDS else target.rpartition(":")[2])
     reward = describe(function, target, params, name)
     _run_script_check(reward)
     if not reward.in_trainer or "base_dir" not in inspect.signature(function).parameters:
         return reward
     return dataclasses.replace(reward, params={"base_dir": str(base_dir or Path.cwd()), **reward.params})
-
-
-def _resolve_file_params(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
-    """Resolve parameters annotated as Path: relative to the recipe, then to the working directory."""
-    hints = resolve_annotations(function) if callable(function) else {}
-    return {
-        key: find(value, base_dir, f"reward {target}: parameter `{key}`: file", RewardError)
-        if isinstance(value, str) and Path in (hints.get(key), *typing.get_args(hints.get(key)))
-        else value
-        for key, value in params.items()
-    }
 
 
 def _run_script_check(reward: LoadedReward) -> None:

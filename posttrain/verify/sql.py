@@ -68,10 +68,10 @@ def _open_database(source: str | tuple[str, ...]) -> sqlite3.Connection:
     return connection
 
 
-def database(db: str | Sequence[str], root: str | None = None) -> sqlite3.Connection:
+def database(db: str | Sequence[str], root: Path | None = None) -> sqlite3.Connection:
     """Return a read-only connection to a file (below `root`, if given) or to a database built from statements."""
     if isinstance(db, str):
-        return _open_database(str(Path(root, db)) if root else db)
+        return _open_database(str(root / db) if root else db)
     return _open_database(tuple(db))
 
 
@@ -110,7 +110,7 @@ def sql_reward(
     ngram: int = 2,
     order_sensitive: bool = False,
     timeout_s: float = 2.0,
-    root: str | None = None,
+    root: Path | None = None,
 ) -> dict[str, float | None]:
     """Score a query (Reasoning-SQL), at most 8.
 
@@ -145,7 +145,7 @@ def sql_reward(
     return {"reward": sum({**WEIGHTS, **(weights or {})}[name] * value for name, value in parts.items()), **parts}
 
 
-def gives_no_rows(answer: str, db: str | Sequence[str], timeout_s: float = 2.0, root: str | None = None) -> bool:
+def gives_no_rows(answer: str, db: str | Sequence[str], timeout_s: float = 2.0, root: Path | None = None) -> bool:
     """Return whether a gold query runs and returns no rows, or only nulls, which many wrong queries return too."""
     try:
         gold = run_query(database(db, root), answer.strip().rstrip(";").rstrip(), timeout_s)

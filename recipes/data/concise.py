@@ -27,12 +27,12 @@ ASK = (
 _HEAD = re.compile(r"^\s*Answer (\d+):\s*", re.MULTILINE)
 
 
-def bundles(size: int, seed: int = 0, *, file: str, count: int = 2) -> Iterator[dict[str, Any]]:
+def bundles(size: int, seed: int = 0, *, file: Path, count: int = 2) -> Iterator[dict[str, Any]]:
     """Prompts with `count` questions each, of a JSONL file of {prompt, answer}: what `together` evaluates.
 
     Columns: prompt, answer (the JSON list of theirs), questions.
     """
-    rows = _lines(Path(file))
+    rows = _lines(file)
     random.Random(seed).shuffle(rows)
     for start in range(0, min(size * count, len(rows) - count + 1), count):
         taken = rows[start : start + count]
@@ -53,16 +53,16 @@ def parts_of(completion: str, count: int) -> list[str] | None:
     return [completion[match.end() : end].strip() for match, end in zip(found, ends, strict=True)]
 
 
-def chains(size: int | None = None, seed: int = 0, *, alone: str, together: str) -> Iterator[dict[str, str]]:
+def chains(size: int | None = None, seed: int = 0, *, alone: Path, together: Path) -> Iterator[dict[str, str]]:
     """The first `size` rows (None: all) {prompt, answer}, the labels in turn until one runs out of chains.
 
     A chain of several answers in one prompt counts only where it is shorter than those of the question alone.
     """
-    single = list(_alone(Path(alone)))
+    single = list(_alone(alone))
     longest: dict[str, int] = {}
     for question, chain, _ in single:
         longest[question] = max(longest.get(question, 0), len(chain))
-    joint = [one for one in _together(Path(together)) if len(one[1]) < longest.get(one[0], 0)]
+    joint = [one for one in _together(together) if len(one[1]) < longest.get(one[0], 0)]
     made = [*single, *joint]
     from_batch = [False] * len(single) + [True] * len(joint)
     labels = concise_labels([right for _, _, right in made], from_batch, [[]] * len(made)).labels

@@ -20,10 +20,10 @@ ASK = (
 VERDICT = re.compile(r"Conclusion:\s*(right|wrong)\b", re.IGNORECASE)
 
 
-def critiques(size: int | None = None, seed: int = 0, *, file: str) -> Iterator[dict[str, str]]:
+def critiques(size: int | None = None, seed: int = 0, *, file: Path) -> Iterator[dict[str, str]]:
     """The first `size` rows (None: all) {prompt, completion} of a JSONL file, in its order."""
     del seed
-    lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     for number, row in enumerate(keep_right_verdicts(json.loads(line) for line in lines if line.strip())):
         if number == size:
             return

@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
 
 
 def questions(
-    size: int | None = None, seed: int = 0, *, runs: Sequence[str], gold: str = "answer", ask: str = ASK
+    size: int | None = None, seed: int = 0, *, runs: Sequence[Path], gold: str = "answer", ask: str = ASK
 ) -> Iterator[dict[str, Any]]:
     """The first `size` prompts (None: all) for the judge, one a candidate. Columns: question (its uid) and candidate.
 
@@ -59,8 +59,8 @@ def accept_answers(
     size: int | None = None,
     seed: int = 0,
     *,
-    runs: Sequence[str],
-    judged: str,
+    runs: Sequence[Path],
+    judged: Path,
     eta: float = 0.5,
     gold: str = "answer",
     yes: str = "yes",
@@ -134,9 +134,8 @@ def _problems(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return {row["uid"]: row for folder in folders for row in _lines(folder / "problems.jsonl")}
 
 
-def _folder(run: str) -> Path:
-    folder = Path(run).expanduser()
-    return folder.parent if folder.is_file() else folder
+def _folder(run: Path) -> Path:
+    return run.parent if run.is_file() else run
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from posttrain.data.pairs import best_worst
 from posttrain.errors import DataError
 from posttrain.evaluate.clusters import k_means
 from posttrain.evaluate.regret import Move, Played, Solved, empirical_game, minimize_regret
+from posttrain.models.model_paths import TINY
+from posttrain.path_resolution import PathText
 
 BATCH = 16
 Call = Mapping[str, Any]
@@ -37,8 +39,8 @@ def pairs(
     size: int | None = None,
     seed: int = 0,
     *,
-    run: str,
-    model: str,
+    run: Path,
+    model: Annotated[str, PathText(words=TINY)],
     clusters: int = 3,
     iterations: int = 500,
 ) -> Iterator[dict[str, Any]]:
@@ -50,21 +52,20 @@ def pairs(
     minimisation. Raises DataError for a run without finished games, and where no two speeches differ in value."""
     played = [game for game in read_games(run) if all("won" in call["note"] for call in game)]
     if not played:
-        raise DataError("no finished game with speeches", where=run, hint="raise workflow.max_prompt_tokens")
+        raise DataError("no finished game with speeches", where=str(run), hint="raise workflow.max_prompt_tokens")
     named = name_strategies(played, model, clusters, seed)
     solved = minimize_regret(empirical_game([record(*one) for one in zip(played, named, strict=True)]), iterations)
     found = [row for one in zip(played, named, strict=True) for row in pair_turns(*one, solved)]
     if not found:
         raise DataError(
-            "no two speeches of a turn differ in value", where=run, hint="play more games, or raise clusters"
+            "no two speeches of a turn differ in value", where=str(run), hint="play more games, or raise clusters"
         )
     return itertools.islice(found, size)
 
 
-def read_games(run: str) -> list[list[Call]]:
+def read_games(run: Path) -> list[list[Call]]:
     """The calls of each game of a run that has speeches, with their numbers."""
-    path = Path(run).expanduser()
-    path = path if path.is_file() else path / "completions.jsonl"
+    path = run if run.is_file() else run / "completions.jsonl"
     if not path.is_file():
         raise DataError(f"no finished run: {path.name} is missing", where=str(path.parent))
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -28,13 +28,13 @@ Question:
 How good is each answer, from 0 to 10? Write one line an answer, its number and its score, as in `1: 7`."""
 
 
-def judgements(size: int, seed: int, *, pairs: str) -> Iterator[dict[str, object]]:
+def judgements(size: int, seed: int, *, pairs: Path) -> Iterator[dict[str, object]]:
     """{prompt, truth} of the first rows {prompt, chosen, rejected} of the file `pairs`, the answers in a drawn order.
 
     Rows of one prompt may also have a list `ranked`, best first, instead of chosen and rejected. truth: 1 for the best
     answer down to 0 for the worst.
     """
-    lines = Path(pairs).read_text(encoding="utf-8").splitlines()
+    lines = pairs.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines[:size]):
         row = json.loads(line)
         ranked = row.get("ranked") or [row["chosen"], row["rejected"]]

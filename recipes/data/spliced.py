@@ -35,7 +35,7 @@ ASK = (
 
 
 def splice_paths(
-    size: int | None = None, seed: int = 0, *, file: str, alpha: float = 0.5, beta: float = 0.2
+    size: int | None = None, seed: int = 0, *, file: Path, alpha: float = 0.5, beta: float = 0.2
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """The first `size` rows (None: all) {messages} whose messages say which of them are trained on.
 
@@ -43,7 +43,7 @@ def splice_paths(
     """
     draw = random.Random(f"spliced/{seed}")
     made = 0
-    for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if not line.strip() or made == size:
             continue
         row = json.loads(line)
@@ -73,7 +73,7 @@ class Paths(NamedTuple):
 
 
 def questions(
-    size: int | None = None, seed: int = 0, *, run: str, alpha: float = 0.5, beta: float = 0.2, ask: str = ASK
+    size: int | None = None, seed: int = 0, *, run: Path, alpha: float = 0.5, beta: float = 0.2, ask: str = ASK
 ) -> Iterator[dict[str, Any]]:
     """The first `size` prompts (None: all): of each step of each bad path, whether it is bad. Columns: path, place."""
     del seed
@@ -94,8 +94,8 @@ def revise_paths(
     size: int | None = None,
     seed: int = 0,
     *,
-    run: str,
-    judged: str,
+    run: Path,
+    judged: Path,
     alpha: float = 0.5,
     beta: float = 0.2,
     good: str = "good",
@@ -127,7 +127,7 @@ def revise_paths(
     return itertools.islice(({"messages": [turn.message for turn in turns]} for turns in made if turns), size)
 
 
-def _pairs(run: str, alpha: float, beta: float) -> Iterator[Paths]:
+def _pairs(run: Path, alpha: float, beta: float) -> Iterator[Paths]:
     """The best path of each task with each that is more than beta worse, where the best is above alpha."""
     folder = _folder(run)
     prompts = {row["uid"]: row["prompt"] for row in _lines(folder / "problems.jsonl")}
@@ -172,9 +172,8 @@ def _as_text(messages: list[dict[str, str]]) -> str:
     return "\n".join(f"{names.get(m['role'], m['role'])}: {m['content']}" for m in messages)
 
 
-def _folder(run: str) -> Path:
-    folder = Path(run).expanduser()
-    return folder.parent if folder.is_file() else folder
+def _folder(run: Path) -> Path:
+    return run.parent if run.is_file() else run
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -13,10 +13,12 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from posttrain.errors import DataError
 from posttrain.evaluate.search import step_labels
+from posttrain.models.model_paths import TINY
+from posttrain.path_resolution import PathText
 from posttrain.workflows.documents import find_passages
 
 ASK = "{question}\n\nThe solution so far:\n{steps}\n\nIs its last step right? Answer 1 for yes or 0 for no."
@@ -36,13 +38,13 @@ def label_steps(
     size: int | None = None,
     seed: int = 0,
     *,
-    run: str,
-    teacher: str,
+    run: Path,
+    teacher: Annotated[str, PathText(words=TINY)],
     document: str = "document",
     ends: str = "\n\n",
     ask: str = ASK,
     evidence: str = EVIDENCE,
-    corpus: str | None = None,
+    corpus: Path | None = None,
     top: int = 3,
     shown: bool = False,
 ) -> Iterator[dict[str, Any]]:
@@ -56,7 +58,7 @@ def label_steps(
     del seed
     steps = list(_steps(run, None if corpus else document, ends))
     if corpus:
-        texts = [line for line in Path(corpus).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in corpus.read_text(encoding="utf-8").splitlines() if line.strip()]
         steps = [s._replace(document=retrieve(s, texts, top, ends)) for s in steps]
     bare = [ask.format(question=s.question, steps=s.steps) for s in steps]
     informed = [evidence.format(document=s.document) + text for s, text in zip(steps, bare, strict=True)]
@@ -134,9 +136,8 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(written, add_special_tokens=False)["input_ids"])
 
 
-def _steps(run: str, document: str | None, ends: str) -> Iterator[Step]:
-    folder = Path(run).expanduser()
-    folder = folder.parent if folder.is_file() else folder
+def _steps(run: Path, document: str | None, ends: str) -> Iterator[Step]:
+    folder = run.parent if run.is_file() else run
     asked = {row["uid"]: row for row in _lines(folder / "problems.jsonl")}
     for record in _lines(folder / "completions.jsonl"):
         problem = asked[record["uid"]]

@@ -19,13 +19,13 @@ from typing import Any
 from posttrain.errors import DataError
 
 
-def paths(size: int | None = None, seed: int = 0, *, run: str, per_prompt: int = 3) -> Iterator[dict[str, str]]:
+def paths(size: int | None = None, seed: int = 0, *, run: Path, per_prompt: int = 3) -> Iterator[dict[str, str]]:
     """The first `size` rows (None: all): at most per_prompt right paths of each prompt that ended, equal ones once."""
     del seed
     return itertools.islice(_paths(run, per_prompt), size)
 
 
-def _paths(run: str, per_prompt: int) -> Iterator[dict[str, str]]:
+def _paths(run: Path, per_prompt: int) -> Iterator[dict[str, str]]:
     for prompt, tree in _trees(run):
         texts = {node["number"]: node["text"] for node in tree["nodes"]}
         right = [p for p in tree["paths"] if p.get("correct") and p["finish"] == "stop" and p["nodes"]]
@@ -34,7 +34,7 @@ def _paths(run: str, per_prompt: int) -> Iterator[dict[str, str]]:
             yield {"prompt": prompt, "completion": text}
 
 
-def values(size: int | None = None, seed: int = 0, *, run: str) -> Iterator[dict[str, Any]]:
+def values(size: int | None = None, seed: int = 0, *, run: Path) -> Iterator[dict[str, Any]]:
     """The first `size` rows (None: all): the text up to and with each node that the search has valued, its value."""
     del seed
     return itertools.islice(
@@ -48,14 +48,14 @@ def values(size: int | None = None, seed: int = 0, *, run: str) -> Iterator[dict
     )
 
 
-def steps(size: int | None = None, seed: int = 0, *, run: str, margin: float = 0.5) -> Iterator[dict[str, str]]:
+def steps(size: int | None = None, seed: int = 0, *, run: Path, margin: float = 0.5) -> Iterator[dict[str, str]]:
     """The first `size` rows (None: all): of each node's children the best over the worst, if it is worth `margin` more.
     Both sides begin with the text up to that node."""
     del seed
     return itertools.islice(_steps(run, margin), size)
 
 
-def _steps(run: str, margin: float) -> Iterator[dict[str, str]]:
+def _steps(run: Path, margin: float) -> Iterator[dict[str, str]]:
     for prompt, tree in _trees(run):
         below: dict[int, list[dict[str, Any]]] = {}
         for node in tree["nodes"]:
@@ -67,10 +67,9 @@ def _steps(run: str, margin: float) -> Iterator[dict[str, str]]:
                 yield {"prompt": prompt, "chosen": best["text"], "rejected": worst["text"]}
 
 
-def _trees(run: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _trees(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(the prompt as the data has it, the tree) of each record that has one."""
-    folder = Path(run).expanduser()
-    folder = folder.parent if folder.is_file() else folder
+    folder = run.parent if run.is_file() else run
     asked = {row["uid"]: row["prompt"] for row in _lines(folder / "problems.jsonl")}
     for record in _lines(folder / "completions.jsonl"):
         if "tree" not in record:

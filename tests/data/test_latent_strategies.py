@@ -60,5 +60,5 @@ def test_games_without_outcome_or_value_difference_are_refused(tmp_path: Path) -
     del cut["calls"][0]["note"]["won"]
     with pytest.raises(DataError, match="no finished game"):
         rows_of(tmp_path, [cut])
-    with pytest.raises(DataError, match=r"completions\.jsonl is missing"):
+    with pytest.raises(DataError, match="parameter `run`: file or folder not found"):
         rows_of(tmp_path, [cut], run=str(tmp_path / "nowhere"))

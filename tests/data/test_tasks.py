@@ -177,7 +177,7 @@ def test_documents_without_a_question_are_reported(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("nothing is named here.")
     with pytest.raises(DataError, match="finds no question of level 0"):
         rows("task:asearcher", params={"folder": str(tmp_path)})
-    with pytest.raises(DataError, match="folder not found"):
+    with pytest.raises(DataError, match="parameter `folder`: file or folder not found: nowhere"):
         rows("task:asearcher", params={"folder": "nowhere"})
     with pytest.raises(DataError, match="needs folder"):
         rows("task:asearcher")

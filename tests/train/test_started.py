@@ -100,3 +100,47 @@ def test_data_files_are_compared_completely(here: Path) -> None:
     content[len(content) // 2 + launch_fingerprint.BLOCK * 3] ^= 1
     rows.write_bytes(content)
     assert facts(here)["data.source"] != before
+
+
+def test_files_in_folders_of_a_data_directory_are_compared(here: Path, tmp_path: Path) -> None:
+    """`train/part-0.jsonl`, as hub copies and `save_to_disk` have it; the names count, the folder's own place does
+    not."""
+    source = here / "data" / "train"
+    source.mkdir(parents=True)
+    (source / "0.jsonl").write_text("first")
+    (source.parent / "README.md").touch()
+    data = {"data": {"source": "data"}}
+    before = facts(here, **data)["data.source"]
+    (source.parent / "README.md").write_text("about the data")
+    (source.parent / ".cache").mkdir()
+    (source.parent / ".cache" / "lock").touch()
+    shutil.copytree(here, tmp_path / "there")
+    assert facts(here, **data)["data.source"] == facts(tmp_path / "there", **data)["data.source"] == before
+    (source / "0.jsonl").rename(source / "1.jsonl")
+    renamed = facts(here, **data)["data.source"]
+    damage(source / "1.jsonl")
+    assert len({before, renamed, facts(here, **data)["data.source"]}) == 3
+
+
+def test_files_that_functions_read_are_compared(here: Path) -> None:
+    """Those of tools, environments and data functions, like those of rewards."""
+    (here / "folder").mkdir()
+    (here / "folder" / "notes.md").write_text("text")
+    (here / "tool.py").write_text(
+        "from pathlib import Path\n\ndef look(query: str, *, folder: Path) -> str:\n"
+        '    """Look.\n\n    query: a word\n    """\n    return query\n\n'
+        "def rows(size, seed, *, file: Path):\n    return []\n"
+    )
+    changes = {
+        "tools": [{"use": "tool.py:look", "params": {"folder": "folder"}}],
+        "data": {"source": "tool.py:rows", "size": 1, "params": {"file": "a"}},
+    }
+    before = facts(here, **changes)
+    damage(here / "folder" / "notes.md")
+    damage(here / "a")
+    after = facts(here, **changes)
+    assert [key for key in sorted(before) if before[key] != after[key]] == [
+        "data.params.file",
+        "rewards[2].params.path",
+        "tools[0].params.folder",
+    ]

@@ -57,7 +57,7 @@ def test_a_database_file_is_copied_not_opened_for_writing(tmp_path: Path) -> Non
         connection.execute("CREATE TABLE t (x)")
         connection.execute("INSERT INTO t VALUES (7)")
     before = (tmp_path / "shop.db").read_bytes()
-    assert sql.sql_reward("SELECT x FROM t", "SELECT x FROM t", "shop.db", root=str(tmp_path))["reward"] == 8.0
+    assert sql.sql_reward("SELECT x FROM t", "SELECT x FROM t", "shop.db", root=tmp_path)["reward"] == 8.0
     assert (tmp_path / "shop.db").read_bytes() == before
     with pytest.raises(sqlite3.OperationalError):
         sql.sql_reward("SELECT 1", "SELECT 1", str(tmp_path / "missing.db"))

@@ -16,7 +16,6 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import DataError, PosttrainError, count_noun, did_you_mean
-from posttrain.path_resolution import find
 from posttrain.seeds import derive
 
 Generator = Callable[..., dict[str, Any]]
@@ -61,8 +60,9 @@ def resolve_task(
         component = registry.resolve("task", name, base_dir)
     except PosttrainError as error:
         raise DataError.of(error.problems) from error
-    own = {key: value for key, value in params.items() if key not in SOURCE_KEYS}
-    for key, value in list(own.items()):
+    given = {key: value for key, value in params.items() if key not in SOURCE_KEYS}
+    own = registry.resolve_paths(component.function, given, base_dir, f"task:{name}", DataError)
+    for key, value in own.items():
         if key not in component.params:
             known = [*SOURCE_KEYS, *component.params]
             raise DataError(
@@ -70,11 +70,7 @@ def resolve_task(
                 allowed=f"it has: {', '.join(known)}",
                 hint=did_you_mean(key, known),
             )
-        if "Path" in component.params[key][0]:
-            own[key] = find(str(value), base_dir, f"task:{name}'s {key}", DataError)
-        elif problem := registry.explain_type_mismatch(
-            registry.resolve_annotations(component.function).get(key), value
-        ):
+        if problem := registry.explain_type_mismatch(registry.resolve_annotations(component.function).get(key), value):
             raise DataError(f"task:{name}: {key}: {problem}")
     if missing := [key for key, (_, default) in component.params.items() if default is ... and key not in own]:
         raise DataError(f"task:{name} needs {', '.join(missing)}", hint="write it under data.params")
