@@ -573,6 +573,18 @@ def test_unused_dependent_key_is_left_out(folder: Path) -> None:
     assert left_out(import_recipe(folder, f"{command} 0 1")) == {}
 
 
+@pytest.mark.parametrize(("epsilon", "clip"), [({}, 0.2), ({"epsilon": 3e-4, "epsilon_high": 4e-4}, 3e-4)])
+def test_gspo_with_trl_default_epsilon_is_valid(
+    epsilon: dict[str, float], clip: float, call: Callable[..., Any], folder: Path
+) -> None:
+    """TRL's 0.2 never clips a geometric mean of ratios; the run is that run, with a note."""
+    values = GRPO | {"model_name_or_path": "tiny", "importance_sampling_level": "sequence", **epsilon}
+    assert import_recipe(folder, values, stage="rl").at("loss.clip_low") == clip
+    result = call("recipe", "import", "theirs.yaml", "--stage", "rl")
+    assert result.exit_code == 0, result.stderr
+    assert ("loss.clip_low: does nothing at 0.2" in result.stderr) is not bool(epsilon)
+
+
 def test_keys_that_change_samples_or_rows_are_reported(folder: Path) -> None:
     told = left_out(import_recipe(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
     assert "completions are sampled" in told["actor_rollout_ref.rollout.do_sample"]

@@ -87,7 +87,6 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"advantage": "group"},
     ),
     ({"rollout": {"group_size": 1}}, "there is only 1", {"rollout": {"group_size": 2}}),
-    ({"loss": {"use": "gspo", "clip_low": 0.2}}, "never clips", {"loss": {"use": "gspo", "clip_low": 3e-4}}),
     (
         {"keep": "dynamic_sampling", "group_rewards": ["length_zscore"]},
         "drops the all-correct groups",
