@@ -99,3 +99,12 @@ class ConcurrentScriptedEngine(StatelessEngine):
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`: all requests concurrently."""
         return generate_concurrently(self, self.tokenizer, batch)
+
+
+class MiscountingEngine(ConcurrentScriptedEngine):
+    """A ConcurrentScriptedEngine that returns `count` times the requested samples."""
+
+    count = 0
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        return [*await super().complete(request, sampling)] * self.count

@@ -6,7 +6,6 @@ partial trace, e.g. a reward model; the evidence that the paper's agent retrieve
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -29,7 +28,7 @@ from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import CallBatcher
 from posttrain.rollout.engine import Completion, Engine, GenerationBatch, Generator, as_rollouts, is_concurrent
-from posttrain.rollout.requests import Request
+from posttrain.rollout.requests import Request, complete_all
 from posttrain.seeds import derive
 from posttrain.workflows.documents import find_passages
 
@@ -278,11 +277,11 @@ class SearchEngine(Generator):
         engine, steps, branch = self.engine, itertools.count(), self.settings.branch
         if is_concurrent(engine):
 
-            async def draw(requests: list[Request]) -> list[tuple[int, ...]]:
-                found = await asyncio.gather(*(engine.complete(request, self.step_sampling) for request in requests))
-                return [sample.ids for samples in found for sample in samples]
+            async def draw(uid: str, requests: list[Request]) -> list[tuple[int, ...]]:
+                found = await complete_all(engine, requests, [self.step_sampling] * len(requests), uid)
+                return [sample.ids for sample in found]
 
-            return lambda _: contextlib.nullcontext(draw)
+            return lambda number: contextlib.nullcontext(functools.partial(draw, prompts[number].uid))
 
         def answer(asked: Mapping[int, list[Request]]) -> dict[int, list[tuple[int, ...]]]:
             pairs = [(number, request) for number, requests in asked.items() for request in requests]

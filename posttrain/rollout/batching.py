@@ -19,7 +19,7 @@ from posttrain.batch import PromptImages, Rollout, Segment
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.engine import Completion, Engine, GenerationBatch, is_concurrent
-from posttrain.rollout.requests import Request, wanted_logprobs
+from posttrain.rollout.requests import Request, complete_all, wanted_logprobs
 from posttrain.shapes.protocol import Grade, Sampled
 
 A = TypeVar("A")
@@ -147,8 +147,8 @@ class StepSampler:
             for k, w in enumerate(queries)
         ]
         how = [self._sampling_for(w.greedy) for w in queries]
-        found = await asyncio.gather(*map(engine.complete, requests, how))
-        return [_as_sampled(completion, version) for (completion,) in found]
+        uid = self.batch.prompts[number // self.batch.n].uid
+        return [_as_sampled(completion, version) for completion in await complete_all(engine, requests, how, uid)]
 
     def _answer(self, asked: Mapping[int, tuple[SampleQuery, ...] | list[Rollout]]) -> dict[int, list[Any]]:
         """Answer all waiting rollouts: one call of `grade` for all rows, and one engine call for the k-th queries."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.batch import PromptImages, Rollout
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
-from posttrain.rollout.engine import Completion, GenerationBatch, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, check_fits, check_number
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import ConcurrentEngine
@@ -57,6 +60,19 @@ def wanted_logprobs(batch: GenerationBatch) -> int:
     cut = sampling.top_p < 1 or sampling.top_k > 0
     every = len(batch.prompts) if batch.logprobs is True else int(batch.logprobs)
     return 0 if cut and sampling.temperature > 0 else every
+
+
+async def complete_all(
+    engine: ConcurrentEngine, requests: Sequence[Request], samplings: Sequence[Sampling], uid: str
+) -> list[Completion]:
+    """Return the samples of several requests for one prompt, in order; `Engine.generate` for a coroutine.
+
+    Raises EngineError, with the prompt's uid, unless each request has its n samples.
+    """
+    found = await asyncio.gather(*map(engine.complete, requests, samplings))
+    for request, samples in zip(requests, found, strict=True):
+        check_number(samples, request.n, f"prompt {uid}")
+    return [sample for samples in found for sample in samples]
 
 
 def generate_concurrently(engine: ConcurrentEngine, tokenizer: Any, batch: GenerationBatch) -> list[Rollout]:

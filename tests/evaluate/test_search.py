@@ -13,7 +13,7 @@ import pytest
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.cli.existence import check_run
-from posttrain.errors import DataError, RecipeError
+from posttrain.errors import DataError, EngineError, RecipeError
 from posttrain.evaluate import generate
 from posttrain.evaluate.search import EvidenceReader, SearchEngine, beam_step, step_labels
 from posttrain.models import tiny
@@ -28,7 +28,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
+from scripted_engines import ConcurrentScriptedEngine, MiscountingEngine, ScriptedEngine
 
 
 def test_best_steps_continue_and_finished_traces_compete():
@@ -299,6 +299,17 @@ def test_prompts_do_not_wait_for_each_other_with_a_concurrent_engine():
     judged.clear()
     assert found(Steps(lambda p, i: script(request_of(p), i), TOKENIZER)) == alone
     assert [uids for uids, _ in judged] == [{"q", "r"}] * 3
+
+
+def test_another_number_of_steps_than_requested_raises():
+    engine = MiscountingEngine(lambda *_: "7.", TOKENIZER)
+    section = Search(beam=2, branch=3, ends=["."], rewards=[Reward(use="a.b")])
+    sampling = Sampling(max_new_tokens=40)
+    search = SearchEngine(engine, section, last_digit, TOKENIZER, [TOKENIZER.eos_token_id], sampling)
+    for engine.count in (0, 2):
+        number = 3 * engine.count
+        with pytest.raises(EngineError, match=rf"^the engine returned {number} of 3 completions of prompt q$"):
+            search.generate([prompt_of("q")], 1, sampling, seed=0, logprobs=False)
 
 
 def request_of(prompt: Prompt) -> Request:

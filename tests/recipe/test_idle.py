@@ -96,7 +96,7 @@ NOTES = [
      ["loss.divergence=alpha"]),
     ("rl", ["advantage={scale: none, ddof: 0}"], "advantage.ddof: does nothing with scale none",
      ["advantage.scale=batch"]),
-    ("rl", ["loss={use: gspo, clip_low: 0.2}"], "loss.clip_low: does nothing at 0.2: gspo's ratio is the geometric mean",
+    ("rl", ["loss={use: gspo, clip_low: 0.2}"], "loss.clip_low: does nothing at 0.2: gspo's ratio is the geometric",
      ["loss.clip_low=0.0003"]),
     ("rl", ["loss={use: gspo, clip_high: 0.3}"], "loss.clip_high: does nothing at 0.3", ["loss.clip_high=0.0004"]),
     ("sft", ["objective={use: pear, behavior_model: a/b, block: 8}"], "objective.block: does nothing with level token",

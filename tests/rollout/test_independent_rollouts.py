@@ -24,7 +24,7 @@ from posttrain.rollout.turns import TurnEngine
 from posttrain.tools.environments import Environments, Reply
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
+from scripted_engines import ConcurrentScriptedEngine, MiscountingEngine, ScriptedEngine
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -240,6 +240,17 @@ def test_log_probs_are_requested_for_the_given_prompts() -> None:
         )
         assert {r.number for r in engine.asked if r.logprobs} == wanted
         assert len([r for r in engine.asked if r.logprobs]) == 2 * len(wanted)
+
+
+def test_another_number_of_completions_than_requested_raises() -> None:
+    engine = MiscountingEngine(write_reply, TOKENIZER)
+    for engine.count in (0, 2):
+        with pytest.raises(
+            EngineError, match=rf"^the engine returned {engine.count} of 1 completions of prompt p1\nin turn 1 of"
+        ):
+            engine_of(World(lambda _: 2, answer_immediately), engine).generate(
+                prompts_of(2), 2, Sampling(max_new_tokens=50), seed=0, share=[1]
+            )
 
 
 def test_too_long_prompt_raises_before_any_rollout_starts() -> None:

@@ -16,7 +16,7 @@ from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.requests import Request
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
+from scripted_engines import ConcurrentScriptedEngine, MiscountingEngine, ScriptedEngine
 
 
 def test_replays_by_uid_with_eos_and_truncates_long_completions(loaded: LoadedModel, prompts: list[Prompt]) -> None:
@@ -83,14 +83,7 @@ def test_sync_between_two_tokens_changes_their_version(loaded: LoadedModel, prom
 
 def test_another_number_of_completions_than_requested_raises(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     """A step that got none would sample the same prompts forever."""
-
-    class Engine(ConcurrentScriptedEngine):
-        count = 0
-
-        async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-            return [*await super().complete(request, sampling)] * self.count
-
-    engine = Engine(lambda *_: "7", loaded.tokenizer)
+    engine = MiscountingEngine(lambda *_: "7", loaded.tokenizer)
     for engine.count, number in ((0, 0), (2, 16)):
         with pytest.raises(EngineError, match=rf"^the engine returned {number} of 8 completions of prompt p1$"):
             engine.generate(prompts[:2], 8, Sampling(), seed=0, share=[1])
