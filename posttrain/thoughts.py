@@ -15,35 +15,43 @@ from typing import Any
 THINK_START, THINK_END = "<think>", "</think>"
 # A replacement in a text: start, end, new text. Edits of a text are in order and do not overlap.
 Edit = tuple[int, int, str]
+Rewrite = Callable[[re.Match[str]], str]
 # Tokens that decoding keeps even if the tokenizer says that they are special.
 _KEPT = (THINK_START, THINK_END, "<answer>", "</answer>")
+
+
+def _rewrite_pair() -> Rewrite:
+    return lambda mark: THINK_START if mark["start"] else THINK_END
 
 
 @dataclass(frozen=True)
 class ThoughtFormat:
     """How a model family marks its thoughts.
 
-    opening, closing: text before and after a thought. tokens: tokens that the marks consist of. edits: finds the
-    replacements that turn a text into one with `<think>` and `</think>`. variants: other marks that `edits` finds.
+    opening, closing: text before and after a thought. tokens: tokens that the marks consist of. marks: regex of
+    everything that is replaced in a text. rewriter: returns a function that is called with the matches of one text, in
+    order, and returns what stands in their place. variants: other marks that the regex finds.
     """
 
     opening: str
     closing: str
     tokens: tuple[str, ...]
-    edits: Callable[[str], list[Edit]]
+    marks: re.Pattern[str]
+    rewriter: Callable[[], Rewrite] = _rewrite_pair
     variants: tuple[str, ...] = ()
 
     def is_in(self, template: str) -> bool:
         """Return whether the source of a chat template has these marks."""
         return all(text in template for text in self.tokens or (self.opening, self.closing))
 
+    def edits(self, text: str) -> list[Edit]:
+        """Find the replacements that turn a text into one with `<think>` and `</think>`."""
+        rewrite = self.rewriter()
+        return [(mark.start(), mark.end(), rewrite(mark)) for mark in self.marks.finditer(text)]
+
     def standardize(self, text: str) -> str:
         """Return a text of the model with its thoughts as `<think>...</think>`."""
-        parts, at = [], 0
-        for start, end, new in self.edits(text):
-            parts += [text[at:start], new]
-            at = end
-        return "".join(parts) + text[at:]
+        return self.marks.sub(self.rewriter(), text)
 
     def localize(self, text: str) -> str:
         """Return a text with `<think>` and `</think>` as the model writes them."""
@@ -55,11 +63,7 @@ def _pair(
 ) -> ThoughtFormat:
     """Return the format of an opening and a closing mark. pattern: regex with the groups `start` and `end`."""
     marks = re.compile(pattern or f"(?P<start>{re.escape(opening)})|(?P<end>{re.escape(closing)})")
-
-    def edits(text: str) -> list[Edit]:
-        return [(m.start(), m.end(), THINK_START if m["start"] else THINK_END) for m in marks.finditer(text)]
-
-    return ThoughtFormat(opening, closing, tokens or (opening, closing), edits, variants)
+    return ThoughtFormat(opening, closing, tokens or (opening, closing), marks, variants=variants)
 
 
 _HARMONY = re.compile(
@@ -67,26 +71,27 @@ _HARMONY = re.compile(
 )
 
 
-def _harmony_edits(text: str) -> list[Edit]:
-    """Find the marks of the harmony format of gpt-oss: messages in the channels analysis, commentary and final.
+def _rewrite_harmony() -> Rewrite:
+    """Return the rewriter of the harmony format of gpt-oss: messages in the channels analysis, commentary and final.
 
     A message in the channel analysis is a thought. The header of a call (`to=functions.NAME`) stays, because it belongs
     to the call. A text before any header that `<|end|>` ends is a thought that the prompt opened.
     """
-    found: list[Edit] = []
     inside: bool | None = None  # a thought; None: before the first header
     called = False
-    for match in _HARMONY.finditer(text):
-        ends = inside or (inside is None and match["end"] == "end")
-        header = match["role"] or match["channel"] or ""
-        called = "to=" in header or (called and match["role"] is None and match["end"] != "end")
-        inside = bool(match["open"] and header.startswith("analysis") and not called)
-        new = (THINK_END if ends else "") + (THINK_START if inside else match[0] if called else "")
-        found.append((match.start(), match.end(), new))
-    return found
+
+    def rewrite(mark: re.Match[str]) -> str:
+        nonlocal inside, called
+        ends = inside or (inside is None and mark["end"] == "end")
+        header = mark["role"] or mark["channel"] or ""
+        called = "to=" in header or (called and mark["role"] is None and mark["end"] != "end")
+        inside = bool(mark["open"] and header.startswith("analysis") and not called)
+        return (THINK_END if ends else "") + (THINK_START if inside else mark[0] if called else "")
+
+    return rewrite
 
 
-STANDARD = ThoughtFormat(THINK_START, THINK_END, (), lambda _: [])
+STANDARD = ThoughtFormat(THINK_START, THINK_END, (), re.compile("(?!)"))
 FORMATS = (
     STANDARD,
     _pair("[THINK]", "[/THINK]"),  # Magistral, Ministral
@@ -111,57 +116,98 @@ FORMATS = (
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
-        _harmony_edits,
+        _HARMONY,
+        _rewrite_harmony,
+        variants=("<|call|>", "<|return|>"),
     ),
 )
+_declared: dict[tuple[str, str], ThoughtFormat] = {}  # those of `model.thoughts` of the recipes of this process
+
+
+def declare_format(tokenizer: Any, opening: str, closing: str) -> None:
+    """Set the marks that the model of this tokenizer writes, in place of those that would be detected."""
+    known = next((form for form in FORMATS if (form.opening, form.closing) == (opening, closing)), None)
+    tokenizer.thought_format = known or _declared.setdefault((opening, closing), _pair(opening, closing))
+
+
+def is_declared(tokenizer: Any) -> bool:
+    """Return whether the recipe gives the marks of this tokenizer's model."""
+    return getattr(tokenizer, "thought_format", None) is not None
+
+
+def known_formats() -> tuple[ThoughtFormat, ...]:
+    """Return all formats whose marks are recognized in prompts: the table, and those that recipes declared."""
+    return (*FORMATS, *_declared.values())
 
 
 class ThoughtStream:
     """Rewrites a text that arrives in pieces with `<think>` and `</think>`; a possible beginning of a mark is held back
-    until the next piece arrives."""
+    until the next piece arrives. Each character is read once."""
 
     def __init__(self, form: ThoughtFormat) -> None:
         self.form, self._marks = form, (form.opening, form.closing, *form.tokens, *form.variants)
-        self._raw = self._shown = ""
+        self._rewrite, self._longest = form.rewriter(), max(map(len, self._marks))
+        self._held = ""
 
     def add(self, piece: str) -> str:
         """Return the text that the piece completes."""
         if self.form is STANDARD:
             return piece
-        self._raw += piece
-        longest = max(map(len, self._marks))
-        tails = (n for n in range(min(longest - 1, len(self._raw)), 0, -1))
-        held = next((n for n in tails if any(m[:n] == self._raw[-n:] and n < len(m) for m in self._marks)), 0)
-        return self._show(self._raw[: len(self._raw) - held])
+        text = self._held + piece
+        tails = (n for n in range(min(self._longest - 1, len(text)), 0, -1))
+        tail = next((n for n in tails if any(m[:n] == text[-n:] and n < len(m) for m in self._marks)), 0)
+        return self._show(text, len(text) - tail)
 
     def end(self) -> str:
         """Return the text that was held back."""
-        return self._show(self._raw)
+        return self._show(self._held, len(self._held), last=True)
 
-    def _show(self, raw: str) -> str:
-        before, self._shown = self._shown, self.form.standardize(raw)
-        return self._shown[len(before) :]
+    def _show(self, text: str, end: int, *, last: bool = False) -> str:
+        """Return the rewritten text up to `end`, and hold back the rest. A mark there that more text would make longer
+        is held back too, unless the text is the last."""
+        shown, at = "", 0
+        for mark in self.form.marks.finditer(text, 0, end):
+            if not last and mark.end() == end and self._grows(mark[0]):
+                end = mark.start()
+                break
+            shown += text[at : mark.start()] + self._rewrite(mark)
+            at = mark.end()
+        self._held = text[end:]
+        return shown + text[at:end]
+
+    def _grows(self, mark: str) -> bool:
+        longer = self.form.marks.match(f"{mark}x")
+        return longer is not None and longer.end() > len(mark)
 
 
 def thought_format(tokenizer: Any) -> ThoughtFormat:
-    """Return the format whose marks the chat template writes, else the one whose marks are tokens of the vocabulary."""
-    return _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))[0]
+    """Return the format that the recipe declares (`model.thoughts`), else the one whose marks the chat template writes,
+    else the one whose marks are tokens of the vocabulary."""
+    return _detect(tokenizer, *_detection_key(tokenizer))[0]
 
 
 def written_format(tokenizer: Any) -> ThoughtFormat:
-    """Return the format in which texts for the model are written: that of its chat template, else `<think>`.
+    """Return the format in which texts for the model are written: the recipe's or that of its chat template, else
+    `<think>`.
 
     Tokens of the vocabulary do not suffice: a model that was never trained to use them may have learned `<think>`.
     """
     form = thought_format(tokenizer)
-    return form if form.is_in(str(getattr(tokenizer, "chat_template", ""))) else STANDARD
+    return form if is_declared(tokenizer) or form.is_in(str(getattr(tokenizer, "chat_template", ""))) else STANDARD
+
+
+def _detection_key(tokenizer: Any) -> tuple[int, str, ThoughtFormat | None]:
+    declared = getattr(tokenizer, "thought_format", None)
+    return len(tokenizer), str(getattr(tokenizer, "chat_template", "")), declared
 
 
 @functools.lru_cache(maxsize=4)
-def _detect(tokenizer: Any, size: int, template: str) -> tuple[ThoughtFormat, frozenset[int] | None]:
+def _detect(
+    tokenizer: Any, size: int, template: str, declared: ThoughtFormat | None
+) -> tuple[ThoughtFormat, frozenset[int] | None]:
     """Return the format, and the ids of the special tokens that decoding drops; None: all special tokens.
 
-    size, template: cache keys, because the result depends on them and they may change.
+    size, template, declared: cache keys, because the result depends on them and they may change.
     """
     del size
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -170,7 +216,7 @@ def _detect(tokenizer: Any, size: int, template: str) -> tuple[ThoughtFormat, fr
     def evidence(form: ThoughtFormat) -> tuple[bool, bool]:
         return form.is_in(template), vocabulary.issuperset(form.tokens or (form.opening, form.closing))
 
-    best = max(FORMATS, key=evidence)  # the first of equals
+    best = declared or max(FORMATS, key=evidence)  # the first of equals
     special = {i: token.content for i, token in added.items() if token.special}
     dropped = frozenset(i for i, text in special.items() if text not in (*best.tokens, *_KEPT))
     return best, dropped if len(dropped) < len(special) else None
@@ -183,7 +229,7 @@ def decode(tokenizer: Any, rows: Sequence[Any], *, standard: bool = True) -> lis
     """
     if not rows:  # batch_decode returns one text for an empty list
         return []
-    form, dropped = _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))
+    form, dropped = _detect(tokenizer, *_detection_key(tokenizer))
     kept = rows if dropped is None else [[i for i in row if i not in dropped] for row in rows]
     texts = tokenizer.batch_decode(kept, skip_special_tokens=dropped is None, clean_up_tokenization_spaces=False)
     return [form.standardize(text) for text in texts] if standard and form is not STANDARD else list(texts)
@@ -204,21 +250,25 @@ def move_offsets(offsets: Sequence[int], edits: Sequence[Edit]) -> list[int]:
     return moved
 
 
-OPENINGS = tuple(form.opening.rstrip() for form in FORMATS)
-_CLOSINGS = tuple(form.closing for form in FORMATS)
-EMPTY_THOUGHT = re.compile(
-    "|".join((r"<([a-z_:]+)>\s*</\1>", *(rf"{re.escape(f.opening)}\s*{re.escape(f.closing)}" for f in FORMATS)))
-)
+def empty_thought(text: str) -> re.Match[str] | None:
+    """Find a thought without content, in any format."""
+    return _empty_thoughts(known_formats()).search(text)
+
+
+@functools.lru_cache(maxsize=4)
+def _empty_thoughts(formats: tuple[ThoughtFormat, ...]) -> re.Pattern[str]:
+    pairs = (rf"{re.escape(form.opening)}\s*{re.escape(form.closing)}" for form in formats)
+    return re.compile("|".join((r"<([a-z_:]+)>\s*</\1>", *pairs)))
 
 
 def opening_mark(prompt: str) -> str:
     """Return the mark with which a rendered prompt opens a thought, so that completions can only close it; else ""."""
-    return _last_mark(prompt, OPENINGS)
+    return _last_mark(prompt, [form.opening.rstrip() for form in known_formats()])
 
 
 def closing_mark(prompt: str) -> str:
     """Return the mark with which a rendered prompt ends a thought, so that completions have none; else ""."""
-    return _last_mark(prompt, _CLOSINGS)
+    return _last_mark(prompt, [form.closing.rstrip() for form in known_formats()])
 
 
 def _last_mark(prompt: str, marks: Sequence[str]) -> str:
@@ -229,4 +279,5 @@ def _last_mark(prompt: str, marks: Sequence[str]) -> str:
 def end_in(text: str, mark: str) -> str:
     """Return the text that ends the thoughts of a decoded completion: `mark`, or `</think>` for the mark of any format
     that the text lacks, because decoding replaces it."""
-    return THINK_END if mark not in text and mark in _CLOSINGS else mark
+    closings = [form.closing for form in known_formats()]
+    return THINK_END if mark not in text and mark in closings else mark

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -15,9 +17,10 @@ from posttrain.batch import Prompt, Segment
 from posttrain.data.render import example_texts
 from posttrain.data.template_spans import adapt_messages
 from posttrain.errors import DataError
+from posttrain.models.load import load_tokenizer
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.rollout_sections import RolloutShape
-from posttrain.recipe.sections import Data
+from posttrain.recipe.sections import Data, Model
 from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.turns import TurnEngine
@@ -224,6 +227,31 @@ def test_a_streamed_completion_has_the_same_text(family: str) -> None:
     assert pieces[-1] == "}"
 
 
+STREAMED = [
+    "Here is my thought process", "<|channel>thoughx", "<|start|>assistant to=f.x<|channel|>commentary", "a<|chan",
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=f <|constrain|>json<|message|>{}",
+    "5?<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", "<|start|>assistant", "[THINK][/THINK]]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", thoughts.FORMATS)
+@pytest.mark.parametrize("text", STREAMED)
+def test_a_stream_equals_the_whole_text_however_it_is_cut(form: thoughts.ThoughtFormat, text: str) -> None:
+    for length in (1, 2, 7, 100):
+        stream = thoughts.ThoughtStream(form)
+        pieces = [stream.add(text[at : at + length]) for at in range(0, len(text), length)]
+        assert "".join(pieces) + stream.end() == form.standardize(text)
+
+
+@pytest.mark.parametrize("form", thoughts.FORMATS[1:])
+def test_a_stream_keeps_no_text_that_it_has_shown(form: thoughts.ThoughtFormat) -> None:
+    """Otherwise the time of a chat's answer is quadratic in its length."""
+    stream = thoughts.ThoughtStream(form)
+    for piece in ["five and four ", form.opening, *["five and four "] * 50, form.closing, *["nine "] * 50]:
+        stream.add(piece)
+        assert len(stream._held) < len(form.closing)
+
+
 def test_engines_return_decoded_thoughts_and_the_sampled_tokens() -> None:
     tokenizer = make_tokenizer("magistral")
     ids = tuple(encode(tokenizer, "[THINK]5?[/THINK]4"))
@@ -337,3 +365,64 @@ def test_recorded_completions_are_trained_on_in_the_channels_of_harmony() -> Non
     (text,) = example_texts(row, tokenizer, Data(source="x"))
     assert text.pieces[-1].text == f"{ANALYSIS}2 and 2<|end|>{FINAL}4<|return|>"
     assert thoughts.decode(tokenizer, [encode(tokenizer, text.pieces[-1].text)]) == ["<think>2 and 2</think>4"]
+
+
+REASON = ("<reason>", "</reason>")
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tokenizer of a recipe with `model.thoughts`; its template has no marks."""
+    monkeypatch.setattr(thoughts, "_declared", {})
+    tokenizer = load_tokenizer(Model(path="tiny", thoughts=list(REASON)), Path())
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<think>", "").replace("</think>", "")
+    return tokenizer
+
+
+def test_marks_of_a_recipe_are_read_and_written(declared: Any) -> None:
+    form = thoughts.thought_format(declared)
+    assert (form.opening, form.closing) == REASON
+    (text,) = thoughts.decode(declared, [encode(declared, r"<reason>\boxed{5}</reason>\boxed{4}")])
+    assert text == r"<think>\boxed{5}</think>\boxed{4}" and grade(text, "4")["reward"] == 1.0
+    assert thoughts.written_format(declared).localize("so</think>") == "so</reason>"
+    stream = thoughts.ThoughtStream(form)
+    assert [stream.add(piece) for piece in ("<rea", "son>5", "?</reason>", "4")] == ["", "<think>5", "?</think>", "4"]
+    ids = encode(declared, "<reason>5</reason>4")
+    assert token_ends(ids, declared)[-1] == len("<think>5</think>4")
+
+
+def test_marks_of_a_recipe_are_recognized_in_prompts(declared: Any) -> None:
+    assert declared.thought_format is not None
+    assert thoughts.opening_mark("2+2?<reason>\n") == "<reason>" and thoughts.closing_mark("<reason></reason>")
+    assert ends_in_thought("2+2?<reason>", "5?") and not ends_in_thought("2+2?", "5?")
+    sample = Sample("4", {}, "2+2?<reason>")
+    assert built_in("prefilled_think", sample, 0, None) is True
+    assert thoughts.empty_thought("a<reason>\n</reason>") and not thoughts.empty_thought("<reason>a</reason>")
+    assert after_think("<think>5</think>4", "</reason>") == "4"
+
+
+def test_rows_get_the_marks_of_a_recipe(declared: Any) -> None:
+    """A thought of a row, in its own key or as `<think>`, is trained on with the model's marks."""
+    for turn in ({"content": "4", "reasoning_content": "5?"}, {"content": "<think>5?</think>4"}):
+        row = {"uid": "u", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", **turn}]}
+        (text,) = example_texts(row, declared, Data(source="r.jsonl"))
+        trained = "".join(piece.text for piece in text.pieces if piece.trained)
+        assert trained.startswith("<reason>5?</reason>4")
+
+
+def test_standard_marks_may_be_declared(declared: Any) -> None:
+    """For a model with other marks in its vocabulary, or a template that shows none."""
+    thoughts.declare_format(declared, *("<think>", "</think>"))
+    assert thoughts.written_format(declared) is thoughts.STANDARD
+    row = {"role": "assistant", "content": "4", "reasoning_content": "5?"}
+    (_, turn) = adapt_messages(declared, [{"role": "user", "content": "2+2?"}, row], None)
+    assert turn["content"] == "<think>\n5?\n</think>\n\n4"
+    magistral = make_tokenizer("magistral")
+    thoughts.declare_format(magistral, *("<think>", "</think>"))
+    assert thoughts.decode(magistral, [encode(magistral, "[THINK]5[/THINK]4")]) == ["54"]
+
+
+@pytest.mark.parametrize("marks", [["<a>"], ["<a>", "<a>"], ["", "</a>"], ["a", " "], ["<a>", "x<a>"]])
+def test_marks_that_cannot_be_told_apart_are_refused(marks: list[str]) -> None:
+    with pytest.raises(ValidationError):
+        Model(path="tiny", thoughts=marks)

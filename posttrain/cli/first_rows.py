@@ -217,12 +217,16 @@ def _list_template_notes(
 def _read_chat_template(section: Mapping[str, Any], base_dir: Path) -> Any:
     """Return the model's chat template, or None if it cannot be read."""
     from posttrain.models.templates import read_template
+    from posttrain.thoughts import declare_format
 
     model = section.get("model") or {}
     try:
-        return read_template(str(model.get("path")), model.get("chat_template"), base_dir)
+        template = read_template(str(model.get("path")), model.get("chat_template"), base_dir)
     except (ValueError, OSError, struct.error):  # a missing or incomplete model: reported where it is loaded
         return None
+    if template is not None and model.get("thoughts"):
+        declare_format(template, *model["thoughts"])
+    return template
 
 
 def _render_texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, data: Data) -> list[Any]:

@@ -19,7 +19,15 @@ from typing import Any
 from posttrain import chat
 from posttrain.errors import DataError
 from posttrain.images import MARK
-from posttrain.thoughts import FORMATS, STANDARD, THINK_END, THINK_START, written_format
+from posttrain.thoughts import (
+    STANDARD,
+    THINK_END,
+    THINK_START,
+    ThoughtFormat,
+    is_declared,
+    known_formats,
+    written_format,
+)
 
 Message = Mapping[str, Any]
 
@@ -29,10 +37,14 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys from which tem
 _CONTROL_KEYS = frozenset({"role", "train", "weight", "id", "tool_call_id", "type", "index"})
 
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\]|/(?:no_?)?think\b)")
-_THOUGHT_END = re.compile(
-    "|".join((r"</(?:\w+:)?(?:think(?:ing)?|thought|reasoning)>", *(re.escape(form.closing) for form in FORMATS)))
-)
 _PROBE = re.compile(r"x8q\d+x|7301\d{5}(?:\.5)?")
+
+
+@functools.lru_cache(maxsize=4)
+def _thought_ends(formats: tuple[ThoughtFormat, ...]) -> re.Pattern[str]:
+    """Return a regex of the marks that end a thought."""
+    closings = (re.escape(form.closing) for form in formats)
+    return re.compile("|".join((r"</(?:\w+:)?(?:think(?:ing)?|thought|reasoning)>", *closings)))
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ class _ProbeInserter:
         if key == "tool_calls" and isinstance(value, list):
             return [self.call(call, number) for call in value]
         if key == "content" and message["role"] == "assistant" and isinstance(value, str):
-            ends = [match.end() for match in _THOUGHT_END.finditer(value)]
+            ends = [match.end() for match in _thought_ends(known_formats()).finditer(value)]
             return self.text(value, number, key, thought_end=ends[-1] if ends else 0)
         return self.value(value, number, key, thought=key in THOUGHTS)
 
@@ -265,20 +277,21 @@ def _place_thought(message: Message, tokenizer: Any) -> dict[str, Any]:
     if len(own) != 1:
         return dict(message)
     known = [name for name in THOUGHTS if re.search(rf"(?:\.|['\"]){name}\b", template)]
-    if form is not STANDARD:  # Magistral's template reads `thinking` of a content's parts, not of a message
-        known = [name for name in known if _writes_thought(tokenizer, template, name, _THOUGHT)]
+    mark = form.closing if is_declared(tokenizer) else ""  # a template may write a thought without the model's marks
+    if mark or form is not STANDARD:  # Magistral's template reads `thinking` of a content's parts, not of a message
+        known = [name for name in known if _writes_thought(tokenizer, template, name, _THOUGHT, mark)]
     if own[0] in known:
         return dict(message)
     if known:
         return {known[0] if key == own[0] else key: value for key, value in message.items()}
     thought, content = message[own[0]], message.get("content") or ""
-    unknown = form is STANDARD and THINK_END not in template
+    unknown = form is STANDARD and not mark and THINK_END not in template
     if unknown or not isinstance(thought, str) or not isinstance(content, str) or form.closing in content:
         return dict(given)
     others = {key: value for key, value in message.items() if key != own[0]}
     if form is STANDARD:
         return {**others, "content": f"<think>\n{thought.strip()}\n</think>\n\n{content}"}
-    if not _writes_thought(tokenizer, template, "content", f"{form.opening}{_THOUGHT}{form.closing}x8answer"):
+    if not _writes_thought(tokenizer, template, "content", f"{form.opening}{_THOUGHT}{form.closing}x8answer", mark):
         return dict(given)
     return {**others, "content": f"{form.opening}{thought.strip()}{form.closing}{content}"}
 
@@ -287,12 +300,14 @@ _THOUGHT = "x8thought"
 
 
 @functools.lru_cache(maxsize=16)
-def _writes_thought(tokenizer: Any, template: str, key: str, value: str) -> bool:
-    """Return whether the template writes the thought in this value of an assistant message. template: a cache key."""
+def _writes_thought(tokenizer: Any, template: str, key: str, value: str, mark: str) -> bool:
+    """Return whether the template writes the thought in this value of an assistant message, and `mark`. template: a
+    cache key."""
     del template
     turn = {"role": "assistant", "content": "x8answer", key: value}
     try:
-        return _THOUGHT in chat.render(tokenizer, [{"role": "user", "content": "x8question"}, turn])
+        written = chat.render(tokenizer, [{"role": "user", "content": "x8question"}, turn])
+        return _THOUGHT in written and mark in written
     except DataError:
         return False
 

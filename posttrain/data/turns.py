@@ -15,7 +15,7 @@ from posttrain.data import template_spans
 from posttrain.data.template_spans import Leaf, Message, Spans
 from posttrain.errors import DataError
 from posttrain.images import Image
-from posttrain.thoughts import EMPTY_THOUGHT, closing_mark, opening_mark
+from posttrain.thoughts import closing_mark, empty_thought, opening_mark
 
 EMPTY_COMPLETION = "empty completion"
 UNWANTED = "its turns say `train: false` (or `weight: 0`)"
@@ -153,10 +153,8 @@ def _end_answer(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
 def _adds_thought(prompt: str, answer: _Answer, turn: Message) -> bool:
     """Return whether the template wrote an empty thought into a turn that has none of its own."""
     opened = opening_mark(prompt)
-    own = EMPTY_THOUGHT.search(str(turn.get("content"))) or any(
-        turn.get(name) == "" for name in template_spans.THOUGHTS
-    )
-    return not own and EMPTY_THOUGHT.search(opened + answer.frame) is not None
+    own = empty_thought(str(turn.get("content"))) or any(turn.get(name) == "" for name in template_spans.THOUGHTS)
+    return not own and empty_thought(opened + answer.frame) is not None
 
 
 def _unique(causes: Iterable[str]) -> tuple[str, ...]:

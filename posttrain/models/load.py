@@ -35,6 +35,7 @@ from posttrain.models.templates import read_special_tokens
 from posttrain.path_resolution import find
 from posttrain.recipe.sections import Model
 from posttrain.scratch import scratch
+from posttrain.thoughts import declare_format
 
 
 @dataclass(frozen=True)
@@ -335,6 +336,8 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
             setattr(tokenizer, name, token)  # transformers 5.17 uses the file's BOS as EOS
     if section.chat_template:
         tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
+    if section.thoughts:
+        declare_format(tokenizer, *section.thoughts)
     tokenizer.padding_side = "left"  # generation continues at the right end
     return tokenizer
 

@@ -346,9 +346,21 @@ class Model(Section):
         TemplateName | None,
         Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
     ] = Field(None, description="Jinja file that replaces the tokenizer's chat template")
+    thoughts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=2)] | None = Field(
+        None,
+        description="text before and after the model's thoughts, if neither its chat template nor its vocabulary shows "
+        'them: ["<reason>", "</reason>"]; rewards, evaluations and rows have `<think>` and `</think>` in their place',
+    )
     trust_remote_code: Annotated[
         bool, Idle("path = tiny|tiny-vision", "with {path}, which posttrain builds itself", note=True)
     ] = Field(False, description="run the Python code that comes with the model")
+
+    @field_validator("thoughts")
+    @classmethod
+    def _two_marks(cls, marks: list[str] | None) -> list[str] | None:
+        if marks and (not all(mark.strip() for mark in marks) or marks[0] in marks[1] or marks[1] in marks[0]):
+            raise ValueError("a mark is blank or a part of the other: a thought needs two marks that differ")
+        return marks
 
     @property
     def divided(self) -> Parallel | None:

@@ -239,7 +239,7 @@ ALWAYS = """
 extends stage algorithm track track.use track.project track.name track.offline
 run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
 run.samples_per_step run.max_minutes run.hang_minutes run.max_idle_steps
-model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
+model model.path model.thoughts model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
 model.lora.targets model.lora.continue model.quantize model.gradient_checkpointing model.activation_offloading
 model.shard model.parallel model.parallel.shard model.parallel.replicate model.parallel.context model.parallel.tensor
 model.parallel.expert model.lora.adapters rollout.workflow.adapters
