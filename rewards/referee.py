@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from posttrain.verify.extract import after_think
 
-LINE = re.compile(r"^\W*(?:answer\s*)?(\d+)\W*[:=]\W*(-?\d+(?:\.\d+)?)", re.IGNORECASE | re.MULTILINE)
+LINE = re.compile(
+    r"^[^\w\n]*+(?:answer\s*+)?(\d++)[^\w:=]*+[:=]\W*?(?=-?\d)(?<!-)(-?\d+(?:\.\d+)?)", re.IGNORECASE | re.MULTILINE
+)
 
 
 def order(completion: str, truth: Sequence[float], *, low: float = 0.0, high: float = 10.0) -> float | None:

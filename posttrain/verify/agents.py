@@ -10,7 +10,7 @@ from posttrain.verify.extract import last_tag, tag_contents
 from posttrain.verify.text import contains, golds_of, word_f1
 
 META_TAGS = ("planning", "explore", "reflection", "monitor")
-_BLOCK = re.compile(r"<(planning|explore|reflection|monitor|action)>(.*?)</\1>", re.DOTALL)
+_BLOCK = re.compile(r"<(planning|explore|reflection|monitor|action)>((?:[^<]|<(?!/?\1>))*+)</\1>")
 
 
 class Step(NamedTuple):

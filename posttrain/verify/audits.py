@@ -32,7 +32,7 @@ that the reply entails it, that the reply contradicts it. For example:
 Write nothing else."""
 
 _LINE = re.compile(
-    r"^\W*(\d{1,9})\W+([01](?:\.\d+)?|\.\d+)[\s,]+([01](?:\.\d+)?|\.\d+)[\s,]+([01](?:\.\d+)?|\.\d+)\s*$", re.M
+    r"^[^\w\n]*+(\d{1,9})\W+([01](?:\.\d+)?|\.\d+)[\s,]+([01](?:\.\d+)?|\.\d+)[\s,]+([01](?:\.\d+)?|\.\d+)\s*$", re.M
 )
 
 

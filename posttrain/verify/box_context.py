@@ -12,6 +12,9 @@ _THOUGHT_ENDS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>", 
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\})*+\}"
 _HIDDEN = re.compile(rf"\\[hv]?phantom\s*{_GROUP}|(?<!~)~~(?=[^\s~])[^~\n]*+~~(?!~)")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BOX_BRACE = re.compile(r"(?P<box>\\?\\(?:boxed|fbox)\s*)\{|(?<!\\)[{}]")
+_DECIMAL = re.compile(r"\d+")
+_POWER = re.compile(r"\s*[\^_!]")
 
 # Markup between the box and what changes it.
 _FACE = r"math(?:bf|rm|it|sf|tt|cal)|text(?:bf|it|rm|sf|tt|color|normal)?|boldsymbol|bm|emph|color|colorbox|underline"
@@ -184,20 +187,23 @@ def _wrapping_command(before: str) -> int | None:
 
 def unwrap_boxes(text: str) -> str:
     r"""Replace the boxes in a text by their contents, in parentheses if a power or index follows."""
-    for _ in range(text.count("boxed") + text.count("fbox")):
-        match = re.search(r"\\?\\(?:boxed|fbox)\s*(?=\{)", text)
-        if match is None:
-            break
-        depth, end = 0, match.end()
-        for end in range(match.end(), len(text)):
-            if text[end] in "{}" and text[end - 1] != "\\":
-                depth += 1 if text[end] == "{" else -1
-                if depth == 0:
-                    break
-        content = text[match.end() + 1 : end]
-        grouped = re.match(r"\s*[\^_!]", text[end + 1 :]) and len(content) > 1 and not content.isdecimal()
-        text = text[: match.start()] + (f"({content})" if grouped else content) + text[end + 1 :]
-    return text
+    opened: list[re.Match[str]] = []  # every open brace, or the box that it belongs to
+    edits: dict[int, tuple[int, str]] = {}  # start -> end, new text
+    for mark in _BOX_BRACE.finditer(text):
+        if mark[0] != "}":
+            opened.append(mark)
+        elif opened and (box := opened.pop())["box"] is not None:
+            content = box.end(), mark.start()
+            alone = content[1] - content[0] <= 1 or _DECIMAL.fullmatch(text, *content)
+            grouped = not alone and _POWER.match(text, mark.end())
+            edits[box.start()] = box.end(), "(" if grouped else ""
+            edits[mark.start()] = mark.end(), ")" if grouped else ""
+    edits |= {box.start(): (box.end(), "") for box in opened if box["box"] is not None}
+    parts, at = [], 0
+    for start, (end, new) in sorted(edits.items()):
+        parts += [text[at:start], new]
+        at = end
+    return "".join(parts) + text[at:]
 
 
 def is_denied(text: str, start: int, end: int) -> bool:

@@ -17,11 +17,11 @@ from posttrain.verify.regions import Numbers, Region, gold_regions
 
 Form = Literal["bbox_2d", "point_2d", "box_tag", "list"]
 
-_FORM = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_FORM = re.compile(r"<think>(?:(?!</think>\s*+<answer>).)*+</think>\s*+<answer>.*</answer>", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
 _PAIR = r"\(\s*\d+\s*,\s*\d+\s*\)"
 _TAGS = re.compile(
-    rf"(?:\s*(?:<ref>[^<]*</ref>|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>)?\s*"
+    rf"(?:\s*+(?:<ref>[^<]*</ref>|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>)?+\s*+"
     rf"(?:<box>|<\|box_start\|>)\s*{_PAIR}\s*,\s*{_PAIR}\s*(?:</box>|<\|box_end\|>))+\s*"
 )
 

@@ -183,5 +183,5 @@ def is_formula(text: str, gold: str = "") -> bool:
         _CHARACTERS.fullmatch(text) is not None
         and known.issuperset(names)
         and not _ATTRIBUTE.search(text)
-        and not too_large(re.sub(r"\s*\*\*\s*", "^", text))
+        and not too_large("^".join(part.strip() for part in text.split("**")))
     )

@@ -58,7 +58,7 @@ Say in a sentence or two which is better and why. Then end with one line: Verdic
 SCORE = r"score\s*\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 _FIELD = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 _VERDICT = re.compile(r"verdict\s*\**\s*[:=]\s*\**\s*(A|B|tie)\b", re.IGNORECASE)
-_LINE = re.compile(r"^\W*(\d{1,9})\W+(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+_LINE = re.compile(r"^[^\w\n]*+(\d{1,9})\W+(yes|no)\b", re.IGNORECASE | re.MULTILINE)
 
 
 def fields_of(template: str) -> list[str]:

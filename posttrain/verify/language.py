@@ -33,7 +33,11 @@ _ONE_EACH = frozenset({"CJK", "HIRAGANA", "KATAKANA"})  # written without blanks
 _SYMBOLS = frozenset({"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE"})
 _JOINERS = frozenset("'’-‐‑")
 # Code and math. A `$...$` span contains no blank line, so that prices are not read as math.
-_SPANS = re.compile(r"(?P<code>```.*?```)|\$\$.*?\$\$|\$(?:[^$\n]|\n(?!\s*\n))*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_SPANS = re.compile(
+    r"(?P<code>```.*?```)|\$\$.*?\$\$|\$(?:[^$\n]|\n(?!\s*\n))*\$"
+    r"|\\\((?:[^\\]|\\(?![()]))*+\\\)|\\\[(?:[^\\]|\\(?![\[\]]))*+\\\]",
+    re.DOTALL,
+)
 _COMMANDS = re.compile(r"\\[A-Za-z]+|</?[A-Za-z][\w-]*(?:\s+[\w-]+=(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s<>]+))*\s*/?>")
 # Math letters and letters in circles or squares, as words: three in a row are not a formula.
 _DRESSED = re.compile("[\U0001d400-\U0001d7ff\u24b6-\u24e9\U0001f110-\U0001f189]{3,}")
@@ -41,7 +45,7 @@ _SPACED = re.compile(r"(?<![^\s])(?:[^\W\d_][ \t]+){4,}[^\W\d_](?![^\s.,;:!?])")
 _TEXT_IN_MATHS = re.compile(
     r"\\(?:text|mbox|textbf|textit|mathrm)\s*\{\s*[^\W\d_]{2,}(?:[\s,;:'’-]+[^\W\d_]{2,})+\W*\}"
 )
-_SENTENCE = re.compile(r"(?:[^\W\d_]{2,}[\s,;:'’-]+){3,}[^\W\d_]{2,}")  # four words in a row are not a formula
+_SENTENCE = re.compile(r"(?<![^\W\d_])(?:[^\W\d_]{2,}+[\s,;:'’-]++){3,}[^\W\d_]{2,}")  # four words in a row are not a formula
 
 
 @functools.lru_cache(maxsize=65536)

@@ -27,6 +27,7 @@ from posttrain.verify.word_answers import means_all_reals, means_no_solution, sa
 
 # Plain integers are compared as text, a hundred times faster.
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
+_LONG_SPACE = re.compile(r"(\s{16})\s++")  # means no more than 16 of them, and would be read many times
 MAX_CACHED_CHARS = 400  # characters
 
 
@@ -121,11 +122,13 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
     exact values are compared exactly. docs/verifier.md defines equality for each kind of answer. An answer that is too
     large to parse (`complexity_limits.too_large`) is wrong as a candidate and None as a gold answer.
     """
-    gold, candidate = gold.strip(), candidate.strip()
+    gold, candidate = (_LONG_SPACE.sub(r"\1", text.strip()) for text in (gold, candidate))
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):
         return gold == candidate
     if not readable(gold):
         return None
+    if len(candidate) > MAX_CHARS:
+        return False
     return (_same_cached if len(candidate) <= MAX_CACHED_CHARS else _same)(gold, candidate, decimals)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_BOX = re.compile(r"\\boxed\{(.*?)\}")
+_BOX = re.compile(r"\\boxed\{((?:[^}\n\\]|\\(?!boxed\{))*+)\}")
 _CLAUSE = re.compile(r"(?:!?[A-Z])+")
 _LITERAL = re.compile(r"(!?)([A-Z])")
 

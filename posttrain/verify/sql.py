@@ -15,7 +15,7 @@ from posttrain.verify.text import overlap
 
 WEIGHTS = {"execution": 3.0, "judge": 2.0, "syntax": 1.0, "schema": 1.0, "ngram": 1.0}
 
-_FENCE = re.compile(r"```(?:sqlite|(?:postgre|my)?sql)?[^\S\n]*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```(?:sqlite|(?:postgre|my)?sql)?[^\S\n]*+\n?+(.*?)```", re.DOTALL | re.IGNORECASE)
 _TOKEN = re.compile(
     r"(?P<text>'(?:[^']|'')*')|(?P<quoted>\"(?:[^\"]|\"\")*\"|`(?:[^`]|``)*`)|(?P<name>[^\W\d]\w*)"
     r"|(?P<number>\d+(?:\.\d+)?)|<>|<=|>=|!=|\|\||\S"

@@ -11,7 +11,7 @@ from posttrain.verify.extract import after_think
 from posttrain.verify.text import overlap, weighted_mean
 
 PARTS = ("validity", "format", "structure", "content", "length")
-_FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n?(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```[^\S\n]*+\w*+[^\S\n]*+\n?+(.*?)```", re.DOTALL)
 
 
 def read_object(text: str) -> dict[str, Any] | None:
