@@ -45,7 +45,8 @@ _SPACED = re.compile(r"(?<![^\s])(?:[^\W\d_][ \t]+){4,}[^\W\d_](?![^\s.,;:!?])")
 _TEXT_IN_MATHS = re.compile(
     r"\\(?:text|mbox|textbf|textit|mathrm)\s*\{\s*[^\W\d_]{2,}(?:[\s,;:'’-]+[^\W\d_]{2,})+\W*\}"
 )
-_SENTENCE = re.compile(r"(?<![^\W\d_])(?:[^\W\d_]{2,}+[\s,;:'’-]++){3,}[^\W\d_]{2,}")  # four words in a row are not a formula
+# four words in a row are not a formula
+_SENTENCE = re.compile(r"(?<![^\W\d_])(?:[^\W\d_]{2,}+[\s,;:'’-]++){3,}[^\W\d_]{2,}")
 
 
 @functools.lru_cache(maxsize=65536)

@@ -42,7 +42,10 @@ _REGION = re.compile(
     )
 )
 _Y_FIRST = re.compile(r"[\"']box_2d[\"']\s*:\s*\[?\s*$")
-_REFERENCE = re.compile(r"<ref>((?:[^<]|<(?!/?ref>))*+)</ref>|<\|object_ref_start\|>((?:[^<]|<(?!\|object_ref_))*+)<\|object_ref_end\|>")
+_REFERENCE = re.compile(
+    r"<ref>((?:[^<]|<(?!/?ref>))*+)</ref>"
+    r"|<\|object_ref_start\|>((?:[^<]|<(?!\|object_ref_))*+)<\|object_ref_end\|>"
+)
 _LABEL = re.compile(r"[\"']label[\"']\s*:\s*(?:\"([^\"]*)\"|'([^']*)')")
 _NOTHING = re.compile(r"(?:```(?:json)?)?\s*(?:\[\s*\]|\(?no(?:ne| objects?)\)?)\s*\.?\s*(?:```)?", re.IGNORECASE)
 _MAX_ENTRY_CHARS = 300  # characters around a box that are searched for its label

@@ -1,0 +1,91 @@
+"""Time of verifiers grows in proportion to the length of a completion, whatever a policy repeats in it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from posttrain.path_resolution import known_files
+from posttrain.verify import agents, audits, box_context, boxes, gym, judging, language, math, regions, sql, structured
+from posttrain.verify.load import load_script
+
+SHORT, LONG = 6_000, 24_000  # characters
+SLOW = 0.15  # seconds; shorter times are not compared
+TOO_SLOW = 2.0  # seconds for the short text
+GROWTH = 9  # of the time for four times the length: 4 if linear, 16 if quadratic
+
+
+def seconds(call: Callable[[str], Any], text: str) -> float:
+    """Return the CPU time of a call."""
+    start = time.process_time()
+    call(text)
+    return time.process_time() - start
+
+
+def is_quadratic(call: Callable[[str], Any], unit: str, before: str = "", after: str = "") -> bool:
+    """Return whether the time grows faster than the text, in each of three tries."""
+
+    def text(length: int) -> str:
+        return before + unit * (length // len(unit)) + after
+
+    for _ in range(3):
+        short = seconds(call, text(SHORT))
+        if short > TOO_SLOW:
+            return True
+        long = seconds(call, text(LONG))
+        if long < SLOW or long < GROWTH * short:
+            return False
+    return True
+
+
+def reward(name: str, **columns: Any) -> Callable[[str], Any]:
+    """Return a shipped reward as a function of the completion."""
+    script, _, function = name.partition(".")
+    loaded = load_script(known_files("rewards", [".py"])[script])[function]
+    return lambda text: loaded(text, **columns)
+
+
+CASES = {
+    "audits": (lambda t: audits.read_probabilities(t, 3), [("\n", "", ""), ("1\n", "", "")]),
+    "checks": (lambda t: judging.read_checks(t, 3), [("\n", "", ""), (" \n", "1", "")]),
+    "referee": (reward("referee.order", truth=[1.0, 0.0]), [("\n", "", ""), (":", "1", ""), ("=", "1", "a")]),
+    "boxes": (box_context.unwrap_boxes, [("\\boxed{", "", ""), ("\\boxed{1", "", "}"), ("\\boxed{1}^", "", "")]),
+    "formula": (gym.is_formula, [(" ", "", ""), ("\n", "1", "1"), ("** ", "1", "1")]),
+    "box tags": (reward("boxes.form", form="box_tag"), [(" ", "", ""), ("\n", "<answer>", "</answer>")]),
+    "box form": (
+        lambda t: boxes.box_reward(t, [[0, 0, 1, 1]]),
+        [("</think><answer>", "<think>", ""), ("<think>", "", "")],
+    ),
+    "references": (regions.read_regions, [("<ref>", "", ""), ("<|object_ref_start|>", "", "")]),
+    "steps": (lambda t: agents.read_step(t, True), [("<planning>", "", ""), ("<action>", "", "")]),
+    "assignment": (reward("sat.assignment", formula="A&!B"), [("\\boxed{", "", ""), ("\\boxed", "", "")]),
+    "language": (
+        lambda t: language.language_share(t, language="en"),
+        [("a", "$", "$"), ("\\(", "", ""), ("\\[", "", ""), ("aa ", "$", "$")],
+    ),
+    "json": (structured.object_in, [(" ", "```", ""), ("a", "```", ""), ("\n", "```json", "")]),
+    "query": (sql.query_in, [(" ", "```", ""), ("\n", "```sql", "")]),
+    "math": (
+        lambda t: math.grade(t, "12"),
+        [
+            *((blank, before, after) for blank in " \n\t\N{NO-BREAK SPACE}" for before, after in (
+                ("\\boxed{", "}"), ("\\boxed{1", "2}"), ("\\boxed{\\text{a", "}}"))),
+            *((unit, "\\boxed{", "}") for unit in ("1", ",", "(", "\\", "-", "a", "^", "\\frac{", "1,000", ". ")),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_time_is_linear_in_the_text(name: str) -> None:
+    call, kinds = CASES[name]
+    assert [kind for kind in kinds if is_quadratic(call, *kind)] == []
+
+
+def test_quadratic_time_is_recognized() -> None:
+    assert is_quadratic(re.compile(r"\s*x").search, " ")
+    assert not is_quadratic(lambda text: [sum(map(ord, text)) for _ in range(200)], " ")
