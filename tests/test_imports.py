@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "workflows": {"batch", "registry", "errors", "shapes", "verify"},
     "replay": {"registry", "errors", "curriculum", "control"},
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
-    "models": FOUNDATION | {"run", "chat", "hub", "images", "scratch"},
+    "models": FOUNDATION | {"run", "chat", "hub", "images", "scratch", "thoughts"},
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "images", "options", "seeds", "thoughts"},
     "tools": FOUNDATION | {"batch", "chat", "images", "verify"},
     "rollout": FOUNDATION
