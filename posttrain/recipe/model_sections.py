@@ -348,7 +348,7 @@ class Model(Section):
     ] = Field(None, description="Jinja file that replaces the tokenizer's chat template")
     thoughts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=2)] | None = Field(
         None,
-        description="text before and after the model's thoughts, if neither its chat template nor its vocabulary shows "
+        description="text before and after a thought, if neither the chat template nor the vocabulary shows "
         'them: ["<reason>", "</reason>"]; rewards, evaluations and rows have `<think>` and `</think>` in their place',
     )
     trust_remote_code: Annotated[
