@@ -250,9 +250,9 @@ def move_offsets(offsets: Sequence[int], edits: Sequence[Edit]) -> list[int]:
     return moved
 
 
-def empty_thought(text: str) -> re.Match[str] | None:
-    """Find a thought without content, in any format."""
-    return _empty_thoughts(known_formats()).search(text)
+def find_empty_thoughts(text: str) -> list[re.Match[str]]:
+    """Find the thoughts without content, in any format."""
+    return list(_empty_thoughts(known_formats()).finditer(text))
 
 
 @functools.lru_cache(maxsize=4)

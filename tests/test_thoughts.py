@@ -397,7 +397,9 @@ def test_marks_of_a_recipe_are_recognized_in_prompts(declared: Any) -> None:
     assert ends_in_thought("2+2?<reason>", "5?") and not ends_in_thought("2+2?", "5?")
     sample = Sample("4", {}, "2+2?<reason>")
     assert built_in("prefilled_think", sample, 0, None) is True
-    assert thoughts.empty_thought("a<reason>\n</reason>") and not thoughts.empty_thought("<reason>a</reason>")
+    assert thoughts.find_empty_thoughts("a<reason>\n</reason>") and not thoughts.find_empty_thoughts(
+        "<reason>a</reason>"
+    )
     assert after_think("<think>5</think>4", "</reason>") == "4"
 
 

@@ -15,7 +15,7 @@ from posttrain.data import template_spans
 from posttrain.data.template_spans import Leaf, Message, Spans
 from posttrain.errors import DataError
 from posttrain.images import Image
-from posttrain.thoughts import closing_mark, empty_thought, opening_mark
+from posttrain.thoughts import closing_mark, find_empty_thoughts, opening_mark
 
 EMPTY_COMPLETION = "empty completion"
 UNWANTED = "its turns say `train: false` (or `weight: 0`)"
@@ -153,8 +153,8 @@ def _end_answer(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
 def _adds_thought(prompt: str, answer: _Answer, turn: Message) -> bool:
     """Return whether the template wrote an empty thought into a turn that has none of its own."""
     opened = opening_mark(prompt)
-    own = empty_thought(str(turn.get("content"))) or any(turn.get(name) == "" for name in template_spans.THOUGHTS)
-    return not own and empty_thought(opened + answer.frame) is not None
+    own = find_empty_thoughts(str(turn.get("content"))) or any(turn.get(name) == "" for name in template_spans.THOUGHTS)
+    return not own and bool(find_empty_thoughts(opened + answer.frame))
 
 
 def _unique(causes: Iterable[str]) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ def _skip_empty_thought(prompt: str, whole: str) -> str:
     closed, shown = closing_mark(prompt), prompt.rstrip()
     if not closed or whole.startswith(prompt):
         return prompt
-    starts = [match.start() for match in EMPTY_THOUGHT.finditer(shown) if match.end() == len(shown)]
+    starts = [match.start() for match in find_empty_thoughts(shown) if match.end() == len(shown)]
     before = shown[: starts[0]] if starts else shown.removesuffix(closed)
     return before + closed if whole.startswith(before + closed) else before
 
