@@ -1,8 +1,8 @@
 """Conversion of messages in common file formats to {role, content, ...}.
 
 Supported: OpenAI (role, content as text or parts, `weight`, the deprecated `function_call` and role function), ShareGPT
-(from, value; function-call turns and their observations), and `train: true | false` on a message, which sets whether it
-may be trained on.
+(from, value; function-call turns and their observations; its names of roles in `role`, too), and `train: true | false`
+on a message, which sets whether it may be trained on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.errors import DataError, nearest
 
 Message = dict[str, Any]
 
-# Role names of ShareGPT files. A call is an assistant turn; its result is a tool message.
+# Role names of ShareGPT files, for `from` and `role`. A call is an assistant turn; its result is a tool message.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -57,8 +57,7 @@ def _parse_message(message: Any, name: str, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"`{name}` is {describe_value(message)}, not a message", where=where)
     parsed = {k: v for k, v in message.items() if v is not None}
-    if "role" not in parsed and "from" in parsed:
-        parsed = _convert_sharegpt(parsed, name, where)
+    parsed = _convert_sharegpt(parsed, name, where)
     if not isinstance(parsed.get("role"), str):
         raise DataError(f"`{name}` has no role; it has: {', '.join(parsed)}", where=where)
     _check_role(parsed["role"], name, where)
@@ -76,7 +75,7 @@ def _check_role(role: str, name: str, where: str) -> None:
     """Raise DataError for a misspelled role, which a template would copy verbatim and training would ignore."""
     meant = None if role in KNOWN_ROLES else nearest(role.lower(), KNOWN_ROLES, 0.66)
     if meant is not None and not role.startswith(meant):  # `user_2` is a different, valid name
-        allowed = "roles: system, developer, user, assistant, tool; in `from` also human, gpt, ..."
+        allowed = "roles: system, developer, user, assistant, tool; also human, gpt, ..."
         raise DataError(
             f"`{name}` has the role `{role}`", where=where, allowed=allowed, hint=f"did you mean `{meant}`?"
         )
@@ -158,13 +157,21 @@ def get_answer(messages: list[Message]) -> str | list[Message]:
 
 
 def _convert_sharegpt(message: Message, name: str, where: str) -> Message:
-    """Convert `from` and `value` to role and content; other keys stay."""
-    rest = {k: v for k, v in message.items() if k not in ("from", "value")}
-    sender, text = message["from"], message.get("value")
-    role = ROLES.get(sender, sender)
+    """Convert ShareGPT's keys `from` and `value`, and its names of roles, to role and content; other keys stay.
+
+    The role `observation` stays if it is under `role`: GLM's templates read it.
+    """
+    key = "role" if "role" in message else "from"
+    sender = message.get(key)
+    if not isinstance(sender, str):
+        return message
+    role = sender if (key, sender) == ("role", "observation") else ROLES.get(sender, sender)
+    text_key = "value" if "content" not in message else "content"
+    rest = {k: v for k, v in message.items() if k not in (key, text_key)}
+    text = message.get(text_key)
     if sender in CALL_ROLES:
         return {**rest, "role": role, "content": "", "tool_calls": _parse_calls(text, name, where)}
-    if text is None and role in _NEED_CONTENT:
+    if text is None and (key == "role" or role in _NEED_CONTENT):
         return {**rest, "role": role}
     return {**rest, "role": role, "content": "" if text is None else text}
 

@@ -30,6 +30,23 @@ def test_sharegpt_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
     assert "messages" not in beside  # a row that has a prompt keeps it
 
 
+@pytest.mark.parametrize("sender", ["gpt", "chatgpt", "bot", "model", "assistant"])
+@pytest.mark.parametrize("role", ["from", "role"])
+@pytest.mark.parametrize("content", ["value", "content"])
+def test_names_of_sharegpt_under_either_key(role: str, sender: str, content: str) -> None:
+    """As in datasets of axolotl and ms-swift that mix `role: human` or `from` with OpenAI's keys."""
+    found = read({role: "human", content: "q"}, {role: sender, content: "a", "train": False})
+    assert found == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
+
+
+def test_calls_and_results_of_ms_swift() -> None:
+    found = read({"role": "tool_call", "content": '{"name": "f"}'}, {"role": "tool_response", "content": "3"})
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert found == [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    glm = {"role": "observation", "content": "3"}  # a role of GLM's own templates
+    assert read(glm) == [glm]
+
+
 def test_sharegpt_calls_are_assistant_turns_and_observations_tool_turns() -> None:
     call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
     found = read({"from": "function_call", "value": call}, {"from": "observation", "value": "sun"})
