@@ -246,6 +246,9 @@ def check_sides(row: Row) -> None:
         )
 
 
+_ANSWERS = ("response", "output", "solution")  # columns that hold the completion in some data sets
+
+
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     """Return the whole conversation of a training row, with the recipe's system message if it has none."""
     if row.get("messages") is not None and not section.prompt_template:
@@ -257,7 +260,7 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
         raise DataError(
             "no `completion` to train on",
             where=source_locations.describe_row(row["uid"]),
-            hint="write e.g. columns: {completion: answer}",
+            hint=f"write e.g. columns: {{completion: {next((name for name in _ANSWERS if row.get(name)), 'answer')}}}",
         )
     return [*prompt_messages(row, section), *answer_messages(completion)]
 

@@ -209,6 +209,9 @@ def test_error_for_rows_without_an_answer_names_the_missing_column(tiny: Any) ->
     with pytest.raises(DataError, match="no `completion` to train on") as error:
         render_example({"uid": "u", "prompt": "q", "answer": "7"}, tiny, section())
     assert "columns: {completion: answer}" in str(error.value)
+    with pytest.raises(DataError) as error:
+        render_example({"uid": "u", "prompt": "q", "answer": "7", "response": "It is 7."}, tiny, section())
+    assert "columns: {completion: response}" in str(error.value)
     with pytest.raises(DataError, match="no `chosen` and `rejected`"):
         pair_texts(ROW, tiny, section())
 
