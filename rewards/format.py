@@ -12,7 +12,7 @@ from typing import Literal
 from posttrain.verify.extract import after_think, last_boxed
 
 R1 = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
-OPEN_R1 = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
+OPEN_R1 = re.compile(r"^<think>\n(?>.*?\n</think>\n<answer>\n).*?\n</answer>$", re.DOTALL | re.MULTILINE)
 THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _BLANK = re.compile(r"(?:[\s.,;:!?~$]|\\[ ,;:!]|\\q?quad\b|\\(?:text|mbox|phantom)\{\s*\})*")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

@@ -17,11 +17,8 @@ from posttrain.verify.sandbox import Limits, run_python
 Mode = Literal["partial", "binary", "weighted_sum", "pass_fail"]
 MODES = ("partial", "binary", "weighted_sum", "pass_fail")
 
-_BLOCK_OR_THOUGHT = re.compile(
-    r"```(?P<language>[^\s`]*)[^\S\n]*\n(?P<program>.*?)(?:(?<=\n)[^\S\n]*```|```[^\S\n]*$)"
-    rf"|{re.escape(THINK_START)}",
-    re.DOTALL | re.MULTILINE,
-)
+_FENCE_OR_THOUGHT = re.compile(rf"```(?P<language>[^\s`]*+)[^\S\n]*+\n|{re.escape(THINK_START)}")
+_FENCE_END = re.compile(r"^[^\S\n]*```|```[^\S\n]*$", re.MULTILINE)
 _COMPILES = "import sys\ncompile(sys.stdin.read(), 'main.py', 'exec')\n"
 
 
@@ -32,14 +29,17 @@ def program_in(completion: str) -> str | None:
     Nothing after an unclosed `<think>` counts, unless the `<think>` is inside a block and so part of the program. A
     fence closes at the start or the end of a line, so that a program may write ``` in a text.
     """
-    labeled = plain = None
-    for match in _BLOCK_OR_THOUGHT.finditer(after_think(completion)):
-        if match["program"] is None:
+    labeled = plain = end = None
+    text = after_think(completion)
+    while (fence := _FENCE_OR_THOUGHT.search(text, 0 if end is None else end.end())) and fence[0] != THINK_START:
+        end = _FENCE_END.search(text, fence.end())
+        if end is None:
             break
-        if match["language"].lower() in ("python", "python3", "py"):
-            labeled = match["program"]
-        elif not match["language"]:
-            plain = match["program"]
+        program = text[fence.end() : end.start()]
+        if fence["language"].lower() in ("python", "python3", "py"):
+            labeled = program
+        elif not fence["language"]:
+            plain = program
     last = plain if labeled is None else labeled
     return last if last and last.strip() else None
 

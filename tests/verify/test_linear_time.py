@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.path_resolution import known_files
-from posttrain.verify import agents, audits, box_context, boxes, gym, judging, language, math, regions, sql, structured
+from posttrain.verify import (
+    agents,
+    audits,
+    box_context,
+    boxes,
+    code,
+    gym,
+    judging,
+    language,
+    math,
+    regions,
+    sql,
+    structured,
+)
+from posttrain.verify.examples import read_examples
 from posttrain.verify.load import load_script
 
 SHORT, LONG = 6_000, 24_000  # characters
@@ -67,6 +84,8 @@ CASES = {
         lambda t: language.language_share(t, language="en"),
         [("a", "$", "$"), ("\\(", "", ""), ("\\[", "", ""), ("aa ", "$", "$")],
     ),
+    "program": (code.program_in, [("```a\nb ", "", ""), ("  ```\n", "```a\n", ""), (" ", "```", "")]),
+    "open-r1": (reward("format.structure", mode="open_r1"), [("\n</think>\n<answer>\n", "<think>\n", "")]),
     "json": (structured.object_in, [(" ", "```", ""), ("a", "```", ""), ("\n", "```json", "")]),
     "query": (sql.query_in, [(" ", "```", ""), ("\n", "```sql", "")]),
     "math": (
@@ -84,6 +103,23 @@ CASES = {
 def test_time_is_linear_in_the_text(name: str) -> None:
     call, kinds = CASES[name]
     assert [kind for kind in kinds if is_quadratic(call, *kind)] == []
+
+
+REPEATED = (" ", "\n", "1", "a", ",", "(", "[", "\\", "$", "**", "```", "\\boxed{", "<think>", "<answer>", "a b. ")
+SCRIPTS = sorted({path for path in known_files("rewards", [".py"]).values() if path.stem != "code"})
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_time_of_shipped_rewards_is_linear(script: Path) -> None:
+    """With the columns of their first example; programs, judges and records of workflows are left out."""
+    for name, examples in read_examples(script).items():
+        function = load_script(script)[name]
+        takes = inspect.signature(function).parameters
+        if hasattr(function, "posttrain_judge_timeout_s") or takes.keys() & {"transcript", "workflow", "parts"}:
+            continue
+        columns = {key: value for key, value in examples[0].columns.items() if key in takes} | examples[0].params
+        call = functools.partial(function, **columns)
+        assert [unit for unit in REPEATED if is_quadratic(call, unit)] == [], name
 
 
 def test_quadratic_time_is_recognized() -> None:
