@@ -196,8 +196,10 @@ _FUNCTIONS = {
     "sin": mpmath.sin, "cos": mpmath.cos, "tan": mpmath.tan, "cot": mpmath.cot, "sec": mpmath.sec, "csc": mpmath.csc,
     "asin": mpmath.asin, "acos": mpmath.acos, "atan": mpmath.atan, "acot": mpmath.acot, "asec": mpmath.asec,
     "acsc": mpmath.acsc, "sinh": mpmath.sinh, "cosh": mpmath.cosh, "tanh": mpmath.tanh, "coth": mpmath.coth,
-    "exp": mpmath.exp, "log": mpmath.log, "Abs": abs, "factorial": mpmath.factorial, "gamma": mpmath.gamma,
-    "binomial": mpmath.binomial, "floor": mpmath.floor, "ceiling": mpmath.ceil, "sign": mpmath.sign,
+    "sech": mpmath.sech, "csch": mpmath.csch, "asinh": mpmath.asinh, "acosh": mpmath.acosh, "atanh": mpmath.atanh,
+    "acoth": mpmath.acoth, "exp": mpmath.exp, "log": mpmath.log, "Abs": abs, "gamma": mpmath.gamma,
+    "factorial": mpmath.factorial, "binomial": mpmath.binomial, "floor": mpmath.floor, "ceiling": mpmath.ceil,
+    "sign": mpmath.sign,
     "Max": max, "Min": min, "re": mpmath.re, "im": mpmath.im, "conjugate": mpmath.conj, "arg": mpmath.arg,
 }  # fmt: skip
 
@@ -236,7 +238,7 @@ def _evaluate(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
     name = type(value).__name__
     if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(number)) > 0 for number in values):
         raise ValueError("no order")
-    if name in ("exp", "sinh", "cosh", "gamma", "factorial") and abs(values[0]) > 10**5:
+    if name in ("exp", "sinh", "cosh", "sech", "csch", "gamma", "factorial") and abs(values[0]) > 10**5:
         raise OverflowError
     return _if_real(_FUNCTIONS[name](*values), real)
 

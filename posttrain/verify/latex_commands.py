@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 MAX_PI_DENOMINATOR = 12  # largest denominator of a fraction of pi whose sine sympy looks up
 MAX_TERMS = 100  # largest number of terms of a sum or product to expand
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot", "sec": "asec", "csc": "acsc"}
+_INVERSE |= {"sinh": "asinh", "cosh": "acosh", "tanh": "atanh", "coth": "acoth"}
 _APPLIED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp")}
 _APPLIED |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc"}
-_APPLIED |= {"asin": "asin", "acos": "acos", "atan": "atan", "abs": "Abs"}
+_APPLIED |= {"asin": "asin", "acos": "acos", "atan": "atan", "abs": "Abs", "sech": "sech", "csch": "csch"}
+_APPLIED |= {f"{arc}{name}": f"a{name}" for arc in ("a", "ar", "arc") for name in ("sinh", "cosh", "tanh", "coth")}
+_EXPONENTIAL = ("sinh", "cosh", "tanh", "coth", "sech", "csch", "exp")  # arguments have the limit of exponents
 COMMANDS: dict[str, Callable[..., Any]] = {}
 # Commands that end the argument of a function without brackets.
 _STOPS = (*_APPLIED, "ln", "log", "lg", "sum", "prod", "int", "lim")
@@ -62,7 +65,7 @@ def apply_function(name: str, argument: Any) -> Any:
     simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MAX_PI_DENOMINATOR)
     if name == "log" and argument.is_Rational and is_long(argument):
         simple = False  # sympy would test whether it is prime
-    limit = MAX_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else MAX_ARGUMENT
+    limit = MAX_EXPONENT if name in _EXPONENTIAL else MAX_ARGUMENT
     if is_beyond(argument, limit):
         raise Unreadable("a function of too large a number")
     return getattr(sympy, name)(argument, evaluate=simple)

@@ -19,7 +19,8 @@ class Token(NamedTuple):
 
 _FUNCTIONS_WORDS = """
 sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp sqrt gcd lcm max min det
-floor ceil abs arcsec arccsc asin acos atan tg ctg arctg arcctg
+floor ceil abs arcsec arccsc asin acos atan tg ctg arctg arcctg coth sech csch asinh acosh atanh acoth arsinh arcosh
+artanh arcoth arcsinh arccosh arctanh arccoth
 """
 FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
 _GREEK_WORDS = """
