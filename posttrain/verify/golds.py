@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin, is_typeddict
 
 from posttrain.verify.extract import anchor, every_box, hash_line
+from posttrain.verify.numerals import SCALES, changes_number
 
 _MISSING = re.compile(r"nan|none|null|n/?a|nil|todo|tbd|[-.?_ ]+", re.IGNORECASE)
 _ELSEWHERE = re.compile(
@@ -49,7 +50,22 @@ def gold_text(answer: Any) -> str | None:
     if "####" in text:
         return (hash_line(text) or text.rpartition("####")[2]).strip() or None
     stated = anchor(text)
-    return stated if stated and len(stated) <= MAX_ANSWER_CHARS and not is_sentence(stated) else text.strip()
+    found = stated if stated and len(stated) <= MAX_ANSWER_CHARS and not is_sentence(stated) else text.strip()
+    return _BRACKETED_UNIT.sub(_write_unit, found)
+
+
+# `12 (inches of snow)`, as in ASDiv
+_BRACKETED_UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*)\s*\(\s*([A-Za-z][A-Za-z .'-]*)\)")
+
+
+def _write_unit(match: re.Match[str]) -> str:
+    r"""Write a number and its unit in brackets as `12\text{ inches}`; without a unit that could change the number."""
+    if match.start() or match.end() < len(match.string):
+        return match[0]
+    words = match[2].casefold().replace(".", " ").replace("-", " ").split()
+    if SCALES.keys() & set(words):
+        return match[0]
+    return match[1] if any(map(changes_number, words)) else rf"{match[1]}\text{{ {match[2].strip()}}}"
 
 
 def explain_unusable(answer: Any) -> str:

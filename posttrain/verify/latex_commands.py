@@ -336,6 +336,10 @@ def _greek(reader: Reader) -> Any:
     )
 
 
+def _names(token: Token) -> bool:
+    return token.kind == "letter" or (token.kind == "command" and token.text in GREEK)
+
+
 @register_commands(
     "angle",
     "triangle",
@@ -347,6 +351,8 @@ def _greek(reader: Reader) -> Any:
     "hat",
     "widehat",
     "tilde",
+    "dot",
+    "ddot",
     "Delta_",
 )
 def _marked_name(reader: Reader) -> Expr:
@@ -358,10 +364,15 @@ def _marked_name(reader: Reader) -> Expr:
         tokens = reader.tokens[reader.position : end]
         reader.position = end + 1
     else:
-        while reader.peek().kind == "letter" and (mark.endswith("angle") or not tokens):
+        while _names(reader.peek()) and (mark.endswith("angle") or not tokens):
             tokens.append(reader.next())
+    if mark.endswith("dot") and reader.at("_"):  # \dot{x}_{0}
+        subscript = reader.tokens[reader.position : reader.position + 4]
+        braced = [token.text for token in subscript[1::2]] == ["{", "}"]
+        tokens += [subscript[0], subscript[2 if braced else 1]]
+        reader.position += 4 if braced else 2
     if not tokens or any(
-        token.kind != "letter" and token.text != "_" and not (token.kind == "number" and at)
+        not _names(token) and token.text != "_" and not (token.kind == "number" and at)
         for at, token in enumerate(tokens)
     ):
         raise Unreadable("a mark on no name")

@@ -60,6 +60,12 @@ def _upright(match: re.Match[str]) -> str:
     units = " ".join(re.sub(r"\\(?:[,;: ]|cdot)|~", " ", content).split())
     if before and "^" in units and _UNITS.fullmatch(units):
         return rf"{before}\text{{{units}}}"
+    if (
+        before
+        and word in ("min", "sec")
+        and not re.match(r"\s*(?:\\left\b)?[A-Za-z0-9\\({_^]", match.string[match.end() :])
+    ):
+        return rf"{before}\text{{{word}}}"  # 9\text{ min}, not 9\min(a, b)
     if word in FUNCTIONS or (word in GREEK and match[0].startswith("\\operatorname")):
         return f"{before}\\{word} "
     if re.search(r"(?<![\w^])[0-9]|\\", content) and not re.fullmatch(r"[A-Za-z]+\s*\^?[23]", content):
@@ -168,6 +174,9 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"(?<=[0-9])\s+[ap]\.m\.", lambda m: rf"\text{{{m[0].strip()[0]}m}}"),
         (r"\\not\s*=|\\not\s*\\eq", r"\\ne "),
         (r"\\operatorname\s*\{\s*\\", r"{\\"),
+        # A condition in brackets: y = x^2 (x > 0).
+        (r"(?<==)([^=<>]+)\(\s*([A-Za-z]\s*(?:[<>≤≥]|\\(?:[lg]eq?(?:slant)?|ne)(?![a-z]))[^()<>=]*)\)\s*$", r"\1, \2"),
+        (r"\^\s*\{\s*((?:\\prime(?![a-z])\s*)+)\}", lambda m: "'" * m[1].count("prime")),
         (r"(?<=[\])}])\s*\\backslash", r"\\setminus"),
         (r"\](?=[^\[\](),]*[^\s\[\](),][^\[\]()]*,)([^\[\]()]*)\[", r"(\1)"),
         (r"(^|\\cup|=|\\in\b)\s*\]([^\[\]()]*,[^\[\]()]*\])", r"\1(\2"),
@@ -299,8 +308,16 @@ def _without_group_commas(text: str) -> str:
     return "".join(parts) + text[last:]
 
 
+_CIRCLED = re.compile(r"\\textcircled\s*\{\s*([1-9]|1[0-9]|20)\s*\}")
+
+
 def plain(text: str) -> str:
-    r"""Strip a `\text{}` around the whole text, and all blanks except those between letters or digits."""
+    r"""Strip a `\text{}` around the whole text, and all blanks except those between letters or digits.
+
+    `\textcircled{3}`, a statement in Chinese tests, becomes one sign.
+    """
+    if "\\textcircled" in text:
+        text = _CIRCLED.sub(lambda m: chr(0x2460 + int(m[1]) - 1), text).strip("$ ")
     return _IDLE_BLANKS.sub("", LETTERS.sub(r"\1", text) if LETTERS.fullmatch(text) else text)
 
 

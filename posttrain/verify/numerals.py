@@ -25,7 +25,7 @@ one two three four five six seven eight nine ten eleven twelve zero negative pos
 above under exceeding divided root power fewer greater smaller too only also false non lower upper etc
 so remainder rem with out
 doubled tripled quadrupled halved twice thrice negated inverted inverse reciprocal reversed conjugate transpose
-complement octal binary hexadecimal hex decimal factorials tens twelves ones zeros zeroes nines digits zillion
+complement octal binary hexadecimal hex decimal factorials tens twelves ones zeros zeroes nines zillion
 quintillion googol myriad score scores grand couple couples pairs mille millones permille basis kilo mega giga nano
 micro milli nope never untrue mistaken wrongly invalid error rejected impossible unlikely doubtful unsure guess
 guessed perchance conceivably likely hopefully alternatively something excluded excluding exclusive removed missing

@@ -274,6 +274,8 @@ class Reader(Cursor):
             power = self.exponent_end == self.position  # 2^{6}3^{5} and 2^6 3^5, but not 2^6 3
             if power and (before.text == "}" or (token.spaced and self.peek(1).text == "^")):
                 return times(left, self.power())
+            if before.text == ")" and self.peek(1).text == "^":  # (n-2) 2^n
+                return times(left, self.power())
             if before.text != "!" and (not token.spaced or before.kind not in ("letter", "number", "command")):
                 raise Unreadable("two numbers side by side")
             if before.kind != "number":

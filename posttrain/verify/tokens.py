@@ -25,7 +25,7 @@ artanh arcoth arcsinh arccosh arctanh arccoth
 FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
 _GREEK_WORDS = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau
-upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell
+upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar
 """
 GREEK = frozenset(_GREEK_WORDS.split())
 _NAMED = {"infinity": "infty", "inf": "infty", "oo": "infty", "mod": "bmod", "modulo": "bmod", "choose": "choose"}
@@ -96,6 +96,8 @@ def tokenize(text: str) -> list[Token]:
         else:
             tokens += _tokens(kind, match[kind], spaced, tokens)
         spaced = False
+    if tokens and tokens[-1].text == "*" and re.search(r"[0-9)}]\s*times$", text):
+        tokens[-1] = Token("word", "times", True)  # 5 times
     return tokens
 
 

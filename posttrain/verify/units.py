@@ -28,6 +28,8 @@ permutation method object thing element different distinct possible
 _GENERAL = frozenset(_GENERAL_WORDS.split())
 # In the plural before `of`, a scale is what is counted: 5 million people, but 5 dozens of eggs.
 _COUNTED = frozenset((*(name for name in SCALES if name.removesuffix("s") in SCALES and name[-1] == "s"), "pairs"))
+# `right` of a shape, which elsewhere denies or confirms.
+_SHAPE = re.compile(r"\bright (?=(?:triangle|angle|isosceles|prism|pyramid|cone|cylinder|turn)s?\b)")
 _NEUTRAL = frozenset(["unit", "number", "value", "answer", "total"])
 _IRREGULAR = {"men": "man", "women": "woman", "children": "child", "feet": "foot", "people": "person", "mice": "mouse"}
 
@@ -45,9 +47,9 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
         unit = " ".join(found)
     if unit == "k":
         raise Unreadable("a thousand, or a letter")
-    plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
+    plain = _SHAPE.sub("", re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold()))
     words = re.findall(r"[^\W\d_]+", plain)
-    if any(changes_number(word) for word in words if word != counted):
+    if words != ["times"] and any(changes_number(word) for word in words if word != counted):
         raise Unreadable("words that say more than a unit")
     if re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
         raise Unreadable("a number in a unit")

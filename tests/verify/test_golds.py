@@ -103,3 +103,30 @@ def test_gold_text_of_other_formats(answer: Any, expected: str) -> None:
 )
 def test_admits(annotation: Any, lists: bool, dicts: bool) -> None:
     assert (accepts_type(annotation, list), accepts_type(annotation, dict)) == (lists, dicts)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "reward"),
+    [
+        ("12 (inches of snow)", "12", 1.0),
+        ("12 (inches of snow)", "12\\text{ inches}", 1.0),
+        ("12 (inches)", "1\\text{ foot}", 1.0),
+        ("12 (inches)", "12\\text{ feet}", 0.0),
+        ("5 (times)", "5", 1.0),
+        ("9 (quarters)", "9", 1.0),
+        ("9 (quarters)", "8", 0.0),
+        ("9 (apples)", "9", 1.0),
+        ("9 (years old)", "9\\text{ years}", 1.0),
+        ("385 (square feet)", "385", 1.0),
+        ("396 (degrees)", "396", 1.0),
+        ("19 (pairs of shoes)", "19", 1.0),
+        ("67.9 (scores)", "67.9", 1.0),
+        ("5 (thousand)", "5", 0.0),
+        ("36 (sq. inches)", "36", 1.0),
+        ("15 (tee-shirts)", "15", 1.0),
+        ("1/2 (cups of flour)", "0.5", 1.0),
+    ],
+)
+def test_unit_in_brackets(gold: str, answer: str, reward: float) -> None:
+    """The answers of ASDiv; `(quarters)` and `(scores)` are what is counted, `(thousand)` is a number."""
+    assert grade(f"So \\boxed{{{answer}}}", gold)["reward"] == reward
