@@ -11,7 +11,7 @@ from typing import NamedTuple
 _PARAMETERS = "kmnl"  # letters used for an arbitrary integer
 _LIGHT = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s*\{([^{}]*)\}")
 _GAPS = re.compile(r"\\q?quad\b|\\[,;:! ]|~|\$|\\left(?=\()|\\right(?=\))")
-_QUANTIFIER = r"(?:(?:where|with|for(?:\s+(?:all|any|some|every|each))?|\\forall|∀)\s*)"
+_QUANTIFIER = r"(?:(?:where|with|any|every|for(?:\s+(?:all|any|some|every|each))?|\\forall|∀)\s*)"
 _SET = (
     r"(?:\\in|∈)\s*(?:\\math(?:bb|bf|rm)\s*|\\Bbb\s*)?\{?\s*(?P<set>[ZRNℤℝℕ])\s*\}?"
     r"(?P<mark>[\^_]?\{?[*+0]?\}?|[\^_]?\{?>\s*0\}?)"

@@ -51,9 +51,12 @@ def gold_text(answer: Any) -> str | None:
         return (hash_line(text) or text.rpartition("####")[2]).strip() or None
     stated = anchor(text)
     found = stated if stated and len(stated) <= MAX_ANSWER_CHARS and not is_sentence(stated) else text.strip()
-    return _BRACKETED_UNIT.sub(_write_unit, found)
+    return _BRACKETED_UNIT.sub(_write_unit, _SOLUTION.sub("", found)) or None
 
 
+_SOLUTION = re.compile(
+    r"^(?:the\s+)?solutions?\s+(?:is|are)\s*:?\s*(?=\$|\\|[\[({]|-?[0-9]|[A-Za-z]\s*=)", re.IGNORECASE
+)
 # `12 (inches of snow)`, as in ASDiv
 _BRACKETED_UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*)\s*\(\s*([A-Za-z][A-Za-z .'-]*)\)")
 

@@ -174,9 +174,15 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"(?<=[0-9])\s+[ap]\.m\.", lambda m: rf"\text{{{m[0].strip()[0]}m}}"),
         (r"\\not\s*=|\\not\s*\\eq", r"\\ne "),
         (r"\\operatorname\s*\{\s*\\", r"{\\"),
+        (r"\^\s*\{\s*((?:\\prime(?![a-z])\s*)+)\}", lambda m: "'" * m[1].count("prime")),
+        # Degrees, minutes and seconds: 63^\circ 45' 36''.
+        (
+            r"([0-9]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*([0-9]+(?:\.[0-9]+)?)\s*['′](?!['′])\s*"
+            r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:''|′′|″|\"))?",
+            lambda m: rf"({m[1]}+\frac{{{m[2]}}}{{60}}+\frac{{{m[3] or 0}}}{{3600}})^\circ ",
+        ),
         # A condition in brackets: y = x^2 (x > 0).
         (r"(?<==)([^=<>]+)\(\s*([A-Za-z]\s*(?:[<>≤≥]|\\(?:[lg]eq?(?:slant)?|ne)(?![a-z]))[^()<>=]*)\)\s*$", r"\1, \2"),
-        (r"\^\s*\{\s*((?:\\prime(?![a-z])\s*)+)\}", lambda m: "'" * m[1].count("prime")),
         (r"(?<=[\])}])\s*\\backslash", r"\\setminus"),
         (r"\](?=[^\[\](),]*[^\s\[\](),][^\[\]()]*,)([^\[\]()]*)\[", r"(\1)"),
         (r"(^|\\cup|=|\\in\b)\s*\]([^\[\]()]*,[^\[\]()]*\])", r"\1(\2"),

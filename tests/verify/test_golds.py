@@ -125,8 +125,19 @@ def test_admits(annotation: Any, lists: bool, dicts: bool) -> None:
         ("36 (sq. inches)", "36", 1.0),
         ("15 (tee-shirts)", "15", 1.0),
         ("1/2 (cups of flour)", "0.5", 1.0),
+        ("Solution is: $k=4$.", "4", 1.0),
+        ("Solution is: $k=4$.", "k=4", 1.0),
+        ("Solution is: $k=4$.", "5", 0.0),
+        ("The solution is $x=2$", "2", 1.0),
+        ("Solution is: $i \\sqrt{3}+1,1-i \\sqrt{3},-2$", "-2, 1+i\\sqrt3, 1-i\\sqrt3", 1.0),
+        ("$n \\pi \\pm \\pi / 6$, any integer $n$", "n\\pi\\pm\\frac{\\pi}{6}", 1.0),
     ],
 )
-def test_unit_in_brackets(gold: str, answer: str, reward: float) -> None:
-    """The answers of ASDiv; `(quarters)` and `(scores)` are what is counted, `(thousand)` is a number."""
+def test_golds_as_data_sets_write_them(gold: str, answer: str, reward: float) -> None:
+    """ASDiv has units in brackets: `(quarters)` is counted, `(thousand)` a number; College Math has sentences."""
     assert grade(f"So \\boxed{{{answer}}}", gold)["reward"] == reward
+
+
+@pytest.mark.parametrize("text", ["The solution is below", "Solution is left to the reader", "The solution is a proof"])
+def test_a_sentence_about_the_solution_stays(text: str) -> None:
+    assert gold_text(text) == text
