@@ -30,7 +30,7 @@ _SENTENCE_STARTERS = re.compile(
     r"|some\w*|but|however|then|there|if|when|what|as|for|introduction|overview|conclusion),?",
     re.IGNORECASE,
 )
-_TOKEN = re.compile(r"(?:--|\.{2,}|[^\s,;:!?()\[\]{}<>\"@#$%&])+")
+_TOKEN = re.compile(r"(?:--|\.{2,}|[^\s,;:!?()\[\]{}<>\"@#$%&])++")
 _CONTRACTION = re.compile(r"(?<=\w)(?=N['’]T$)|(?<=[A-Z])(?=['’](?:S|M|D|LL|RE|VE)$)")
 
 

@@ -194,7 +194,7 @@ _INNERMOST = (
     (re.compile(rf"{_FONT}\s*\{{(?P<content>[^{{}}]*)\}}"), lambda m: _in_font(m["content"])),
 )
 _FONTS = re.compile(rf"{_FONT}\s*(?=\{{)")
-_ENDS = re.compile(r"(?:\s|\\\\|\\[ ,;!]|[,;.。\\]|(?<=[0-9A-Za-z}})%|!\]])\.)+$")
+_ENDS = re.compile(r"(?<![\s,;.。\\])(?<!\\!)(?:\\!|[\s,;.。\\])++$")
 
 
 def _in_font(content: str) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import itertools
+import pkgutil
 import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain import verify
 from posttrain.path_resolution import known_files
 from posttrain.verify import (
     agents,
@@ -120,6 +125,43 @@ def test_time_of_shipped_rewards_is_linear(script: Path) -> None:
         columns = {key: value for key, value in examples[0].columns.items() if key in takes} | examples[0].params
         call = functools.partial(function, **columns)
         assert [unit for unit in REPEATED if is_quadratic(call, unit)] == [], name
+
+
+def patterns_of(value: Any) -> Iterator[re.Pattern[str]]:
+    """Yield the regular expressions in a value of a module."""
+    if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from patterns_of(inner)
+
+
+UNITS = (*" \n1a,;\\(){}[$*^_-/=.`<'!|:~", "\\ ", "\\,", "a ", "1,", "\\a", "{}", "aa bb ", "\\text{", "\\frac{")
+AROUND = (("", ""), ("1", "1"), ("a", "!x"), ("{", "}x"), ("\\", "\n\0"))
+MODULES = sorted(module.name for module in pkgutil.iter_modules(verify.__path__) if module.name != "jail")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_pattern_takes_exponential_time(module: str) -> None:
+    """Else 60 characters would take longer than the universe is old; a linear pattern takes microseconds."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        for pattern in patterns_of(vars(importlib.import_module(f"posttrain.verify.{module}"))):
+            for unit, (start, stop) in itertools.product(UNITS, AROUND):
+                text = start + unit * (60 // len(unit)) + stop
+                signal.setitimer(signal.ITIMER_REAL, 2.0)
+                try:
+                    list(pattern.finditer(text))
+                    pattern.fullmatch(text)
+                except TimeoutError:
+                    pytest.fail(f"{pattern.pattern} on {text!r}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_quadratic_time_is_recognized() -> None:
