@@ -125,7 +125,8 @@ class Comparison:
         if isinstance(gold, Formula) and isinstance(candidate, Formula):
             return self.formulas(gold, candidate)
         if isinstance(gold, Chain) and isinstance(candidate, Chain):
-            return self.chains(gold, candidate) or self.sets(gold, candidate)
+            alike = not _name_different_units(gold.sides, candidate.sides)  # the solutions of `sets` have no units
+            return self.chains(gold, candidate) or (alike and self.sets(gold, candidate))
         if isinstance(candidate, Chain):
             stated = only_member(stated_value(candidate))
             return (stated is not None and self.same(gold, stated)) or self.sets(gold, candidate)
@@ -225,6 +226,8 @@ class Comparison:
             named = is_name(gold[0]) and is_name(left)
             if named and (self.same(gold[0], left) or _is_graph(gold, left)) and self.same(gold[1], right):
                 return True
+        if _name_different_units(gold, candidate):
+            return False
         candidate = _rename_argument(gold, candidate)
         if not all(isinstance(side, Formula) for side in (*gold, *candidate)):
             return all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
@@ -234,7 +237,7 @@ class Comparison:
     def inequalities(self, gold: Chain, candidate: Chain) -> bool:
         """Return whether the chains have the same links, in either direction and up to positive factors."""
         one, other = _links(gold), _links(candidate)
-        if one is None or other is None or len(one) != len(other):
+        if one is None or other is None or len(one) != len(other) or _name_different_units(gold.sides, candidate.sides):
             return False
         return all(any(a[1] == b[1] and multiples(a[0], b[0], positive=True) for b in other) for a in one) and all(
             any(a[1] == b[1] and multiples(a[0], b[0], positive=True) for a in one) for b in other
@@ -359,6 +362,12 @@ def _joined_alike(gold: Group, candidate: Group) -> bool:
 
 def _unit_of(value: Any) -> str:
     return value.unit if isinstance(value, Formula) else ""
+
+
+def _name_different_units(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Return whether both equations or inequalities name units, and not the same: x > 5 cm and x > 5 m."""
+    units = [{_unit_of(side) for side in sides} - {""} for sides in (one, other)]
+    return all(units) and units[0] != units[1]
 
 
 def _differ_in_units(members: tuple[Any, ...]) -> bool:
