@@ -181,6 +181,12 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:''|′′|″|\"))?",
             lambda m: rf"({m[1]}+\frac{{{m[2]}}}{{60}}+\frac{{{m[3] or 0}}}{{3600}})^\circ ",
         ),
+        # A condition in words: 2x for 0 < x < 1.
+        (
+            r"\s(?:(?<![\\A-Za-z])(?:for|if|when|where)(?![A-Za-z])|\\text\{\s*(?:for|if|when|where)\s*\})"
+            r"(?=[^,;]*(?:[<>=≤≥∈]|\\(?:[lg]eq?(?:slant)?|ne|in)(?![a-z])))",
+            ", ",
+        ),
         # A condition in brackets: y = x^2 (x > 0).
         (r"(?<==)([^=<>]+)\(\s*([A-Za-z]\s*(?:[<>≤≥]|\\(?:[lg]eq?(?:slant)?|ne)(?![a-z]))[^()<>=]*)\)\s*$", r"\1, \2"),
         (r"(?<=[\])}])\s*\\backslash", r"\\setminus"),

@@ -151,6 +151,8 @@ def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
         return _command(_NAMED[run], spaced)
     if len(run) == 1:
         return [Token("letter", run, spaced)]
+    if run == "for":
+        return [Token("sign", run, spaced)]  # no product
     if run == "of" and last.kind == "word":
         return [Token("word", run, spaced)]
     if len(run) > 1 and last.text == "/" and run in SHORT and len(before) > 1 and before[-2].kind in ("number", "word"):
