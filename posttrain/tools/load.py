@@ -191,24 +191,27 @@ def _load_command(section: Tool) -> LoadedTool:
     )
 
 
+def load_class(use: str, base_dir: Path | None) -> Any:
+    """Load the class of an environment: a shipped one by name, or `file.py:Class`."""
+    split = split_function(use)
+    if split is None:
+        known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}
+        if use not in known:
+            allowed = f"shipped: {', '.join(sorted(known))}; or file.py:Class"
+            hint = did_you_mean(use, known)
+            hint = f"write {use}:CLASS" if use.endswith(".py") else hint
+            raise ToolError(f"unknown environment: {use}", allowed=allowed, hint=hint)
+        target = f"{known[use]}:Environment"
+    else:
+        left, name = split
+        target = f"{find(left, base_dir, 'environment script', ToolError)}:{name}" if left.endswith(".py") else use
+    return load_function(target, base_dir, what="environment", error=ToolError)
+
+
 def load_environment(section: Environment, base_dir: Path | None) -> functools.partial[Any]:
     """Return a factory of environments of the user's class. Raises ToolError for a class that lacks a method or does
     not accept the params."""
-    split = split_function(section.use)
-    if split is None:
-        known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}
-        if section.use not in known:
-            allowed = f"shipped: {', '.join(sorted(known))}; or file.py:Class"
-            hint = did_you_mean(section.use, known)
-            hint = f"write {section.use}:CLASS" if section.use.endswith(".py") else hint
-            raise ToolError(f"unknown environment: {section.use}", allowed=allowed, hint=hint)
-        target = f"{known[section.use]}:Environment"
-    else:
-        left, name = split
-        target = (
-            f"{find(left, base_dir, 'environment script', ToolError)}:{name}" if left.endswith(".py") else section.use
-        )
-    made = load_function(target, base_dir, what="environment", error=ToolError)
+    made = load_class(section.use, base_dir)
     for method in ("reset", "step", "score", "close", *(("actions",) if section.simulations else ())):
         if not callable(getattr(made, method, None)):
             raise ToolError(f"environment {section.use} has no method `{method}`")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain import path_resolution, registry
-from posttrain.errors import DataError, RewardError, UserError
+from posttrain.errors import RewardError, ToolError, UserError
 from posttrain.models.model_paths import locate
 from posttrain.recipe import references
 from posttrain.recipe.load import Loaded
@@ -53,8 +53,8 @@ def named_files(loaded: Loaded) -> dict[str, Fact]:
     """Return facts of each script, file and folder that the recipe names, by recipe key."""
     values = json.loads(json.dumps(loaded.resolved))
     facts: dict[str, Fact] = {}
-    for _, model, section in references.stages(values, type(loaded.recipe)):
-        for part in references.parts(model, section):
+    for stage, model, section in references.stages(values, type(loaded.recipe)):
+        for part in references.parts(model, section, stage):
             for path, files, shown, large in _named_files(part, loaded.recipe.base_dir):
                 facts[_key(path)] = _content(files, shown, large=large)
     return facts
@@ -77,25 +77,41 @@ def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[
         script = _script(name, base_dir) if mark.kind == "data" else None
         if files := [script] if script else _files(mark, name, base_dir):
             yield path, files, name, LARGE_DATA if mark.kind == "data" else LARGE
-    given = part.values.get("params") or {}
-    for name, value in _resolve_params(part, base_dir).items() if given else ():
-        if isinstance(value, Path) and name in given:
-            yield (*part.path, "params", name), _files_below(value), str(given[name]), LARGE_DATA
+    given = part.values.get("params")
+    present = {k: v for k, v in given.items() if not _is_made(v)} if isinstance(given, Mapping) else {}
+    if present and (function := _function(part, base_dir)):
+        resolved = registry.resolve_paths(function, present, base_dir, str(use or part.values.get("source")), UserError)
+        for name, value in resolved.items():
+            if files := [file for path in _paths_in(value) for file in _files_below(path)]:
+                yield (*part.path, "params", name), files, _show(given[name]), LARGE_DATA
 
 
-def _resolve_params(part: references.SectionRef, base_dir: Path) -> Mapping[str, Any]:
-    """Return the params of a reward, tool, environment or data function with absolute paths; {} for other sections."""
+def _is_made(value: Any) -> bool:
+    """Return whether a value names what an earlier stage of the pipeline makes."""
+    return any(str(text).startswith(references.EARLIER) for text in (value if isinstance(value, list) else [value]))
+
+
+def _paths_in(value: Any) -> list[Path]:
+    return [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)]
+
+
+def _show(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _function(part: references.SectionRef, base_dir: Path) -> Callable[..., Any] | None:
+    """Return the function of a reward or tool, the class of an environment or the function that makes the rows, which
+    may read files; None for other sections."""
+    use, source = part.values.get("use"), str(part.values.get("source"))
     if part.model is Reward:
-        return rewards.load_reward(Reward.model_validate(part.values), base_dir).params
-    if part.model is Tool:
-        return tools.load_tool(Tool.model_validate(part.values), base_dir).params
+        return registry.load_function(rewards.locate(str(use), base_dir), base_dir, what="reward", error=RewardError)
+    if part.model is Tool and use:
+        return registry.load_function(tools.locate(str(use), base_dir), base_dir, what="tool", error=ToolError)
     if part.model is Environment:
-        return tools.load_environment(Environment.model_validate(part.values), base_dir).keywords
-    source = str(part.values.get("source"))
-    if not issubclass(part.model, Source) or not (source.startswith("task:") or path_resolution.split_function(source)):
-        return {}
-    function = registry.resolve("task", source.removeprefix("task:"), base_dir).function
-    return registry.resolve_paths(function, part.values["params"], base_dir, source, DataError)
+        return tools.load_class(str(use), base_dir)
+    if issubclass(part.model, Source) and (source.startswith("task:") or path_resolution.split_function(source)):
+        return registry.resolve("task", source.removeprefix("task:"), base_dir).function
+    return None
 
 
 def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
@@ -133,9 +149,12 @@ def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
 
 
 def _files_below(path: Path) -> list[Path]:
-    """Return the files in a folder and its folders that are not hidden, sorted; a file alone as it is."""
+    """Return the files in a folder and its folders that are not hidden, sorted; a file alone as it is. Of a run
+    directory only its rows: logs and reports change."""
     if path.is_file():
         return [path]
+    if (path / "resolved.json").is_file():
+        return sorted(path.glob("*.jsonl"))
     found = sorted(inner for inner in path.rglob("*") if inner.is_file())
     return [inner for inner in found if not any(part.startswith(".") for part in inner.relative_to(path).parts)]
 

@@ -129,18 +129,39 @@ def test_files_that_functions_read_are_compared(here: Path) -> None:
     (here / "tool.py").write_text(
         "from pathlib import Path\n\ndef look(query: str, *, folder: Path) -> str:\n"
         '    """Look.\n\n    query: a word\n    """\n    return query\n\n'
-        "def rows(size, seed, *, file: Path):\n    return []\n"
+        "def rows(size, seed, *, file: Path, runs: list[Path] = ()):\n    return []\n"
     )
+    (here / "run").mkdir()
+    for name in ("resolved.json", "report.html", "completions.jsonl"):
+        (here / "run" / name).write_text("{}")
     changes = {
         "tools": [{"use": "tool.py:look", "params": {"folder": "folder"}}],
-        "data": {"source": "tool.py:rows", "size": 1, "params": {"file": "a"}},
+        "data": {"source": "tool.py:rows", "size": 1, "params": {"file": "a", "runs": ["run"]}},
     }
     before = facts(here, **changes)
+    damage(here / "run" / "report.html")
+    assert facts(here, **changes) == before
+    damage(here / "run" / "completions.jsonl")
     damage(here / "folder" / "notes.md")
     damage(here / "a")
     after = facts(here, **changes)
     assert [key for key in sorted(before) if before[key] != after[key]] == [
         "data.params.file",
+        "data.params.runs",
         "rewards[2].params.path",
         "tools[0].params.folder",
     ]
+
+
+def test_files_of_earlier_stages_are_not_looked_for(here: Path) -> None:
+    """A pipeline is fingerprinted before its stages make them; other arguments are compared."""
+    (here / "tool.py").write_text(
+        "from pathlib import Path\n\ndef rows(size, seed, *, run: Path, runs: list[Path], file: Path):\n    return []\n"
+    )
+    params = {"run": "stage:a/completions.jsonl", "runs": ["stage:a/completions.jsonl"], "file": "a"}
+    rows = {"source": "rows.jsonl"}
+    first = {"stage": "generate", "name": "a", "model": {"path": "model"}, "data": rows}
+    then = {**first, "name": "b", "data": {"source": "tool.py:rows", "size": 1, "params": params}}
+    loaded = load_dict({"stage": "pipeline", "stages": [first, then]}, base_dir=here, where="test")
+    named = launch_fingerprint.named_files(loaded)
+    assert [key for key in named if "params" in key] == ["stages[1].data.params.file"]
