@@ -83,7 +83,7 @@ def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[
         resolved = registry.resolve_paths(function, present, base_dir, str(use or part.values.get("source")), UserError)
         for name, value in resolved.items():
             if files := [file for path in _paths_in(value) for file in _files_below(path)]:
-                yield (*part.path, "params", name), files, _show(given[name]), LARGE_DATA
+                yield (*part.path, "params", name), files, _show(present[name]), LARGE_DATA
 
 
 def _is_made(value: Any) -> bool:
