@@ -50,6 +50,7 @@ _TOKEN = re.compile(
     r"|(?P<sign><=|>=|!=|==|\*\*|.)",
     re.DOTALL,
 )
+_BLANK_AND_NUMBER = re.compile(r"\s+[0-9]")
 _RELATIONS = {"<=": "le", ">=": "ge", "!=": "ne", "<": "lt", ">": "gt", "=": "=", "==": "=", "≡": "equiv"}
 _SAME_COMMANDS = {"leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge", "lor": "or", "vee": "or"}
 _SAME_COMMANDS |= {"land": "and", "wedge": "and", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "div": "/"}
@@ -94,7 +95,10 @@ def tokenize(text: str) -> list[Token]:
             above, below, rest = match[kind][:1], match[kind][1:2], match[kind][2:]  # \frac12
             tokens += [Token(kind, part, spaced) for part in (above, below, rest) if part]
         else:
-            tokens += _tokens(kind, match[kind], spaced, tokens)
+            found = _tokens(kind, match[kind], spaced, tokens)
+            if kind == "letters" and len(found) > 1 and _BLANK_AND_NUMBER.match(text, match.end()):
+                found = [Token("sign", match[kind], spaced)]  # a short word, no product: `not 0`, `x at 0`
+            tokens += found
         spaced = False
     if tokens and tokens[-1].text == "*" and re.search(r"[0-9)}]\s*times$", text):
         tokens[-1] = Token("word", "times", True)  # 5 times
