@@ -59,11 +59,11 @@ def test_pairs_are_a_right_and_a_wrong_completion_of_one_prompt(tmp_path):
     file = tmp_path / "completions.jsonl"
     three = [("100+200=?", a) for a in (300, 301, 300, 302)] + [("1+1=?", 2), ("1+1=?", 2), ("1+2=?", 3), ("1+2=?", 4)]
     file.write_text("".join(line(prompt, answer) for prompt, answer in three))
-    found = function("pairs")(10, 0, str(file))
+    found = function("pairs")(10, 0, file)
     assert [pair["prompt"] for pair in found] == ["100+200=?", "1+2=?", "100+200=?"]  # a second pair comes last
     assert "<answer>3<" in found[1]["chosen"] and "<answer>4<" in found[1]["rejected"]
     assert {found[0]["rejected"][-12:], found[2]["rejected"][-12:]} == {"301</answer>", "302</answer>"}
-    assert function("pairs")(2, 0, str(file)) == found[:2]
+    assert function("pairs")(2, 0, file) == found[:2]
 
 
 def test_random_reward_is_fair_and_ignores_the_answer():
