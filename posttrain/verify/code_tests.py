@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -20,6 +21,7 @@ from typing import Any
 from posttrain.verify.function_calls import read_outcomes, write_input
 from posttrain.verify.structured import from_json, same_json
 
+_BLANK_START = re.compile(r"\A\s*\n")  # outputs of CodeContests and TACO may begin with a line break
 TOLERANCE = 1e-6  # of a float that a called function returns, relative and absolute
 
 
@@ -110,15 +112,17 @@ def _lines(value: Any) -> str:
 
 
 def same_output(stdout: str, expected: str) -> bool:
-    """Return whether two outputs have the same lines but for blanks at line ends and at the end; a line of numbers is
-    compared number by number, exactly (`0.50` is `0.5`), as LiveCodeBench does."""
+    """Return whether two outputs have the same lines but for blanks at line ends and blank lines around them.
+
+    A line of numbers is compared number by number, exactly (`0.50` is `0.5`), as LiveCodeBench does.
+    """
     found, wanted = output_lines(stdout), output_lines(expected)
     return len(found) == len(wanted) and all(map(_same_line, found, wanted))
 
 
 def output_lines(text: str) -> list[str]:
-    """Split a text into lines without trailing blanks and without blank lines at the end."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    """Split a text into lines without trailing blanks and without blank lines at the beginning and the end."""
+    return [line.rstrip() for line in _BLANK_START.sub("", text.rstrip()).split("\n")]
 
 
 def _same_line(found: str, wanted: str) -> bool:

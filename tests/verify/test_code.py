@@ -61,7 +61,9 @@ def test_unclosed_thought_contains_no_program(completion: str, program: str | No
 
 def test_outputs_are_compared_without_trailing_whitespace() -> None:
     assert output_lines("a \nb\n\n") == output_lines("a\nb")
+    assert output_lines("\n \na\nb") == output_lines("a\nb")
     assert output_lines(" a") != output_lines("a")
+    assert output_lines("\n a") != output_lines("a")
     assert output_lines("a\n\nb") != output_lines("a\nb")
     assert output_lines("5\ndebug") != output_lines("5")
 
