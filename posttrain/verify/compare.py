@@ -10,7 +10,16 @@ import sympy
 from sympy import Add, Expr, Float, Mul, S, Symbol
 from sympy.core.function import AppliedUndef
 
-from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, stated_value
+from posttrain.verify.claims import (
+    PAIRED,
+    close,
+    congruent,
+    has_false_claim,
+    is_name,
+    is_number,
+    named_value,
+    stated_value,
+)
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.math_values import (
     Builder,
@@ -124,6 +133,12 @@ class Comparison:
             gold, candidate = to_coordinates(gold), to_coordinates(candidate)
         if isinstance(gold, Formula) and isinstance(candidate, Formula):
             return self.formulas(gold, candidate)
+        if isinstance(gold, Chain) and all(map(is_number, gold.sides)) and not (gold.modulus or has_false_claim(gold)):
+            stated = stated_value(gold)  # of a gold such as \log_2 32 = 5, or 40/3 \approx 13.33
+            if stated is not None:
+                return self.same(stated, candidate) or (
+                    "approx" in gold.relations and self.same(gold.sides[-1], candidate)
+                )
         if isinstance(gold, Chain) and isinstance(candidate, Chain):
             alike = not _name_different_units(gold.sides, candidate.sides)  # the solutions of `sets` have no units
             return self.chains(gold, candidate) or (alike and self.sets(gold, candidate))

@@ -115,6 +115,16 @@ def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
         return False  # sympy failed: equality is not shown
 
 
+def _strip_delimiters(text: str) -> str:
+    r"""Strip blanks and delimiters around a whole text: `\(\text{blue}\)`, `**blue**`."""
+    text = text.strip()
+    for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]"), ("**", "**")):
+        inner = text[2:-2]
+        if text.startswith(opening) and text.endswith(closing) and not (opening in inner or closing in inner):
+            return _strip_delimiters(inner) if inner else text
+    return text
+
+
 def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
     r"""Return whether `candidate` is the same answer as `gold`; None if the gold answer cannot be parsed.
 
@@ -122,7 +132,7 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
     exact values are compared exactly. docs/verifier.md defines equality for each kind of answer. An answer that is too
     large to parse (`complexity_limits.too_large`) is wrong as a candidate and None as a gold answer.
     """
-    gold, candidate = (_LONG_SPACE.sub(r"\1", text.strip()) for text in (gold, candidate))
+    gold, candidate = (_LONG_SPACE.sub(r"\1", _strip_delimiters(text)) for text in (gold, candidate))
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):
         return gold == candidate
     if not readable(gold):

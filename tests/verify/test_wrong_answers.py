@@ -86,6 +86,7 @@ RIGHT = {
     "2(0)",
     "x=2",  # of x=2, x=2
     "-\\sin x=0",
+    "-f(x)=0",
     "(-1)^{n-1}n",
     "€1.234,560",
     "(A) 987", "\\text{(A)} 987", "\\textbf{(B)} 987",  # an option with what it says
