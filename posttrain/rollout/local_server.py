@@ -22,9 +22,13 @@ from posttrain.scratch import Scratch
 
 _ENTRY = "import sys; sys.path.insert(0, {root!r}); from posttrain.rollout.vllm_process import main; main({parent})"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ranks.LAUNCHED)
+# vLLM's default, 5 s, is the age at which the client gives up an idle connection too: a request that the client sent
+# while the server closed its connection ended without an answer, as if the server had died.
+IDLE_CONNECTION_S = 86_400
 _SERVER_VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # endpoints of weights and pauses, behind `vllm_process.Guard`
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(IDLE_CONNECTION_S),
 }
 DEVICES = "rollout.vllm.server.devices"
 SOCKET = "vllm"

@@ -48,6 +48,7 @@ CONNECT_S = 10.0
 EXIT_WAIT_S = 1.0  # for a process to end after its connections have closed
 DRAIN_S = 0.2  # between two pauses: a request may arrive after the first
 HEALTH_S = 10.0  # for a server to answer its health check
+KEEPALIVE_S = 5.0  # an idle connection is closed here, before the server closes it (local_server.IDLE_CONNECTION_S)
 FILES = 65536
 RESUME = "go on with the same command and --resume"
 
@@ -128,7 +129,7 @@ class ServerClient(EngineClient):
         self._http = http.AsyncClient(
             transport=http.AsyncHTTPTransport(
                 uds=self.socket or None,
-                limits=http.Limits(max_connections=None, max_keepalive_connections=None),
+                limits=http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
             ),
             base_url=self.url or "http://server",
             headers={"Authorization": f"Bearer {self.key}", "Accept-Encoding": "identity"},

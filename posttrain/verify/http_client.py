@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 MAX_REPLY_BYTES = 8 * 2**20  # bytes
 _MAX_ERROR_BYTES = 64 * 2**10  # maximum bytes read from the body of an error status
+KEEPALIVE_S = 2.0  # idle connections are closed before servers do (uvicorn: 5 s): a request could meet a closing one
 _GRACE_SECONDS = 5.0  # extra wait if even the timeout is late, e.g. a hanging name server
 
 
@@ -110,7 +111,8 @@ def _client(pid: int) -> Any:
     import httpx2
 
     del pid  # the cache key; a forked process must not share connections
-    return httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=httpx2.Limits(max_connections=None))
+    limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S)
+    return httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=limits)
 
 
 async def _post(url: str, data: bytes, headers: Mapping[str, str], total_s: float) -> Answer:

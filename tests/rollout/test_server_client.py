@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout import loop, server_client, server_key, vllm_process
+from posttrain.rollout import local_server, loop, server_client, server_key, vllm_process
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import RequestFailed, ServerLost
 from posttrain.rollout.requests import Request
@@ -272,6 +272,13 @@ def test_other_web_server_on_the_port_raises(fake: Any) -> None:
     with pytest.raises(EngineError, match="the server at this address is no `posttrain serve`"):
         loop.run(one.open(WANTED))
     one.close()
+
+
+def test_idle_connections_are_closed_by_the_client_first(client: ServerClient) -> None:
+    """A request on a connection that the server is just closing ends without an answer, like a dead server."""
+    assert client._http._transport._pool._keepalive_expiry == server_client.KEEPALIVE_S
+    idle_s = int(local_server._SERVER_VARIABLES["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"])
+    assert idle_s > 100 * server_client.KEEPALIVE_S
 
 
 def test_more_requests_than_open_files_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
