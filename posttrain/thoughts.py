@@ -121,23 +121,22 @@ FORMATS = (
         variants=("<|call|>", "<|return|>"),
     ),
 )
-_declared: dict[tuple[str, str], ThoughtFormat] = {}  # those of `model.thoughts` of the recipes of this process
+# Formats whose marks are recognized in prompts: the table, and those of `model.thoughts` of this process's recipes.
+KNOWN_FORMATS = list(FORMATS)
 
 
 def declare_format(tokenizer: Any, opening: str, closing: str) -> None:
     """Set the marks that the model of this tokenizer writes, in place of those that would be detected."""
-    known = next((form for form in FORMATS if (form.opening, form.closing) == (opening, closing)), None)
-    tokenizer.thought_format = known or _declared.setdefault((opening, closing), _pair(opening, closing))
+    form = next((form for form in KNOWN_FORMATS if (form.opening, form.closing) == (opening, closing)), None)
+    if form is None:
+        form = _pair(opening, closing)
+        KNOWN_FORMATS.append(form)
+    tokenizer.thought_format = form
 
 
 def is_declared(tokenizer: Any) -> bool:
     """Return whether the recipe gives the marks of this tokenizer's model."""
     return getattr(tokenizer, "thought_format", None) is not None
-
-
-def known_formats() -> tuple[ThoughtFormat, ...]:
-    """Return all formats whose marks are recognized in prompts: the table, and those that recipes declared."""
-    return (*FORMATS, *_declared.values())
 
 
 class ThoughtStream:
@@ -252,7 +251,7 @@ def move_offsets(offsets: Sequence[int], edits: Sequence[Edit]) -> list[int]:
 
 def find_empty_thoughts(text: str) -> list[re.Match[str]]:
     """Find the thoughts without content, in any format."""
-    return list(_empty_thoughts(known_formats()).finditer(text))
+    return list(_empty_thoughts(tuple(KNOWN_FORMATS)).finditer(text))
 
 
 @functools.lru_cache(maxsize=4)
@@ -263,21 +262,24 @@ def _empty_thoughts(formats: tuple[ThoughtFormat, ...]) -> re.Pattern[str]:
 
 def opening_mark(prompt: str) -> str:
     """Return the mark with which a rendered prompt opens a thought, so that completions can only close it; else ""."""
-    return _last_mark(prompt, [form.opening.rstrip() for form in known_formats()])
+    shown = prompt.rstrip()
+    return next((mark for form in KNOWN_FORMATS if shown.endswith(mark := form.opening.rstrip())), "")
 
 
 def closing_mark(prompt: str) -> str:
     """Return the mark with which a rendered prompt ends a thought, so that completions have none; else ""."""
-    return _last_mark(prompt, [form.closing.rstrip() for form in known_formats()])
-
-
-def _last_mark(prompt: str, marks: Sequence[str]) -> str:
     shown = prompt.rstrip()
-    return next((mark for mark in marks if shown.endswith(mark)), "")
+    return next((mark for form in KNOWN_FORMATS if shown.endswith(mark := form.closing.rstrip())), "")
+
+
+def ends_in_thought(prompt: str, completion: str) -> bool:
+    """Return whether a completion ends inside a thought, opened by itself or by the prompt."""
+    opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
+    return opened > closed or (closed < 0 and opening_mark(prompt) != "")
 
 
 def end_in(text: str, mark: str) -> str:
     """Return the text that ends the thoughts of a decoded completion: `mark`, or `</think>` for the mark of any format
     that the text lacks, because decoding replaces it."""
-    closings = [form.closing for form in known_formats()]
+    closings = [form.closing for form in KNOWN_FORMATS]
     return THINK_END if mark not in text and mark in closings else mark

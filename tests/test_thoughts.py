@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.turns import TurnEngine
 from posttrain.shapes.protocol import Asked, Sampled
+from posttrain.thoughts import ends_in_thought
 from posttrain.tools.formats import parse_calls
 from posttrain.train.scoring import token_ends
-from posttrain.verify.extract import after_think, ends_in_thought
+from posttrain.verify.extract import after_think
 from posttrain.verify.math import grade
 from posttrain.verify.reward_inputs import Sample, built_in
 
@@ -371,12 +372,12 @@ REASON = ("<reason>", "</reason>")
 
 
 @pytest.fixture
-def declared(monkeypatch: pytest.MonkeyPatch) -> Any:
+def declared() -> Iterator[Any]:
     """The tokenizer of a recipe with `model.thoughts`; its template has no marks."""
-    monkeypatch.setattr(thoughts, "_declared", {})
     tokenizer = load_tokenizer(Model(path="tiny", thoughts=list(REASON)), Path())
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<think>", "").replace("</think>", "")
-    return tokenizer
+    yield tokenizer
+    del thoughts.KNOWN_FORMATS[len(thoughts.FORMATS) :]
 
 
 def test_marks_of_a_recipe_are_read_and_written(declared: Any) -> None:

@@ -20,12 +20,12 @@ from posttrain import chat
 from posttrain.errors import DataError
 from posttrain.images import MARK
 from posttrain.thoughts import (
+    KNOWN_FORMATS,
     STANDARD,
     THINK_END,
     THINK_START,
     ThoughtFormat,
     is_declared,
-    known_formats,
     written_format,
 )
 
@@ -95,7 +95,7 @@ class _ProbeInserter:
         if key == "tool_calls" and isinstance(value, list):
             return [self.call(call, number) for call in value]
         if key == "content" and message["role"] == "assistant" and isinstance(value, str):
-            ends = [match.end() for match in _thought_ends(known_formats()).finditer(value)]
+            ends = [match.end() for match in _thought_ends(tuple(KNOWN_FORMATS)).finditer(value)]
             return self.text(value, number, key, thought_end=ends[-1] if ends else 0)
         return self.value(value, number, key, thought=key in THOUGHTS)
 

@@ -21,7 +21,7 @@ from posttrain.evaluate.estimators import (
     pass_contributions,
 )
 from posttrain.recipe.eval_sections import EvalSettings
-from posttrain.verify.extract import ends_in_thought
+from posttrain.thoughts import ends_in_thought
 
 Record = Mapping[str, Any]
 

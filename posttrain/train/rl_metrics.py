@@ -14,9 +14,8 @@ from posttrain.batch import Rollout, RolloutBatch
 from posttrain.batch.records import call_records, turn_metrics, turn_records
 from posttrain.images import thumbnail_url
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
-from posttrain.thoughts import THINK_START, opening_mark
+from posttrain.thoughts import ends_in_thought
 from posttrain.train.roles import role_metrics
-from posttrain.verify.extract import ends_in_thought
 
 Total = Callable[[Mapping[str, float]], Mapping[str, float]]
 
@@ -76,8 +75,7 @@ def thought_metrics(rollouts: Sequence[Rollout], total: Total = dict) -> dict[st
     rollouts: those whose texts this rank holds. total: adds up sums over rows of several ranks.
     """
     sampled = [r for r in rollouts if not r.is_given]  # solutions from the data do not describe the policy
-    thinking = [r for r in sampled if THINK_START in r.text or opening_mark(r.prompt.text)]
-    unanswered = sum(r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in thinking)
+    unanswered = sum(r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in sampled)
     found = total({"rows": len(sampled), "unanswered": unanswered})
     return {"completions/ended_in_thought": found["unanswered"] / found["rows"]} if found["unanswered"] else {}
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from posttrain.thoughts import THINK_END as THINK_END
 from posttrain.thoughts import THINK_START as THINK_START
-from posttrain.thoughts import end_in, opening_mark
+from posttrain.thoughts import end_in
 from posttrain.verify.anchors import DENIED, VERB_BEHIND, find_anchors
 from posttrain.verify.box_context import is_denied, unwrap_boxes, visible_text, whole_expression
 from posttrain.verify.numerals import changes_number, value_of
@@ -72,12 +72,6 @@ def outside_thoughts(text: str) -> str:
         parts.append(text[position:start])
         position = end + len(THINK_END)
     return "".join(parts) + text[position:]
-
-
-def ends_in_thought(prompt: str, completion: str) -> bool:
-    """Return whether a completion ends inside a thought, opened by itself or by the prompt."""
-    opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
-    return opened > closed or (closed < 0 and opening_mark(prompt) != "")
 
 
 def last_boxed(text: str) -> str | None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from posttrain.errors import did_you_mean
-from posttrain.verify.extract import after_think, ends_in_thought
+from posttrain.thoughts import ends_in_thought
+from posttrain.verify.extract import after_think
 from posttrain.verify.instructions import CHECKERS
 from posttrain.verify.language import SCRIPTS
 from posttrain.verify.structured import from_json
