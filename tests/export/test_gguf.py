@@ -13,7 +13,7 @@ from gguf import GGUFReader
 
 from posttrain.errors import ModelError
 from posttrain.export import gguf_model, gguf_tokenizer
-from posttrain.models.load import LoadedModel, load
+from posttrain.models.load import LoadedModel, config_of, load, load_eos_ids, load_tokenizer, read_gguf_once
 from posttrain.models.save import probe_logits
 from posttrain.recipe.sections import Model
 
@@ -56,6 +56,12 @@ def test_loading_parses_the_gguf_file_once(
     assert parsed == [tmp_path / "m.gguf"]
     load_model(tmp_path / "m.gguf")
     assert len(parsed) == 2, "a file may be written anew"
+    section = Model(path=str(tmp_path / "m.gguf"))
+    with read_gguf_once(section, tmp_path):
+        tokenizer = load_tokenizer(section, tmp_path)
+        assert load_eos_ids(section, tmp_path, tokenizer)
+        config_of(section, tmp_path)
+    assert len(parsed) == 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])

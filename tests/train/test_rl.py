@@ -525,6 +525,8 @@ def test_signal_reports_why_a_group_has_none() -> None:
     assert "no answer was right, and rewards" in (signal_note(hard) or "")
     partial = signal_note(hard | {"reward": 0.25}) or ""
     assert "no answer reached scoring.correct_at (mean reward 0.25), and rewards within a group are equal" in partial
+    mixed = signal_note(hard | {"signal/too_easy": 0.5, "signal/too_hard": 0.25, "signal/unscored": 0.25}) or ""
+    assert "every answer was right in 50% of the groups, and none in 25%: use more samples a prompt" in mixed
     stopped = signal_note(hard | {"completions/ended_in_thought": 0.75}) or ""
     assert "75% of the completions end inside their thought: see rollout.stop" in stopped
 
