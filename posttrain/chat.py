@@ -58,7 +58,12 @@ def render(
         ) from None
     except Exception as cause:
         roles = ", ".join(str(m.get("role")) for m in messages)
-        raise DataError(f"the chat template refuses the messages ({roles}): {type(cause).__name__}: {cause}") from cause
+        raise DataError(
+            f"the chat template refuses the messages ({roles}): {type(cause).__name__}: {cause}",
+            hint="the system message comes from the row's messages, its column `system`, `data.system` or `tools`"
+            if "system" in roles
+            else "",
+        ) from cause
 
 
 class _RenderTimeout(BaseException):

@@ -80,7 +80,6 @@ def plan(
     """
     import torch
 
-    from posttrain.models.load import read_gguf_once
     from posttrain.recipe.stages import RlRecipe
     from posttrain.train import cluster_plan, memory_plan
     from posttrain.train import plan as planning
@@ -98,8 +97,7 @@ def plan(
         machine = memory_plan.Machine(
             size, True, f"a GPU of {size / memory_plan.GIB:g} GiB ({name.upper()})", machine.ranks
         )
-    with read_gguf_once(loaded.recipe.model, loaded.recipe.base_dir):
-        report = planning.plan(loaded.recipe, machine, rates)
+    report = planning.plan(loaded.recipe, machine, rates)
     if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and report["fits"] and rates is None:
         from posttrain.train.memory_probe import calibrate
 

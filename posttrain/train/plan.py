@@ -45,11 +45,12 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
             hint="to plan a stage of a pipeline, write it as a separate recipe" if recipe.verb == "run" else "",
         )
     machine = machine or Machine.here()
-    model = skeleton(recipe)
-    if isinstance(recipe, RlRecipe):
-        check_engine_gpus(recipe, model.config, machine.ranks)
-    shape = shape_of(model, recipe.model.lora)
-    counts, longest = count_rows_and_tokens(recipe, rates.prompt if rates else Rates.prompt)
+    with models.read_gguf_once(recipe.model, recipe.base_dir):
+        model = skeleton(recipe)
+        if isinstance(recipe, RlRecipe):
+            check_engine_gpus(recipe, model.config, machine.ranks)
+        shape = shape_of(model, recipe.model.lora)
+        counts, longest = count_rows_and_tokens(recipe, rates.prompt if rates else Rates.prompt)
     found = predict_phases(recipe, shape, longest, machine)
     timed = {} if rates is None else {"cluster": plan_cluster(recipe, shape, longest, machine, rates)}
     return {

@@ -289,8 +289,12 @@ def test_end_of_turn_comes_from_the_template_and_nothing_after_it_is_trained(
 
 def test_error_of_a_template_is_quoted(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template("{{ raise_exception('no system role') }}")
-    with pytest.raises(DataError, match=r"refuses the messages \(user\): TemplateError: no system role"):
+    with pytest.raises(DataError, match=r"refuses the messages \(user\): TemplateError: no system role") as error:
         render_prompt(ROW, tokenizer, section())
+    assert "data.system" not in str(error.value)
+    with pytest.raises(DataError, match=r"refuses the messages \(system, user\)") as error:
+        render_prompt(ROW, tokenizer, section(system="Be brief."))
+    assert "hint: the system message comes from" in str(error.value) and "`data.system`" in str(error.value)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template") as error:
         render_prompt(ROW, tokenizer, section())

