@@ -203,9 +203,7 @@ def _explain_errors(output: Path) -> Iterator[None]:
             [
                 replace(
                     problem,
-                    what=problem.what.replace(
-                        "; the last complete checkpoint is kept", "; nothing of the export is left"
-                    ),
+                    what=problem.what.replace("; complete checkpoints are kept", "; nothing of the export is left"),
                     hint=problem.hint.replace(" with --resume", " again"),
                 )
                 for problem in error.problems

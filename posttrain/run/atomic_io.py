@@ -129,7 +129,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
             raise
         if _is_full(error, path):
             raise RunError(
-                "no space left on the disk; the last complete checkpoint is kept",
+                "no space left on the disk; complete checkpoints are kept",
                 where=str(path),
                 hint="free some space, then run the same command with --resume",
             ) from error

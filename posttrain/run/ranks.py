@@ -287,7 +287,7 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
         if all(process.has_ended for process in processes):
             return None
         if time.monotonic() > deadline:
-            raise Interrupted("stopped immediately; the last complete checkpoint is kept", number=received[0])
+            raise Interrupted("stopped immediately; complete checkpoints are kept", number=received[0])
         time.sleep(POLL_S)
 
 

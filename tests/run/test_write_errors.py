@@ -45,9 +45,7 @@ def test_each_write_error_names_the_path_and_a_hint(name, tmp_path):
     (problem,) = told.value.problems
     full = name in ("ENOSPC", "EDQUOT")
     assert problem.where == str(tmp_path / ("file" if full else "other"))
-    assert problem.what == (
-        "no space left on the disk; the last complete checkpoint is kept" if full else os.strerror(number)
-    )
+    assert problem.what == ("no space left on the disk; complete checkpoints are kept" if full else os.strerror(number))
     assert problem.hint
 
 
