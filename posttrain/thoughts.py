@@ -132,6 +132,7 @@ def declare_format(tokenizer: Any, opening: str, closing: str) -> None:
         form = _pair(opening, closing)
         KNOWN_FORMATS.append(form)
     tokenizer.thought_format = form
+    _detect.cache_clear()
 
 
 def is_declared(tokenizer: Any) -> bool:
@@ -182,7 +183,7 @@ class ThoughtStream:
 def thought_format(tokenizer: Any) -> ThoughtFormat:
     """Return the format that the recipe declares (`model.thoughts`), else the one whose marks the chat template writes,
     else the one whose marks are tokens of the vocabulary."""
-    return _detect(tokenizer, *_detection_key(tokenizer))[0]
+    return _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))[0]
 
 
 def written_format(tokenizer: Any) -> ThoughtFormat:
@@ -195,18 +196,11 @@ def written_format(tokenizer: Any) -> ThoughtFormat:
     return form if is_declared(tokenizer) or form.is_in(str(getattr(tokenizer, "chat_template", ""))) else STANDARD
 
 
-def _detection_key(tokenizer: Any) -> tuple[int, str, ThoughtFormat | None]:
-    declared = getattr(tokenizer, "thought_format", None)
-    return len(tokenizer), str(getattr(tokenizer, "chat_template", "")), declared
-
-
 @functools.lru_cache(maxsize=4)
-def _detect(
-    tokenizer: Any, size: int, template: str, declared: ThoughtFormat | None
-) -> tuple[ThoughtFormat, frozenset[int] | None]:
+def _detect(tokenizer: Any, size: int, template: str) -> tuple[ThoughtFormat, frozenset[int] | None]:
     """Return the format, and the ids of the special tokens that decoding drops; None: all special tokens.
 
-    size, template, declared: cache keys, because the result depends on them and they may change.
+    size, template: those of the tokenizer now; cache keys, because both may change.
     """
     del size
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -215,7 +209,7 @@ def _detect(
     def evidence(form: ThoughtFormat) -> tuple[bool, bool]:
         return form.is_in(template), vocabulary.issuperset(form.tokens or (form.opening, form.closing))
 
-    best = declared or max(FORMATS, key=evidence)  # the first of equals
+    best = getattr(tokenizer, "thought_format", None) or max(FORMATS, key=evidence)  # the first of equals
     special = {i: token.content for i, token in added.items() if token.special}
     dropped = frozenset(i for i, text in special.items() if text not in (*best.tokens, *_KEPT))
     return best, dropped if len(dropped) < len(special) else None
@@ -228,7 +222,7 @@ def decode(tokenizer: Any, rows: Sequence[Any], *, standard: bool = True) -> lis
     """
     if not rows:  # batch_decode returns one text for an empty list
         return []
-    form, dropped = _detect(tokenizer, *_detection_key(tokenizer))
+    form, dropped = _detect(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", "")))
     kept = rows if dropped is None else [[i for i in row if i not in dropped] for row in rows]
     texts = tokenizer.batch_decode(kept, skip_special_tokens=dropped is None, clean_up_tokenization_spaces=False)
     return [form.standardize(text) for text in texts] if standard and form is not STANDARD else list(texts)

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "scratch": set(),
     "terminal": set(),
     "source_locations": set(),
-    "seeds": set(),
+    "seeds": {"errors"},
     "redact": set(),
     "registry": {"errors", "path_resolution", "redact"},
     "recipe": {"errors", "path_resolution", "registry", "options", "renamed_keys"},

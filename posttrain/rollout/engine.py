@@ -206,12 +206,6 @@ class StatelessEngine(Generator):
     def close(self) -> None: ...
 
 
-def check_number(completions: Sequence[Completion], expected: int, whose: str) -> None:
-    """Raise EngineError unless the engine returned as many completions as requested. whose: the prompts."""
-    if len(completions) != expected:
-        raise EngineError(f"the engine returned {len(completions)} of {expected} completions of {whose}")
-
-
 def as_rollouts(
     prompts: Sequence[Prompt],
     n: int,
@@ -225,8 +219,9 @@ def as_rollouts(
     """Return completions in group-major order as rollouts; texts are decoded by `thoughts.decode`. share: indices of
     the prompts that the completions belong to; None: all prompts. Raises EngineError unless there are n of each."""
     numbers = range(len(prompts)) if share is None else share
-    whose = f"prompt {prompts[numbers[0]].uid}" if len(numbers) == 1 else count_noun(len(numbers), "prompt")
-    check_number(completions, n * len(numbers), whose)
+    if len(completions) != n * len(numbers):
+        whose = f"prompt {prompts[numbers[0]].uid}" if len(numbers) == 1 else count_noun(len(numbers), "prompt")
+        raise EngineError(f"the engine returned {len(completions)} of {n * len(numbers)} completions of {whose}")
     # arrays: for a list batch_decode checks the type of every number
     texts = thoughts.decode(tokenizer, [np.array(c.ids, np.int64) for c in completions])
     return [

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.batch import PromptImages, Rollout
+from posttrain.errors import EngineError
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
-from posttrain.rollout.engine import Completion, GenerationBatch, check_fits, check_number
+from posttrain.rollout.engine import Completion, GenerationBatch, check_fits
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import ConcurrentEngine
@@ -71,7 +72,8 @@ async def complete_all(
     """
     found = await asyncio.gather(*map(engine.complete, requests, samplings))
     for request, samples in zip(requests, found, strict=True):
-        check_number(samples, request.n, f"prompt {uid}")
+        if len(samples) != request.n:
+            raise EngineError(f"the engine returned {len(samples)} of {request.n} completions of prompt {uid}")
     return [sample for samples in found for sample in samples]
 
 

@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from posttrain.batch import Prompt
-from posttrain.data.sampler import PromptSampler
 from posttrain.models import load as models
 from posttrain.recipe.rl_stage import WITH_ALL_TOKENS
 from posttrain.recipe.stages import RlRecipe
@@ -22,6 +21,7 @@ from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.stored import Tokens
 from posttrain.run.watchdog import Watchdog
+from posttrain.seeds import PromptSampler
 from posttrain.train.attention import attention_dropout
 from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls, check_limits

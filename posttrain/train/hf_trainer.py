@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from posttrain import source_locations
 from posttrain.data.prepare import Prepared
 from posttrain.data.rows import format_causes
-from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, NonFiniteError, RunError, count_noun
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
@@ -35,7 +34,7 @@ from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
-from posttrain.seeds import derive
+from posttrain.seeds import PromptSampler, derive
 from posttrain.train import checkpoint, compiled, data_parallel, distributed, optim, sharding, start_notes, update_check
 from posttrain.train.collectives import local
 from posttrain.train.emergency_checkpoint import save_before_raising

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.data.sampler import PromptSampler
 from posttrain.errors import RecipeError, RunError
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
-from posttrain.seeds import derive
+from posttrain.seeds import PromptSampler, derive
 from posttrain.train.rl_metrics import known_mean
 from posttrain.train.roles import GROUP_STRIDE
 from posttrain.verify.failures import Calls

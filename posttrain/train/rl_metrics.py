@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import component_weights
+from posttrain.advantage.group import center_by_group, component_weights, group_std, group_sum, number_groups
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.batch.records import call_records, turn_metrics, turn_records
 from posttrain.images import thumbnail_url
@@ -45,11 +45,13 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         signals["solutions/rows"] = len(solutions)
     lengths = torch.tensor([float(r.sampled_length) for r in rollouts])  # tool replies count in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
-    spreads = [_std(rewards[batch.group_ids == number]) for number in batch.group_ids.unique()]
+    scored, key = ~rewards.isnan(), number_groups(batch.group_ids)
+    count = group_sum(scored.double(), key)
+    stds = group_std(center_by_group(rewards, scored, key, count), key, count, ddof=1)
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
     values = {
         "reward": known_mean(rewards),
-        "reward_std": float(torch.stack(spreads).mean()),
+        "reward_std": float(stds.mean()),
         "correct": known_mean(torch.where(batch.truncated & ~batch.correct.isnan(), 0.0, batch.correct)),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
@@ -176,7 +178,7 @@ def signal_metrics(batch: RolloutBatch) -> dict[str, float]:
             stays = kept[rows]
             trained = bool(batch.mask[rows][stays].any())
             counts["share" if trained else "masked" if bool(stays.any()) else "dropped"] += 1
-        elif any(_std(column[rows]) > 0 for column in (*weighted, batch.correct)):
+        elif any(len(column[rows & ~column.isnan()].unique()) > 1 for column in (*weighted, batch.correct)):
             counts["cancelled"] += 1  # answers differ in a component or in correctness, but not in the weighted sum
         elif known_mean(correct) == 1.0:
             counts["too_easy"] += 1
@@ -259,12 +261,17 @@ class Mismatch:
     kl: float | Tensor = 0.0
     largest: float | Tensor = 0.0
 
-    def add(self, logp: Tensor, rollout_logp: Tensor | None, mask: Tensor) -> None:
-        """Accumulate log-probs [N,T] of the sampling policy, before any update, where mask [N,T] is True."""
-        if rollout_logp is None or not logp.numel():
+    def add(self, logp: Tensor, batch: RolloutBatch) -> None:
+        """Accumulate log-probs [N,T] of the sampling policy, before any update, over the trained tokens that were
+        sampled for this step: the engine's log-probs of replayed or older tokens come from older weights."""
+        if batch.rollout_logp is None or not logp.numel():
             return
-        known = mask & ~rollout_logp.isnan()
-        gap = torch.where(known, logp.detach() - rollout_logp, 0.0).double()
+        known = batch.mask & ~batch.rollout_logp.isnan()
+        if batch.new_tokens is not None:
+            known &= batch.new_tokens
+        if batch.replayed is not None:
+            known &= ~batch.replayed[:, None]
+        gap = torch.where(known, logp.detach() - batch.rollout_logp, 0.0).double()
         self.tokens = self.tokens + known.sum()
         self.absolute = self.absolute + gap.abs().sum()
         self.kl = self.kl + (gap.exp() - 1 - gap).sum()  # k3 of KL(engine || trainer), sampled from the engine
@@ -360,8 +367,3 @@ def known_mean(values: Tensor) -> float | None:
     """Return the mean of the values that are not NaN; None if all are."""
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else None
-
-
-def _std(values: Tensor) -> Tensor:
-    known = values[~values.isnan()]
-    return known.std() if len(known) > 1 else torch.zeros((), dtype=values.dtype)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.data.sampler import PromptSampler
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
+from posttrain.seeds import PromptSampler
 from posttrain.train import data_parallel
 from posttrain.train.load_balancing import StepOrder
 

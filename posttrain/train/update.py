@@ -87,8 +87,8 @@ def update(
             if not active <= first:
                 batch = compute_logprobs(p, batch, sequences, indices, {"old_logp"})
     stats = UpdateStats(torch.zeros(batch.mask.shape, device=batch.mask.device))
-    if batch.old_logp is not None and batch.rollout_logp is not None:
-        stats.mismatch.add(batch.old_logp[indices], batch.rollout_logp[indices], fresh_tokens(batch)[indices])
+    if batch.old_logp is not None:
+        stats.mismatch.add(batch.old_logp[indices], batch.select(indices))
     updates = 0
     for number, rows in enumerate(rows_of.parts, step * p.updates_per_step):
         lr = optim.set_lr(p.optimizer, p.recipe.optim, number, p.steps * p.updates_per_step)
@@ -197,7 +197,7 @@ def run_micro_batches(
         logp, entropy, part = current_logprobs(p, batch.select(chosen), sequences.select(chosen))
         stats.logp.index_copy_(0, to_device(chosen, stats.logp.device), logp.detach().float())
         if batch.old_logp is None:
-            stats.mismatch.add(logp, part.rollout_logp, fresh_tokens(part))
+            stats.mismatch.add(logp, part)
         (adapter,) = sequences.by_adapter(chosen)
         loss, loss_stats = p.objective.loss(part, logp, totals[adapter])
         p.scaler.scale(loss * p.ranks.loss_share).backward()
@@ -209,15 +209,6 @@ def run_micro_batches(
             shared = 0 if prompts is None else sum(prompts.shared_token_counts(range(len(chosen))))
             sums.add({"rows_tokens": sum(chosen_sequences.lengths), "shared_tokens": shared})
     return {name: float(value) for name, value in sums.items()}
-
-
-def fresh_tokens(batch: RolloutBatch) -> Tensor:
-    """Return the mask [N,T] of trained tokens that were sampled for this step.
-
-    The engine's log-probs of replayed or older tokens come from older weights.
-    """
-    mask = batch.mask if batch.new_tokens is None else batch.mask & batch.new_tokens
-    return mask if batch.replayed is None else mask & ~batch.replayed[:, None]
 
 
 def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> None:

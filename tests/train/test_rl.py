@@ -587,6 +587,14 @@ def test_rollout_metrics_exclude_unscored_rows() -> None:
     assert values["completions/mean_length"] == 2.5 and values["completions/clipped_ratio"] == 0.0
 
 
+def test_equal_rewards_have_no_spread() -> None:
+    """The mean of three 0.1 is not 0.1, so their rounded standard deviation is not 0."""
+    items = rollouts([0.1] * 3, group_size=3)
+    values = rollout_metrics(items, rollout_batch(items))
+    assert values["reward_std"] == 0.0
+    assert values["signal/too_hard"] == 1.0 and values["signal/cancelled"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("changes", "entropy"),
     [
@@ -638,11 +646,12 @@ def test_mismatch_metrics() -> None:
     """Gaps 0.5 and -0.25, one token not reported, one masked: mean 0.375, max 0.5, KL mean of exp(d) - 1 - d."""
     mismatch = Mismatch()
     nan = float("nan")
-    mismatch.add(
-        torch.tensor([[-1.0, -2.0, -3.0, 9.0]]),
-        torch.tensor([[-1.5, -1.75, nan, 0.0]]),
-        torch.tensor([[True, True, True, False]]),
+    batch = RolloutBatch(
+        group_ids=torch.tensor([0]),
+        mask=torch.tensor([[True, True, True, False]]),
+        rollout_logp=torch.tensor([[-1.5, -1.75, nan, 0.0]]),
     )
+    mismatch.add(torch.tensor([[-1.0, -2.0, -3.0, 9.0]]), batch)
     values = mismatch.metrics()
     assert values["mismatch/mean"] == pytest.approx(0.375) and values["mismatch/max"] == pytest.approx(0.5)
     k3 = (math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 2

@@ -19,12 +19,12 @@ from torch.nn.functional import cross_entropy
 
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
-from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, UserError
 from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
+from posttrain.seeds import PromptSampler
 from posttrain.train import hf_trainer, load_balancing, sft
 from posttrain.train.row_plan import RowOrder, RowPlan, row_plan
 
