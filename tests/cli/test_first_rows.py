@@ -61,7 +61,7 @@ def test_later_rows_without_required_columns_are_named(tmp_path: Path) -> None:
     ("messages", "told"),
     [
         ([("user", {}), ("assistant", {"train": False})], "every answer has `train: false`"),
-        ([("human", {}), ("bot", {})], "no message has the role assistant, but human, bot"),
+        ([("system", {}), ("user", {})], "no message has the role assistant, but system, user"),
         ([("user", {})], ""),
         ([], "`messages` is an empty list"),
     ],
