@@ -212,7 +212,8 @@ def _example_recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dic
     if "world" in needs:
         tree = {"shape": section, "rewards": [{"use": "environment.score"}]}
         return {"environment": {"use": "my_game.py:Game"}, "tree": tree}
-    inner = {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
+    long = {"max_new_tokens": 8192} if kind == "shape" and "shared_reward" in needs else {}
+    inner = {"one": section, "inner": {**long, kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
     shaped: dict[str, Any] = {place: inner}
     for row in _TABLE["beside_component"]:
         if Scope.of(facts, shaped).holds(row["when"]):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.path_resolution import PATHS, ROW_FILES, split_function
-from posttrain.recipe.section import READ_ONLY, Count, DataName, Idle, Positive, Section, Seed, Share, Unused
+from posttrain.recipe.section import READ_ONLY, Count, DataName, Idle, Positive, Refused, Section, Seed, Share, Unused
 from posttrain.recipe.select_sections import Selection
 
 # Marks of keys that belong to a single source, and of keys that only sources with splits have.
@@ -104,7 +104,15 @@ class Data(Source):
     mix: Annotated[list[Source], Field(min_length=1)] | None = Field(
         None, description="several sources with weights, instead of `source`"
     )
-    select: Selection | None = Field(None, description="selection of rows by properties known before the run")
+    select: Annotated[
+        Selection | None,
+        Refused(
+            "select and not select.decontaminate and not select.pass_rate and not select.reasoning "
+            "and not select.failed",
+            "does nothing without a rule",
+            "write `decontaminate`, `pass_rate`, `reasoning` or `failed`, or remove it",
+        ),
+    ] = Field(None, description="selection of rows by properties known before the run")
     system: str | None = Field(None, description="system message of rows that have none and no column `system`")
     prompt_template: str | None = Field(
         None, description="user message with {column} fields, instead of the column `prompt`"

@@ -7,15 +7,17 @@ What a single key needs is marked at its field or listed in arguments.yaml; the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import registry
 from posttrain.errors import UserError, count_noun, did_you_mean
 from posttrain.options import NameOf, marked_values
-from posttrain.recipe import needs
+from posttrain.recipe import needs, presets
 from posttrain.recipe.requirements import Found, Scope, refuse
 from posttrain.recipe.reward_checks import reward_name
+from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.section import ComponentSection, params_model
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.tree import format_path
@@ -133,11 +135,15 @@ def _one_of(name: str, known: Sequence[str], *others: str) -> str:
 def check_arguments(recipe: RlRecipe) -> Found:
     """Check that the rewards exist that components read, and that the lengths of their lists match."""
     known = [reward_name(reward) for reward in recipe.rewards]
+    of_preset = presets.preset(recipe.algorithm).rewards if recipe.algorithm in presets.names() else []
+    offered = {reward_name(Reward(**reward)): reward for reward in of_preset}
     for key, section in recipe.every_component():
         given = section.params if section.index_entry else {}
         for place, name, others in named_rewards(section.kinds, section.use, given):
             if name.partition("/")[0] not in (*known, *others):
                 right = did_you_mean(name, [*known, *others]) or f"rewards here: {', '.join(known)}"
+                if added := offered.get(name.partition("/")[0]):
+                    right = f"add the reward of preset {recipe.algorithm}: {json.dumps(added)}"
                 yield f"{key}.{place}", f"`{section.use}` reads `{name}`, and no reward is called so", right
         if section.use == "stages":
             values, until = given["values"], list(given["until"])

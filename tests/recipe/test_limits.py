@@ -46,8 +46,9 @@ ANY = {
     "sampler": {"curriculum_stage.unseen", "self_curation.solved_value"},
     "select": {"clip_cov.high", "clip_cov.low"},
     "shape": {"mcts.unfinished"},
-    "task": {"searchgym.world"},
 }
+
+OTHERS = {"merge", "task"}  # ranges of mergekit; arguments of a data source, which checks them itself
 
 
 def problems(**changes: Any) -> str:
@@ -60,7 +61,19 @@ def problems(**changes: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", sorted(registry.load_index().keys() - {"merge"}))  # merge: mergekit's ranges
+def test_only_numbers_have_ranges() -> None:
+    """A name in arguments.yaml may be that of a text of another component."""
+    texts = [
+        f"{kind}/{name}.{argument}"
+        for kind, all_ in registry.load_index().items()
+        for name, entry in all_.items()
+        for argument, (annotation, *_) in entry["params"].items()
+        if annotation.split(" ")[0] not in ("int", "float") and limits.argument_limits(kind, name, argument)
+    ]
+    assert texts == []
+
+
+@pytest.mark.parametrize("kind", sorted(registry.load_index().keys() - OTHERS))
 def test_every_number_has_a_range(kind: str) -> None:
     without = {
         f"{name}.{argument}"
@@ -105,6 +118,19 @@ def test_number_outside_its_range_is_refused(key: str, name: str, argument: str,
         ({"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 0.25]}}, "[0.5, 0.25] are not in rising order"),
         ({"prompt_variants": {"use": "solution_prefix", "fractions": []}}, "prompt_variants.fractions: []"),
         ({"prompt_variants": {"use": "instructions", "pool": []}}, "prompt_variants.pool: has no text"),
+        (
+            {"rollout": {"shape": "chunks"}},
+            "shape.keep_tail: it and keep_head leave later chunks no token: 4096",
+        ),
+        ({"rollout": {"shape": "summaries", "max_new_tokens": 512}}, "shape.answer_tokens: a summary of 512 of 512"),
+        ({"rollout": {"shape": {"use": "budgets", "budgets": [9, 8]}}}, "rollout.shape.budgets: [9, 8]"),
+        ({"rollout": {"shape": {"use": "budgets", "budgets": [8, 600]}}}, "a thought of 600 tokens is longer"),
+        (
+            {"algorithm": "adactrl"},
+            "`difficulty_tag` reads `tag`, and no reward is called so\n"
+            '  hint: add the reward of preset adactrl: {"use": "efficiency.mode", "name": "tag", "weight": 0.0}',
+        ),
+        ({"data": {"source": "x", "select": {}}}, "data.select: does nothing without a rule"),
         ({"prompt_variants": {"use": "trace_prefix", "mixture": [0, 0]}}, "prompt_variants.mixture: [0.0, 0.0]"),
         ({"prompt_variants": {"use": "guided_retry", "user": "Go: {hint}"}}, "prompt_variants.user: has no {prompt}"),
         ({"prompt_variants": {"use": "templates", "own": {"mine": "Go"}}}, "prompt_variants.own.mine: has no {prompt}"),
@@ -131,6 +157,15 @@ CASES: list[dict[str, Any]] = [
     {"advantage": {"use": "pass_k_training", "k": 9}},
     {"advantage": {"use": "channels", "channels": []}},
     {"advantage": {"use": "per_turn", "min_group": 9}},
+    {"keep": {"use": "reward_band", "low": 0.5, "high": 0.1}},
+    {"keep": {"use": "balanced_difficulty_filter", "t_low": 0.8, "t_high": 0.2}},
+    {"select": [{"use": "clip_cov", "low": 6.0}]},
+    {"select": [{"use": "engine_ratio", "clip_min": 3.0}]},
+    {"loss": {"use": "cispo", "ratio_min": 3.0, "ratio_max": 1.0}},
+    {"factors": [{"use": "duration", "column": "seconds", "floor": 5.0, "cap": 1.0}]},
+    {"advantage": {"use": "beta_norm", "reward_min": 1.0}},
+    {"loss": {"use": "guide", "value": 2.0}},
+    {"sampler": {"use": "xrpo", "n_min": 5, "n_max": 3}},
     {"sampler": {"use": "taco", "low": 0.8}},
     {"sampler": {"use": "gdro", "n_min": 5, "n_max": 3}},
     {"prompt_variants": {"use": "trace_prefix", "shortest": 0.9, "longest": 0.1}},

@@ -219,8 +219,11 @@ def test_errors_of_an_extended_recipe_name_its_lines(write: Callable[..., Path],
 @pytest.mark.parametrize("name", names())
 def test_preset_gives_a_valid_recipe_with_every_choice_set(name: str, loads: Loads) -> None:
     found = preset(name)
-    base = RL if found.stage == "rl" else SFT.replace("sft", found.stage)
-    needed = {key: value for key, value in found.example.items() if key in ("objective", "tools", "environment")}
+    base = RL.partition("rewards")[0] if found.stage == "rl" else SFT.replace("sft", found.stage)
+    places = ("objective", "tools", "environment", "rollout")
+    needed: dict[str, Any] = {key: value for key, value in found.example.items() if key in places}
+    if found.stage == "rl":
+        needed["rewards"] = found.rewards or [{"use": "math.accuracy"}]
     loaded = loads(base + f"algorithm: {name}\n" + "".join(f"{key}: {value}\n" for key, value in needed.items()))
     for path, value in leaves(found.choices):
         arrived: Any = loaded.resolved

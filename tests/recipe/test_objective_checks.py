@@ -71,7 +71,7 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     ({"advantage": "remax", "rollout": STORED}, "rollout.engine stored samples nothing", {"advantage": "reward"}),
     (
-        {"advantage": "remax", "rollout": {"shape": "chunks"}},
+        {"advantage": "remax", "rollout": {"shape": "chunks", "max_new_tokens": 8192}},
         "which is a single completion",
         {"advantage": "trajectory"},
     ),
@@ -173,7 +173,7 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"loss": "reinforce"},
     ),
     (
-        {"advantage": BUNDLES, "rollout": {"shape": "chunks"}},
+        {"advantage": BUNDLES, "rollout": {"shape": "chunks", "max_new_tokens": 8192}},
         "the number of rows of a shape or workflow varies",
         {"advantage": "trajectory"},
     ),

@@ -402,7 +402,7 @@ def test_plan_counts_the_rows_of_a_rollout(home: Path, cli: Any) -> None:
     ("shape", "message"),
     [
         ({**CHUNKS, "keep_tail": 7}, "leave later chunks no token"),
-        ({"use": "summaries", "answer_tokens": 8}, "leaves nothing of max_new_tokens"),
+        ({"use": "summaries", "answer_tokens": 8}, "leaves nothing for what follows it"),
         ({**BUDGETS, "budgets": [3, 9]}, "a thought of 9 tokens is longer than a completion"),
         ({**BUDGETS, "budgets": [3, 3]}, "rising numbers of tokens"),
     ],
