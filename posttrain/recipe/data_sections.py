@@ -15,6 +15,16 @@ NO_SPLITS = Idle(
 )
 
 
+def source_form(name: str) -> str:
+    """Return the kind of a source of rows: gym, task, accepted, function, file, folder or hub."""
+    before, colon, _ = name.partition(":")
+    if colon and before in ("gym", "task", "accepted"):
+        return before
+    if split_function(name) is not None:
+        return "function"
+    return "file" if name.endswith(ROW_FILES) else "folder" if name.startswith(PATHS) else "hub"
+
+
 class Rows(Section):
     """A source of rows."""
 
@@ -58,16 +68,8 @@ class Rows(Section):
 
     @property
     def form(self) -> str | None:
-        """Kind of source: gym, task, accepted, function, file, folder or hub."""
-        name = self.source
-        if name is None:
-            return None
-        before, colon, _ = name.partition(":")
-        if colon and before in ("gym", "task", "accepted"):
-            return before
-        if split_function(name) is not None:
-            return "function"
-        return "file" if name.endswith(ROW_FILES) else "folder" if name.startswith(PATHS) else "hub"
+        """Kind of source (`source_form`); None without a source."""
+        return None if self.source is None else source_form(self.source)
 
 
 class Source(Rows):

@@ -17,10 +17,10 @@ from posttrain import path_resolution, registry
 from posttrain.errors import RewardError, ToolError, UserError
 from posttrain.models.model_paths import locate
 from posttrain.recipe import references
+from posttrain.recipe.data_sections import Source, source_form
 from posttrain.recipe.load import Loaded
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.section import Names
-from posttrain.recipe.sections import Source
 from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.recipe.tree import Path_
 from posttrain.run.environment import package_version
@@ -109,7 +109,7 @@ def _function(part: references.SectionRef, base_dir: Path) -> Callable[..., Any]
         return registry.load_function(tools.locate(str(use), base_dir), base_dir, what="tool", error=ToolError)
     if part.model is Environment:
         return tools.load_class(str(use), base_dir)
-    if issubclass(part.model, Source) and (source.startswith("task:") or path_resolution.split_function(source)):
+    if issubclass(part.model, Source) and source_form(source) in ("task", "function"):
         return registry.resolve("task", source.removeprefix("task:"), base_dir).function
     return None
 

@@ -165,3 +165,9 @@ def test_files_of_earlier_stages_are_not_looked_for(here: Path) -> None:
     loaded = load_dict({"stage": "pipeline", "stages": [first, then]}, base_dir=here, where="test")
     named = launch_fingerprint.named_files(loaded)
     assert [key for key in named if "params" in key] == ["stages[1].data.params.file"]
+
+
+def test_arguments_of_gym_tasks_name_no_function(here: Path) -> None:
+    """`gym:chain_sum` looks like MODULE:FUNCTION."""
+    source = {"source": "gym:chain_sum", "size": 1, "params": {"min_terms": 2}}
+    assert "data.params.min_terms" not in facts(here, data=source)
