@@ -105,12 +105,18 @@ def keep_pass_rates(rows: Sequence[Row], rule: PassRate, base_dir: Path) -> list
 def keep_reasoning_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
     """Return the rows of one side (sft or rl) of a split by reasoning score.
 
-    An RL row without an `answer` moves to SFT if it has a completion. Raises DataError if a side is empty or a score is
-    no number.
+    An RL row without an `answer` moves to SFT if it has a completion. Raises DataError if a side is empty, a score is
+    no number, or no row has one.
     """
     scores = [row.get(rule.column) for row in rows]
     if strange := [s for s in scores if s is not None and not isinstance(s, int | float)]:
         raise DataError(f"data.select.reasoning: column {rule.column} holds {strange[0]!r:.40}, no number")
+    if all(score is None for score in scores):
+        raise DataError(
+            f"data.select.reasoning: no row has a score in its column {rule.column}",
+            allowed="1 (recall) to 5 (many steps)",
+            hint="name the column: `data.select.reasoning.column`",
+        )
     split = split_by_reasoning(scores, sft_max=rule.sft_max, rl_min=rule.rl_min, middle=rule.middle)
     checkable = [n for n in split.rl if rows[n].get("answer") is not None]
     moved = [n for n in split.rl if n not in set(checkable) and rows[n].get("completion") is not None]

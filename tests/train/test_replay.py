@@ -272,7 +272,7 @@ def test_user_defined_replay_class(cli: Any, home: Path, seen: Seen) -> None:  #
     ("changes", "said"),
     [
         ({"replay": "sucess"}, "did you mean `success`"),
-        ({"replay": {"use": "success", "capacity": 0}}, "capacity 0"),
+        ({"replay": {"use": "success", "capacity": 0}}, "replay.capacity: must be at least 1, not 0"),
         ({"replay": {"use": "success", "capasity": 3}}, "capacity"),
         ({"replay": "ssb", "algorithm": "ppo"}, "stored rows carry only their advantages"),
         ({"replay": "recent", "select": ["rorecomp"]}, "the tokens that `rorecomp` has selected"),
