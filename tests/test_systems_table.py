@@ -47,7 +47,11 @@ def test_presets_and_lines_load(system: Any, tmp_path: Path) -> None:
     assert not system.is_offered or system.tests
     for name in system.presets:
         stage = presets.preset(name).stage
-        load_dict({"stage": stage, "algorithm": name, **example(name), **AROUND[stage]}, base_dir=tmp_path, where=name)
+        values = {"stage": stage, "algorithm": name, **presets.preset(name).example, **AROUND[stage]}
+        if read := presets.preset(name).rewards:
+            read_names = {reward["use"] for reward in read}
+            values["rewards"] = [*(r for r in values["rewards"] if r["use"] not in read_names), *read]
+        load_dict(values, base_dir=tmp_path, where=name)
     if system.shipped:
         load(f"{ROOT}/recipes/{system.shipped}.yaml")
     if system.recipe:
@@ -60,12 +64,6 @@ def merge_sections(around: dict[str, Any], lines: dict[str, Any]) -> dict[str, A
     """Merge sections key by key; lists are replaced by those of the lines."""
     both = {k: {**around[k], **v} for k, v in lines.items() if isinstance(v, dict) and k in around}
     return {**around, **lines, **both}
-
-
-def example(name: str) -> dict[str, Any]:
-    """Return values known only to the user of the preset, and the rewards that it reads."""
-    found = presets.preset(name)
-    return {**found.example, **({"rewards": found.rewards} if found.rewards else {})}
 
 
 @functools.cache

@@ -114,7 +114,9 @@ def test_windows_in_plan_methods_and_validation(cli: Any, home: Path) -> None:  
     assert "10" in cli.run("plan", str(home / "run.yaml"))
     assert "window" in cli.run("methods", "show", "shape/windows")
     (home / "wrong.yaml").write_text(json.dumps(values_of(rollout={"shape": {"use": "windows", "window": 0}})))
-    assert "window 0" in cli.refused("rl", str(home / "wrong.yaml"), "--output", str(home / "wrong"))
+    assert "rollout.shape.window: must be at least 1, not 0" in cli.refused(
+        "rl", str(home / "wrong.yaml"), "--output", str(home / "wrong")
+    )
 
 
 def test_advantage_matches_the_formula_on_new_tokens() -> None:
