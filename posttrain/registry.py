@@ -20,6 +20,7 @@ import pkgutil
 import re
 import sys
 import traceback
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -324,7 +325,14 @@ def _resolve_path(hint: Any, value: Any, base_dir: Path | None, what: str, error
         return value
     if mark := next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, PathText)), None):
         return mark.resolve(value, base_dir)
-    return find(value, base_dir, what, error) if Path in (hint, *typing.get_args(hint)) else value
+    parts = [hint]  # with the parts of unions and Annotated, in any order
+    for part in parts:
+        parts += (
+            typing.get_args(part)
+            if typing.get_origin(part) in (typing.Annotated, typing.Union, types.UnionType)
+            else ()
+        )
+    return find(value, base_dir, what, error) if Path in parts else value
 
 
 def explain_type_mismatch(annotation: Any, value: Any) -> str:

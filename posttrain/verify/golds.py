@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, is_typeddict
 
 from posttrain.verify.extract import anchor, every_box, hash_line
 from posttrain.verify.numerals import SCALES, changes_number
+from posttrain.verify.tokens import FUNCTIONS, GREEK
 
 _MISSING = re.compile(r"nan|none|null|n/?a|nil|todo|tbd|[-.?_ ]+", re.IGNORECASE)
 _ELSEWHERE = re.compile(
@@ -57,16 +58,24 @@ def gold_text(answer: Any) -> str | None:
 _SOLUTION = re.compile(
     r"^(?:the\s+)?solutions?\s+(?:is|are)\s*:?\s*(?=\$|\\|[\[({]|-?[0-9]|[A-Za-z]\s*=)", re.IGNORECASE
 )
-# `12 (inches of snow)`, as in ASDiv
-_BRACKETED_UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*)\s*\(\s*([A-Za-z][A-Za-z .'-]*)\)")
+# `12 (inches of snow)`, as in ASDiv; `3(x)` is a product
+_BRACKETED_UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*)\s+\(\s*([A-Za-z][A-Za-z .'-]*)\)")
+
+
+_SHORT_UNITS = frozenset({"cm", "mm", "km", "kg", "mg", "ml", "ft", "lb", "oz", "sq", "cu"})
+_MATHS_WORDS = FUNCTIONS | GREEK | {"mod"}
 
 
 def _write_unit(match: re.Match[str]) -> str:
-    r"""Write a number and its unit in brackets as `12\text{ inches}`; without a unit that could change the number."""
+    r"""Write a number and its unit in brackets as `12\text{ inches}`; without a unit that changes the number.
+
+    Words that could be maths stay in their brackets.
+    """
     if match.start() or match.end() < len(match.string):
         return match[0]
     words = match[2].casefold().replace(".", " ").replace("-", " ").split()
-    if SCALES.keys() & set(words):
+    named = words and (len(words[0]) > 2 or words[0] in _SHORT_UNITS)
+    if not named or any(word in _MATHS_WORDS or word in SCALES for word in words):
         return match[0]
     return match[1] if any(map(changes_number, words)) else rf"{match[1]}\text{{ {match[2].strip()}}}"
 
