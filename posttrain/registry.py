@@ -317,21 +317,17 @@ def _resolve_path(hint: Any, value: Any, base_dir: Path | None, what: str, error
     if is_typeddict(hint) and isinstance(value, Mapping):
         keys = typing.get_type_hints(hint, include_extras=True)
         return {key: _resolve_path(keys.get(key), inner, base_dir, what, error) for key, inner in value.items()}
+    parts = [hint]  # with the types and marks of unions and Annotated, in any order
+    for part in parts:
+        if typing.get_origin(part) in (typing.Annotated, typing.Union, types.UnionType):
+            parts += typing.get_args(part)
     if isinstance(value, list):
-        lists = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) in (list, Sequence)]
-        inner = typing.get_args(lists[0])[0] if lists else None
+        inner = next((typing.get_args(part)[0] for part in parts if typing.get_origin(part) in (list, Sequence)), None)
         return [_resolve_path(inner, item, base_dir, what, error) for item in value]
     if not isinstance(value, str):
         return value
-    if mark := next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, PathText)), None):
+    if mark := next((part for part in parts if isinstance(part, PathText)), None):
         return mark.resolve(value, base_dir)
-    parts = [hint]  # with the parts of unions and Annotated, in any order
-    for part in parts:
-        parts += (
-            typing.get_args(part)
-            if typing.get_origin(part) in (typing.Annotated, typing.Union, types.UnionType)
-            else ()
-        )
     return find(value, base_dir, what, error) if Path in parts else value
 
 

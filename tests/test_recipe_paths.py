@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Annotated
 from posttrain.path_resolution import PathText
 
-def graded(completion, *, files: list[Path] | None = None, folder: Annotated[Path | None, "of notes"] = None):
+def graded(
+    completion,
+    *,
+    files: Annotated[list[Path] | None, "to read"] = None,
+    folder: Annotated[Path | None, "of notes"] = None,
+):
     return 0.0
 
 def looked_up(query: str, *, folder: Path) -> str:

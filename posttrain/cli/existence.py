@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError, ModelError, did_you_mean
-from posttrain.path_resolution import ROW_FILES, candidate_paths, find, split_function, suggest_file
+from posttrain.path_resolution import ROW_FILES, candidate_paths, find, suggest_file
 
 if TYPE_CHECKING:
     from posttrain.recipe.section import Names
@@ -134,7 +134,9 @@ def check_data(name: str, base_dir: Path, source: Source | None) -> None:
 
 def _is_hub_only(name: str, base_dir: Path) -> bool:
     """Return whether a data name can only be an id on the hub."""
-    made = name.startswith(("gym:", "task:")) or split_function(name) is not None
+    from posttrain.recipe.data_sections import source_form
+
+    made = source_form(name) in ("gym", "task", "function")
     return not made and could_be_hub_id(name) and not any(map(path_exists, candidate_paths(name, base_dir)))
 
 

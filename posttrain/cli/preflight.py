@@ -198,16 +198,12 @@ class _RecipeChecker:
         A missing file is an error, since files go with the recipe; other missing things are added to `absent`. about:
         message prefix for a thing that the recipe does not name itself (the base of an adapter).
         """
-        from posttrain.recipe.sections import Source
+        from posttrain.recipe.data_sections import Source, source_form
 
         if names.kind in self.without:
             return
         source = validate_leniently(Source, part.values) if names.kind == "data" else None
-        if (
-            names.kind == "data"
-            and split_function(name)
-            and not name.startswith(("gym:", "task:", existence.ACCEPTED_PREFIX))
-        ):
+        if names.kind == "data" and source_form(name) == "function":
             self._check_data_function(path, name, part)
             return
         with self.collect_errors(path):

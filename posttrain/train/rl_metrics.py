@@ -261,17 +261,21 @@ class Mismatch:
     kl: float | Tensor = 0.0
     largest: float | Tensor = 0.0
 
-    def add(self, logp: Tensor, batch: RolloutBatch) -> None:
-        """Accumulate log-probs [N,T] of the sampling policy, before any update, over the trained tokens that were
-        sampled for this step: the engine's log-probs of replayed or older tokens come from older weights."""
+    def add(self, logp: Tensor, batch: RolloutBatch, rows: Sequence[int] | slice = slice(None)) -> None:
+        """Accumulate log-probs of the sampling policy, before any update, over the trained tokens that were sampled for
+        this step: the engine's log-probs of replayed or older tokens come from older weights.
+
+        logp: [N,T] of these rows of the batch.
+        """
         if batch.rollout_logp is None or not logp.numel():
             return
-        known = batch.mask & ~batch.rollout_logp.isnan()
+        rollout_logp = batch.rollout_logp[rows]
+        known = batch.mask[rows] & ~rollout_logp.isnan()
         if batch.new_tokens is not None:
-            known &= batch.new_tokens
+            known &= batch.new_tokens[rows]
         if batch.replayed is not None:
-            known &= ~batch.replayed[:, None]
-        gap = torch.where(known, logp.detach() - batch.rollout_logp, 0.0).double()
+            known &= ~batch.replayed[rows][:, None]
+        gap = torch.where(known, logp.detach() - rollout_logp, 0.0).double()
         self.tokens = self.tokens + known.sum()
         self.absolute = self.absolute + gap.abs().sum()
         self.kl = self.kl + (gap.exp() - 1 - gap).sum()  # k3 of KL(engine || trainer), sampled from the engine

@@ -88,7 +88,7 @@ def update(
                 batch = compute_logprobs(p, batch, sequences, indices, {"old_logp"})
     stats = UpdateStats(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None:
-        stats.mismatch.add(batch.old_logp[indices], batch.select(indices))
+        stats.mismatch.add(batch.old_logp[indices], batch, indices)
     updates = 0
     for number, rows in enumerate(rows_of.parts, step * p.updates_per_step):
         lr = optim.set_lr(p.optimizer, p.recipe.optim, number, p.steps * p.updates_per_step)

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, is_typeddict
 
 from posttrain.verify.extract import anchor, every_box, hash_line
 from posttrain.verify.numerals import SCALES, changes_number
-from posttrain.verify.tokens import FUNCTIONS, GREEK
+from posttrain.verify.tokens import FUNCTIONS, GREEK, SHORT
 
 _MISSING = re.compile(r"nan|none|null|n/?a|nil|todo|tbd|[-.?_ ]+", re.IGNORECASE)
 _ELSEWHERE = re.compile(
@@ -52,7 +52,7 @@ def gold_text(answer: Any) -> str | None:
         return (hash_line(text) or text.rpartition("####")[2]).strip() or None
     stated = anchor(text)
     found = stated if stated and len(stated) <= MAX_ANSWER_CHARS and not is_sentence(stated) else text.strip()
-    return _BRACKETED_UNIT.sub(_write_unit, _SOLUTION.sub("", found)) or None
+    return _write_unit(_SOLUTION.sub("", found)) or None
 
 
 _SOLUTION = re.compile(
@@ -60,23 +60,21 @@ _SOLUTION = re.compile(
 )
 # `12 (inches of snow)`, as in ASDiv; `3(x)` is a product
 _BRACKETED_UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*)\s+\(\s*([A-Za-z][A-Za-z .'-]*)\)")
-
-
-_SHORT_UNITS = frozenset({"cm", "mm", "km", "kg", "mg", "ml", "ft", "lb", "oz", "sq", "cu"})
 _MATHS_WORDS = FUNCTIONS | GREEK | {"mod"}
 
 
-def _write_unit(match: re.Match[str]) -> str:
-    r"""Write a number and its unit in brackets as `12\text{ inches}`; without a unit that changes the number.
+def _write_unit(text: str) -> str:
+    r"""Return a number and its unit in brackets as `12\text{ inches}`, without a unit that changes the number.
 
-    Words that could be maths stay in their brackets.
+    Any other text, and one whose words could be maths, stays as it is.
     """
-    if match.start() or match.end() < len(match.string):
-        return match[0]
+    match = _BRACKETED_UNIT.fullmatch(text)
+    if match is None:
+        return text
     words = match[2].casefold().replace(".", " ").replace("-", " ").split()
-    named = words and (len(words[0]) > 2 or words[0] in _SHORT_UNITS)
+    named = words and (len(words[0]) > 2 or words[0] in SHORT)
     if not named or any(word in _MATHS_WORDS or word in SCALES for word in words):
-        return match[0]
+        return text
     return match[1] if any(map(changes_number, words)) else rf"{match[1]}\text{{ {match[2].strip()}}}"
 
 
