@@ -37,23 +37,29 @@ def tis(
     clip_min: float | None = None,
     clip_max: float | None = 2.0,
     veto: float | None = None,
+    row_min: float | None = None,
+    row_max: float | None = None,
 ) -> Correction:
     """Return weights pi_old / mu for tokens sampled by an engine mu whose probabilities differ from the trainer's.
 
     With d = old_logp - rollout_logp (0 where the engine reported none; logp stands in for a missing old_logp), level
     `token`: exp(d); `sequence`: exp(sum of d), one weight per row; `geometric`: exp(mean of d). mode `truncate`: the
     ratio clipped to [clip_min, clip_max]; `mask`: the ratio inside these bounds, 0 outside; None = no bound. veto: all
-    weights of a row with a token of exp(d) < veto are 0. Sequence products explode with length: use `mask` or
-    `geometric` for them. Defaults: token, truncate, 2 (verl and papers); TRL uses sequence, mask, 3; DART truncates at
-    1; ROLL vetoes at 1e-4. Stats [N,T]: `correction/weights`, `correction/cut` (share truncated or masked).
+    weights of a row with a token of exp(d) < veto are 0. row_min, row_max: so are those of a row whose exp(mean of d)
+    is outside these bounds; with level `token` and clip_max None this is the seq-mask-tis of OpenRLHF (0.5 to 5) and
+    NeMo-RL (0.999 to 1.002). Sequence products explode with length: use `mask` or `geometric` for them. Defaults:
+    token, truncate, 2 (verl and papers); TRL uses sequence, mask, 3; DART truncates at 1; ROLL vetoes at 1e-4. Stats
+    [N,T]: `correction/weights`, `correction/cut` (share truncated or masked).
     """
     d, ratio = engine_ratio(batch, logp, level)
     bounded = ratio.clamp(_lower_bound(clip_min), _upper_bound(clip_max))
     outside = bounded != ratio
     weights = bounded if mode == "truncate" else torch.where(outside, 0.0, ratio)
+    row_ratio = engine_ratio(batch, logp, "geometric")[1]
+    dropped = (row_ratio < _lower_bound(row_min)) | (row_ratio > _upper_bound(row_max))
     if veto is not None:
-        vetoed = _has_below(d, batch.mask, veto)
-        weights, outside = torch.where(vetoed, 0.0, weights), outside | vetoed
+        dropped = dropped | _has_below(d, batch.mask, veto)
+    weights, outside = torch.where(dropped, 0.0, weights), outside | dropped
     weights = torch.where(batch.mask, weights, 0.0)
     return Correction(weights, batch.mask, {"correction/weights": weights, "correction/cut": outside.to(logp.dtype)})
 

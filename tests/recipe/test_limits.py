@@ -161,6 +161,7 @@ CASES: list[dict[str, Any]] = [
     {"keep": {"use": "balanced_difficulty_filter", "t_low": 0.8, "t_high": 0.2}},
     {"select": [{"use": "clip_cov", "low": 6.0}]},
     {"select": [{"use": "engine_ratio", "clip_min": 3.0}]},
+    {"corrections": [{"use": "tis", "row_min": 2.0, "row_max": 1.0}]},
     {"loss": {"use": "cispo", "ratio_min": 3.0, "ratio_max": 1.0}},
     {"factors": [{"use": "duration", "column": "seconds", "floor": 5.0, "cap": 1.0}]},
     {"advantage": {"use": "beta_norm", "reward_min": 1.0}},
