@@ -14,7 +14,8 @@ from posttrain.registry import register
 class AdaptiveKl:
     """Raises the coefficient while the measured KL is above `target`, lowers it below, by at most 20% * rows / horizon.
 
-    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon) after each step. Starts at the recipe's number, which
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(rows / horizon, 1)) after each step: the coefficient keeps its
+    sign also where a step has more rows than the horizon. Starts at the recipe's number, which
     must not be 0. Reads the metrics `kl` (mean over trained tokens, so the target is per token) and `rollout/rows`; a
     step without a KL changes nothing. target and horizon are to be set by the user: early RLHF used 6 nats per answer
     and 10000.
@@ -40,7 +41,7 @@ class AdaptiveKl:
 def adaptive_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: float) -> float:
     """Return the coefficient after a step with a mean KL of `kl` over `n_steps` samples (arXiv 1909.08593).
 
-    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon).
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n_steps / horizon, 1)).
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * n_steps / horizon)
+    return coef * (1 + error * min(n_steps / horizon, 1.0))

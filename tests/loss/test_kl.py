@@ -107,3 +107,9 @@ def test_adaptive_coefficient_follows_the_kl_target(measured: float, expected: f
     """Target 0.1, 100 samples of a horizon of 1000: factor 1 + clip(kl / 0.1 - 1, -0.2, 0.2) / 10."""
     found = adaptive_coef(0.04, measured, target=0.1, horizon=1000, n_steps=100)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_adaptive_coefficient_keeps_its_sign_in_steps_larger_than_the_horizon() -> None:
+    """1000 rows and horizon 100: -0.2 * 10 would turn 0.04 into -0.04, a reward for KL; the step is 20% at most."""
+    assert adaptive_coef(0.04, 0.0, target=0.1, horizon=100, n_steps=1000) == pytest.approx(0.032)
+    assert adaptive_coef(0.04, 1.0, target=0.1, horizon=100, n_steps=1000) == pytest.approx(0.048)
