@@ -160,7 +160,7 @@ def _build_from_causal(section: Model, base_dir: Path, outputs: int, seed: int) 
         model = kind._from_config(config, dtype=causal.model.dtype)
     model.base_model.load_state_dict(causal.model.base_model.state_dict())
     if section.attention != "auto":
-        model.set_attn_implementation(section.attention)
+        model.set_attn_implementation(causal.model.config._attn_implementation)  # `tiny` ignores the key
     model = model.to(causal.device).eval()
     return LoadedModel(model, causal.tokenizer, causal.eos_ids, causal.pad_id, section.path, images=causal.images)
 

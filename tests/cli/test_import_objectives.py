@@ -23,6 +23,7 @@ OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data 
 RLHF_DPO = "python -m openrlhf.cli.train_dpo --model.model_name_or_path org/x --data.dataset d.jsonl"
 OPEN_R1 = GRPO | {"dataset_prompt_column": "problem", "hub_strategy": "every_save", "overwrite_output_dir": True}
 SWIFT = "swift rlhf --model org/x --dataset rows.jsonl"
+SWIFT_GRPO = f"{SWIFT} --rlhf_type grpo --reward_funcs format"
 VERL = {
     "actor_rollout_ref.model.path": "org/x",
     "data.train_files": "rows.parquet",
@@ -116,9 +117,15 @@ def left_out(draft: Draft) -> dict[str, str]:
           "rollout.group_size": 1, "rollout.prompts_per_step": 16, "rollout.max_new_tokens": 64,
           "loss.aggregation": None}),
         (f"{SWIFT} --rlhf_type grpo --reward_funcs format --advantage_estimator rloo", "rl",
-         {"advantage.use": "rloo", "kl.where": "reward"}),
+         {"advantage.use": "rloo", "kl.where": "reward", "kl.use": "k1"}),
+        (f"{SWIFT_GRPO} --kl_in_reward true", "rl", {"kl.where": "reward", "kl.use": "k1"}),
+        (f"{SWIFT_GRPO} --advantage_estimator reinforce_plus_plus", "rl", {"advantage.use": "reinforce_pp_baseline"}),
+        (f"{SWIFT_GRPO} --advantage_estimator reinforce_plus_plus --scale_rewards group", "rl",
+         {"advantage.use": None, "advantage.scale": "group"}),
+        (f"{SWIFT_GRPO} --importance_sampling_level sequence_token", "rl",
+         {"loss.use": "gspo", "loss.level": "token", "loss.clip_low": 0.2}),
         (f"{SWIFT} --rlhf_type grpo --reward_funcs format --advantage_estimator rloo --kl_in_reward false", "rl",
-         {"advantage.use": "rloo", "kl.where": "loss"}),
+         {"advantage.use": "rloo", "kl.where": "loss", "kl.use": None}),
         # transformers evaluates by updates: 2 of them are a step here.
         (GRPO | {"dataset_name": "org/rows", "eval_strategy": "steps", "eval_steps": 10, "steps_per_generation": 2},
          "rl",
@@ -310,13 +317,7 @@ def test_imported_objective_equals_the_files(
         # IPO without a reference, which is not ours.
         ("trl cpo --model_name_or_path m --dataset_name d.jsonl --loss_type ipo", "dpo", "loss.use", "cpo+ipo"),
         (TRL | {"loss_type": ["ipo", "sft"], "beta": 0.3}, "dpo", "loss.use", "ipo+sft"),  # which has no likelihood
-        (
-            f"{SWIFT} --rlhf_type grpo --reward_funcs format --importance_sampling_level sequence_token",
-            "rl",
-            "loss.use",
-            "sequence_token",
-        ),
-        (GRPO | {"importance_sampling_level": "sequence_token"}, "rl", "loss.use", "sequence_token"),
+        (GRPO | {"importance_sampling_level": "turn"}, "rl", "loss.use", "turn"),
         (FACTORY | {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo", "loss.use", "kto_pair"),
         (
             VERL | {"algorithm.adv_estimator": "tir_optimal_token_baseline"},
@@ -663,3 +664,57 @@ def test_shares_of_interleaved_sources(folder: Path) -> None:
     assert [(source["source"], source["weight"]) for source in mix] == [("a", 0.7), ("b", 0.3)]
     mix = import_recipe(folder, shares | {"mix_strategy": "concat"}).plain()["data"]["mix"]  # read nowhere there
     assert all("weight" not in source for source in mix)
+
+
+def test_openrlhfs_kl_after_the_baseline_is_noted(folder: Path) -> None:
+    def notes(estimator: str) -> str:
+        return " ".join(import_recipe(folder, f"{OPENRLHF} --advantage_estimator {estimator}").notes)
+
+    assert "after the baseline" in notes("rloo")
+    assert "after the baseline" not in notes("reinforce")  # whose returns are by token here, too
+
+
+@pytest.mark.parametrize(
+    ("given", "section", "entry"),
+    [
+        (
+            f"{SWIFT_GRPO} --top_entropy_quantile 0.2",
+            "select",
+            {"use": "high_entropy_tokens", "rho": 0.2},
+        ),
+        (
+            f"{SWIFT_GRPO} --off_policy_sequence_mask_delta 0.3",
+            "corrections",
+            {"use": "off_policy_seq_mask", "threshold": 0.3},
+        ),
+        (
+            f"{SWIFT_GRPO} --rollout_importance_sampling_mode sequence_truncate",
+            "corrections",
+            {"use": "tis", "level": "geometric", "mode": "truncate", "clip_max": 2.0},
+        ),
+        (
+            f"{SWIFT_GRPO} --rollout_importance_sampling_mode sequence_mask",
+            "corrections",
+            {"use": "tis", "level": "token", "clip_max": None, "row_max": 2.0},
+        ),
+        (
+            f"{OPENRLHF} --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop",
+            "corrections",
+            {"use": "tis", "level": "token", "mode": "mask", "clip_min": 0.5, "clip_max": 5.0},
+        ),
+        (
+            f"{OPENRLHF} --enable_vllm_is_correction --algo.advantage.is_correction_threshold 0.8 1.2",
+            "corrections",
+            {"use": "tis", "level": "token", "mode": "truncate", "clip_min": 0.8, "clip_max": 1.2},
+        ),
+        (
+            f"{OPENRLHF} --enable_vllm_is_correction --algo.advantage.is_correction_type seq-mask-tis",
+            "corrections",
+            {"use": "tis", "level": "token", "clip_max": None, "row_min": 0.5, "row_max": 5.0},
+        ),
+    ],
+)
+def test_swifts_and_openrlhfs_corrections_are_imported(given: str, section: str, entry: Any, folder: Path) -> None:
+    draft = import_recipe(folder, given, stage="rl")
+    assert draft.plain()[section] == [entry]
+    assert not [key for key in left_out(draft) if "is_correction" in key or "importance_sampling" in key]

@@ -160,6 +160,14 @@ def test_micro_batches_change_nothing(recipe_of, rows_of, use):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
+def test_attention_does_nothing_with_tiny(tmp_path):
+    """As its causal model: the key once changed the classifier alone, and a missing flash-attn was an ImportError."""
+    section = Model(path="tiny", device="cpu", attention="flash_attention_2")
+    rows = [[5, 6, 7]]
+    given, plain = (scorer.load(s, tmp_path, outputs=1) for s in (section, Model(path="tiny", device="cpu")))
+    torch.testing.assert_close(scorer.score_rows(given, rows), scorer.score_rows(plain, rows), rtol=0, atol=0)
+
+
 def test_labels_are_learned_and_missing_ones_ignored(recipe_of, opened, tmp_path):
     draw = random.Random(2)
     rows = []

@@ -324,8 +324,35 @@ def _verl_kl_reward(draft: Draft, given: Given, _: str) -> None:
 
 
 def _kl_in_loss(draft: Draft, given: Given, _: str) -> None:
-    if draft.get("algo.kl.init_coef"):
-        draft.set_default("kl.where", "loss" if given.value is True else "reward", draft.origin(given.key))
+    """OpenRLHF: convert the place of the KL term. In the reward, it is added to the tokens after the group's
+    baseline."""
+    if not draft.get("algo.kl.init_coef"):
+        return
+    draft.set_default("kl.where", "loss" if given.value is True else "reward", draft.origin(given.key))
+    if given.value is not True and _read_key(draft, "algo.advantage.estimator") not in ("gae", "reinforce"):
+        draft.note(
+            "OpenRLHF subtracts the KL of a token and of all later ones from the token's advantage, after the baseline;"
+            " here the KL of the row is a part of the reward that the group compares"
+        )
+
+
+def _openrlhf_correction(draft: Draft, given: Given, _: str) -> None:
+    """OpenRLHF: convert the weights of vLLM's samples: `tis` truncates them, `icepop` drops tokens out of the bounds,
+    `seq-mask-tis` drops rows whose geometric mean is out of the bounds."""
+    section = "algo.advantage.is_correction_"
+    kind = _read_key(draft, f"{section}type") or "tis"
+    if kind not in ("tis", "icepop", "seq-mask-tis") or _read_key(draft, "actor.policy_loss_type") == "gspo":
+        draft.leave(given, "write `corrections: [{use: tis}]`: `level` and `mode` as in `posttrain methods show tis`")
+        return
+    draft.get(f"{section}type")
+    low, high = map(float, draft.get(f"{section}threshold", default=[0.5, 5.0]))
+    arguments: dict[str, Any]
+    if kind == "seq-mask-tis":
+        arguments = {"level": "token", "clip_max": None, "row_min": low, "row_max": high}
+    else:
+        mode = "truncate" if kind == "tis" else "mask"
+        arguments = {"level": "token", "mode": mode, "clip_min": low, "clip_max": high}
+    _append(draft, "corrections", given, "tis", arguments)
 
 
 def _clip_pair(draft: Draft, given: Given, _: str) -> None:
@@ -353,14 +380,63 @@ def _openrlhf_loss(draft: Draft, given: Given, _: str) -> None:
 
 
 def _swift_estimator(draft: Draft, given: Given, _: str) -> None:
-    """ms-swift: convert the advantage; other than GRPO's, by default the KL term is in the reward."""
-    known = {"rloo": "rloo", "reinforce_plus_plus": "reinforce_pp_baseline"}
-    if given.value not in known:
+    """ms-swift: convert the advantage; other than GRPO's, by default the KL term is in the reward.
+
+    Its reinforce_plus_plus is GRPO's advantage unless it scales by the batch, which is the default.
+    """
+    if given.value not in ("rloo", "reinforce_plus_plus"):
         _require_choice(draft, given, "advantage.use", "advantage")
         return
-    draft.set_default("advantage.use", known[given.value], draft.origin(given.key))
+    origin = draft.origin(given.key)
+    if given.value == "rloo":
+        draft.set_default("advantage.use", "rloo", origin)
+    elif str(_read_key(draft, "scale_rewards") or "batch") == "batch":
+        draft.get("scale_rewards")
+        draft.set_default("advantage.use", "reinforce_pp_baseline", origin)
+        draft.note(
+            "ms-swift divides the centred rewards by their deviation over the rows; `reinforce_pp_baseline` takes mean"
+            " and deviation over the trained tokens, where long rows count more"
+        )
     if _read_key(draft, "kl_in_reward") is None:
-        draft.set_default("kl.where", "reward", f"with advantage_estimator {given.value}")
+        _put_kl_in_reward(draft, f"with advantage_estimator {given.value}")
+
+
+def _swift_kl(draft: Draft, given: Given, _: str) -> None:
+    if given.value is True:
+        _put_kl_in_reward(draft, draft.origin(given.key))
+    else:
+        draft.set_default("kl.where", "loss", draft.origin(given.key))
+
+
+def _put_kl_in_reward(draft: Draft, origin: str) -> None:
+    """ms-swift: write the KL of the reward, the plain difference of log-probs; the loss has k3, our default."""
+    draft.set_default("kl.where", "reward", origin)
+    draft.set_default("kl.use", "k1", origin)
+
+
+def _swift_correction(draft: Draft, given: Given, _: str) -> None:
+    """ms-swift: convert the weights of vLLM's samples, whose ratio of a row is the geometric mean."""
+    bound = float(draft.get("rollout_importance_sampling_threshold", default=2.0))
+    arguments: dict[str, dict[str, Any]] = {
+        "token_truncate": {"level": "token", "mode": "truncate", "clip_max": bound},
+        "token_mask": {"level": "token", "mode": "mask", "clip_max": bound},
+        "sequence_truncate": {"level": "geometric", "mode": "truncate", "clip_max": bound},
+        "sequence_mask": {"level": "token", "clip_max": None, "row_max": bound},
+    }
+    if given.value in arguments:
+        _append(draft, "corrections", given, "tis", arguments[given.value])
+    else:
+        draft.leave(given, f"known are {', '.join(arguments)}")
+
+
+def _ratio_level(draft: Draft, given: Given, _: str) -> None:
+    """Convert the level of the ratio: GSPO, or with `sequence_token` its form with gradients by token."""
+    if given.value not in ("sequence", "sequence_token"):
+        _require_choice(draft, given, "loss.use", "loss")
+        return
+    draft.set_default("loss.use", "gspo", draft.origin(given.key))
+    if given.value == "sequence_token" and draft.at("loss.use") == "gspo":
+        draft.set_default("loss.level", "token", draft.origin(given.key))
 
 
 def _dynamic_sampling(draft: Draft, given: Given, _: str) -> None:
@@ -386,10 +462,14 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "kl_ratio": _kl_ratio,
     "loss_type": _loss_type,
     "off_policy_mask": _off_policy_mask,
+    "openrlhf_correction": _openrlhf_correction,
     "openrlhf_loss": _openrlhf_loss,
+    "ratio_level": _ratio_level,
     "rpo": _rpo,
     "smoothing": _label_smoothing,
+    "swift_correction": _swift_correction,
     "swift_estimator": _swift_estimator,
+    "swift_kl": _swift_kl,
     "verl_clip": _verl_clip,
     "verl_kl_loss": _verl_kl_loss,
     "verl_kl_reward": _verl_kl_reward,
