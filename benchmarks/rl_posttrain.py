@@ -19,14 +19,16 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
 
     at_end: called after each step, when `result` has its figures. With `start_only` the run ends before its first step.
     """
-    from posttrain.pipeline import run_stage
+    from posttrain.pipeline import count_engine_processes, run_stage
     from posttrain.recipe.load import load_dict
+    from posttrain.rollout import warm_process
+
+    loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
+    warm_process.start(count_engine_processes(loaded.recipe))  # before the training modules, as run_stage
     from posttrain.rollout import vllm_engine
     from posttrain.rollout.starting import StartingEngine
     from posttrain.run.directory import RunDirectory
     from posttrain.train import assemble, checkpoint, distributed, rl
-
-    loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
 
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)

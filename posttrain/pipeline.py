@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from posttrain import terminal
 from posttrain.errors import Interrupted, MissingExtra, PosttrainError, RecipeError, RunError, UserError
+from posttrain.garbage_collection import pause_collection
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.rounds import SAMPLERS
@@ -94,21 +95,11 @@ def count_engine_processes(recipe: Stage) -> int:
 
 
 def import_runner(name: str) -> Callable[[Stage, RunDirectory], dict[str, Any]]:
-    """Import `module:function` with garbage collection off; later collections skip the imported objects.
-
-    Torch and the libraries that depend on it create half a million objects that live as long as the process.
-    Collections during the import take a quarter of its time, and each later one takes 0.3 s (accelerate collects once
-    per run).
-    """
+    """Import `module:function`, which imports torch and the libraries that depend on it."""
     module, _, function = name.partition(":")
-    if module not in sys.modules and gc.isenabled():
-        gc.collect()  # `freeze` would keep existing garbage
-        gc.disable()
-        try:
+    if module not in sys.modules:
+        with pause_collection(freeze=True):
             importlib.import_module(module)
-        finally:
-            gc.freeze()
-            gc.enable()
     return cast("Callable[[Stage, RunDirectory], dict[str, Any]]", getattr(importlib.import_module(module), function))
 
 

@@ -3,7 +3,7 @@
 vLLM derives the cache path from the path of the model's folder, which is a folder of the run here: every run would
 compile again and leave its result behind. So vLLM is started on a link to that folder whose path depends only on the
 model's configuration. And when vLLM is imported, it makes torch compile one kernel at a time; the trainer's forward and
-backward passes keep as many compile threads as without vLLM. ~> # in vLLM's cache folder
+backward passes keep as many compile threads as without vLLM.
 """
 
 from __future__ import annotations

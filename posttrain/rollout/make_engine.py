@@ -38,6 +38,8 @@ def start_early(
             if starts and (loaded := build_skeleton(model, base_dir, training=training)) is not None:
                 begun = begin_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
     try:
+        if begun is not None:
+            begun.wait_for_processes()
         yield begun
     finally:
         if begun is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import EngineError
-from posttrain.rollout import engine_process
+from posttrain.rollout import engine_process, warm_process
 from posttrain.rollout.engine_client import EngineClient, close_all
 from posttrain.tools.time_limits import in_thread
 
@@ -43,6 +43,15 @@ class StartingEngine:
         self._others = set(multiprocessing.active_children())
         self._clients = in_thread(start, "engine-start")
         self._engine = Future[Any]()
+
+    def wait_for_processes(self) -> None:
+        """Block until the warm processes run the engine cores, or the start has failed.
+
+        Until then the start imports vLLM in this process, and every other thread slows it down; the engine, which is
+        usually ready last, then starts on other CPU cores.
+        """
+        while warm_process.any_waiting() and futures.wait([self._clients], POLL_S).not_done:
+            pass
 
     def wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
         """Block until the engine has started and return True, or until `enough()` is true and return False. Raises the

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from posttrain import terminal
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, count_noun
+from posttrain.garbage_collection import pause_collection
 from posttrain.models import adapters
 from posttrain.recipe.engine_sections import LORA_RANKS, Vllm
 from posttrain.recipe.sampling_sections import Sampling
@@ -95,7 +96,7 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> list[Any]
     kv_file: Path | None = None
     try:
         with _starting:
-            with compile_cache.keep_compiler_settings():
+            with compile_cache.keep_compiler_settings(), pause_collection():
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.usage.usage_lib import UsageContext
                 from vllm.v1.engine.async_llm import AsyncLLM
@@ -153,7 +154,7 @@ def cache_folder() -> Path:
     """Return vLLM's cache folder, which holds what it has compiled; a temporary folder if that one is not writable."""
     prepare_environment()
     limit_logging()
-    with compile_cache.keep_compiler_settings():  # the bare package imports quickly
+    with compile_cache.keep_compiler_settings(), pause_collection():
         from vllm import envs
 
     folder = Path(envs.VLLM_CACHE_ROOT)

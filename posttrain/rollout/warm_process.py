@@ -20,6 +20,7 @@ from multiprocessing import context, process, reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
+from posttrain.garbage_collection import pause_collection
 from posttrain.rollout import engine_process
 
 ENGINE = ("vllm.v1.engine.core", "torch._inductor.compile_fx")
@@ -61,6 +62,11 @@ def use() -> Iterator[None]:
     finally:
         kind._Popen = staticmethod(usual)
         close()
+
+
+def any_waiting() -> bool:
+    """Return whether a warm process waits for an engine core."""
+    return bool(_waiting)
 
 
 def close() -> None:
@@ -111,7 +117,8 @@ def main(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and this process ends with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     before = set(os.environ)
-    with _silence(), contextlib.suppress(Exception):  # the engine reports the error when it imports the module itself
+    # an error is reported by the engine, which imports the module again
+    with pause_collection(freeze=True), _silence(), contextlib.suppress(Exception):
         for name in ENGINE:
             importlib.import_module(name)
         from vllm.platforms import current_platform

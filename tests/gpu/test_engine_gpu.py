@@ -12,6 +12,7 @@ import importlib.util
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.engine_sections import EngineSection, Vllm
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Lora, Model
+from posttrain.rollout import warm_process
 from posttrain.rollout.hf import eval_mode
 from posttrain.rollout.make_engine import make_engine
 
@@ -112,11 +114,20 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _waiting_processes() -> Iterator[None]:
+    """Start each engine in a process that has imported vLLM during the test before it, as `posttrain rl` does."""
+    warm_process.start(1)
+    yield
+    warm_process.close()
+
+
 def started(loaded: LoadedModel, scratch: Path, **settings: Any) -> Any:
     began = time.perf_counter()
     scratch.mkdir(exist_ok=True)
     engine = make_engine(EngineSection(engine="vllm", vllm=Vllm(**settings)), loaded, scratch=scratch, max_len=256)
     print(f"\nstarted in {time.perf_counter() - began:.1f} s with {settings}, probe {engine.gap:.4f}")
+    warm_process.start(1)
     return engine
 
 

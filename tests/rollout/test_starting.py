@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import EngineError
+from posttrain.rollout import warm_process
 from posttrain.rollout.starting import StartingEngine, wait_for
 
 
@@ -190,3 +191,30 @@ def test_start_can_be_awaited() -> None:
 
 def catch_error(error: Exception) -> Any:
     raise error
+
+
+def test_setup_goes_on_once_the_engine_cores_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While vLLM is imported here, other threads would slow the import down; a failed start takes no process."""
+    waiting, go = [True], threading.Event()
+    monkeypatch.setattr(warm_process, "any_waiting", lambda: waiting[0])
+
+    def start() -> Any:
+        time.sleep(0.1)
+        waiting[0] = False
+        go.wait()
+        return [Client()]
+
+    starting = StartingEngine(start, Engine)
+    starting.wait_for_processes()
+    assert not waiting[0]
+    go.set()
+    starting.close()
+
+    def fail() -> Any:
+        raise EngineError("no vLLM here")
+
+    waiting[0] = True
+    failed = StartingEngine(fail, Engine)
+    failed.wait_for_processes()
+    with pytest.raises(EngineError, match="no vLLM here"):
+        failed.engine()
