@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "thoughts": set(),
     "path_resolution": {"errors"},
     "early_interrupt": set(),
+    "garbage_collection": set(),
     "options": set(),
     "renamed_keys": set(),
     "typed_json": set(),
@@ -45,7 +46,19 @@ ALLOWED: dict[str, set[str]] = {
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "images", "options", "seeds", "thoughts"},
     "tools": FOUNDATION | {"batch", "chat", "images", "verify"},
     "rollout": FOUNDATION
-    | {"batch", "images", "models", "run", "chat", "tools", "scratch", "seeds", "shapes", "thoughts"},
+    | {
+        "batch",
+        "garbage_collection",
+        "images",
+        "models",
+        "run",
+        "chat",
+        "tools",
+        "scratch",
+        "seeds",
+        "shapes",
+        "thoughts",
+    },
     "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION
@@ -72,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module", "images", "thoughts"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
-    "pipeline": FOUNDATION | {"run", "report", "track", "evaluate", "rollout"},
+    "pipeline": FOUNDATION | {"garbage_collection", "run", "report", "track", "evaluate", "rollout"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {
     "cli": {"early_interrupt", "errors", "path_resolution", "terminal"},
