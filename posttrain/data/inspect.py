@@ -33,7 +33,7 @@ FRAMES = 3  # most frequent turn formats that are shown
 
 _NOT_OF_THE_TEMPLATE = (
     *(prepare.EARLIER_TURNS, prepare.CONTRADICTS, prepare.ASKED_NOTHING),
-    *(prepare.EMPTY_PROMPT, prepare.LABEL_UNREAD),
+    *(prepare.NOTHING_ASKED, prepare.LABEL_UNREAD, render.OPENING_TURN, render.OTHERS_MARKED),
 )
 
 

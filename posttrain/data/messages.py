@@ -2,7 +2,7 @@
 
 Supported: OpenAI (role, content as text or parts, `weight`, the deprecated `function_call` and role function), ShareGPT
 (from, value; function-call turns and their observations; its names of roles in `role`, too), and `train: true | false`
-on a message, which sets whether it may be trained on.
+on a message, which sets whether it may be trained on. A flag in every part of a content counts as the message's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain import chat
 from posttrain.errors import DataError, nearest
+from posttrain.thoughts import THINK_END, THINK_START
 
 Message = dict[str, Any]
 
@@ -21,6 +22,7 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "ai": "assistant",
     "bot": "assistant",
     "model": "assistant",
     "function_call": "assistant",
@@ -65,6 +67,7 @@ def _parse_message(message: Any, name: str, where: str) -> Message:
         held = ", ".join(message)
         raise DataError(f"`{name}` has no content; its keys: {held}", where=where, allowed="`content`: a text")
     if "content" in parsed:
+        parsed = _lift_part_flags(parsed, name, where)
         parsed["content"] = _join_content(parsed["content"], name, where)
     parsed = _convert_function_call(parsed, name, where)
     _check_calls(parsed, name, where)
@@ -170,10 +173,19 @@ def _convert_sharegpt(message: Message, name: str, where: str) -> Message:
     rest = {k: v for k, v in message.items() if k not in (key, text_key)}
     text = message.get(text_key)
     if sender in CALL_ROLES:
-        return {**rest, "role": role, "content": "", "tool_calls": _parse_calls(text, name, where)}
+        thought, calls = _split_thought(text)
+        return {**rest, "role": role, "content": thought, "tool_calls": _parse_calls(calls, name, where)}
     if text is None and (key == "role" or role in _NEED_CONTENT):
         return {**rest, "role": role}
     return {**rest, "role": role, "content": "" if text is None else text}
+
+
+def _split_thought(text: Any) -> tuple[str, Any]:
+    """Return (thought with its marks, call) of a ShareGPT call turn; "" if it begins without one."""
+    if not isinstance(text, str) or not text.lstrip().startswith(THINK_START):
+        return "", text
+    thought, end, call = text.partition(THINK_END)
+    return f"{thought.lstrip()}{end}", call
 
 
 def _parse_calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -190,6 +202,26 @@ def _parse_calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
             allowed='{"name": ..., "arguments": {...}} as JSON, or a list of such objects',
         )
     return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
+
+
+def _lift_part_flags(message: Message, name: str, where: str) -> Message:
+    """Return the message with the flags `train` and `weight` of the parts of its content as its own flag.
+
+    Raises DataError for an assistant message with a trained and an untrained part: a turn is trained on as a whole.
+    """
+    content = message["content"]
+    if message["role"] != "assistant" or not isinstance(content, list) or "train" in message or "weight" in message:
+        return message
+    parts = [part for part in content if isinstance(part, Mapping)]
+    flags = [next((part[key] for key in ("train", "weight") if part.get(key) is not None), True) for part in parts]
+    if len(set(map(bool, flags))) > 1:
+        raise DataError(
+            f"`{name}.content` has parts that are trained on and parts that are not",
+            where=where,
+            allowed="`train: true | false` of the whole message: a turn is trained on as a whole",
+            hint="leave the untrained part out of the turn",
+        )
+    return {**message, "train": False} if flags and not flags[0] else message
 
 
 def _join_content(content: Any, name: str, where: str) -> str:

@@ -32,7 +32,7 @@ TOO_LONG = "longer than max_length"
 ANSWER_TOO_LONG = "trained part alone longer than max_length"
 EMPTY_PROMPT = "empty prompt"
 ASKED_NOTHING = "LOOK: the prompt is empty, and the answer to it is trained on"
-EMPTY_PROMPT = "LOOK: the prompt is empty"
+NOTHING_ASKED = "LOOK: the prompt is empty"
 LABEL_UNREAD = "LOOK: `label` is false or 0, and the row is trained on: sft reads no label (`algorithm: kto` does)"
 PROMPT_CUT = "prompt cut to max_length"
 IMAGES_CUT = "longer than max_length, and a prompt with images is not cut"
@@ -99,7 +99,7 @@ def prepare_prompts(
     kept = {prompt.uid for prompt in prepared.items}
     asking_nothing = (str(row["uid"]) for row in rows if _has_blank_prompt(row, section) and not row.get("images"))
     if blank := [uid for uid in asking_nothing if uid in kept]:
-        prepared.noted[EMPTY_PROMPT] = blank
+        prepared.noted[NOTHING_ASKED] = blank
     return _require_rows(prepared, section)
 
 

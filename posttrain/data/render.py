@@ -35,6 +35,8 @@ _CONVERSATION_COLUMNS = (
     *("tool_calls", "function_call", "functions"),
 )
 TRAILING_MESSAGES = "messages after the last trained turn are left out"
+OPENING_TURN = "an assistant turn that begins the conversation answers nothing, and is not trained on"
+OTHERS_MARKED = "`train: true` of messages that the model does not write is not followed"
 LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need about 500 bytes per character
 TEMPLATE_VARIABLES = "LOOK: the chat template gets no variables from the column `chat_template_kwargs`"
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
@@ -133,21 +135,42 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         text = _plain_text(row, plain_text(row, "prompt", section), plain_text(row, "completion", section), tokenizer)
         return [_train_on_all(text) if section.train_on == "all" else text]
     messages = images.use_template_marks(conversation(row, section), row)
+    notes = [OTHERS_MARKED] if any(m["role"] != "assistant" and m.get("train") for m in messages) else []
     # `train: false` on a message: the turn is context only
     wanted = [bool(m.pop("train", True)) for m in messages]
     messages = adapt_messages(tokenizer, messages, tools(row))
     own = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if not own:
+    if not any(own):
         roles = ", ".join(dict.fromkeys(m["role"] for m in messages)) or "none"
-        return [Text(uid, (Piece("", False),), drop_cause=f"no assistant turn (roles: {roles})")]
-    if section.train_on == "assistant":
-        examples = turns.render_all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
-        last = max((i for i in own if wanted[i]), default=own[-1])
+        cause = "no message before the assistant turn" if own else f"no assistant turn (roles: {roles})"
+        return [Text(uid, (Piece("", False),), drop_cause=cause)]
+    targets = _target_turns(row, len(messages), own, section)
+    if own[0] == 0 and section.train_on == "assistant":
+        wanted[0] = False
+        notes.append(OPENING_TURN)
+    if len(targets) > 1:
+        examples = turns.render_all_turns(uid, messages, targets, [wanted[i] for i in targets], tokenizer, tools(row))
+        last = max((i for i in targets if wanted[i]), default=own[-1])
     else:
         last, text = own[-1], turns.render_last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
         text = text if wanted[last] else turns.as_untrained(text)
         examples = [_train_on_all(text) if section.train_on == "all" else text]
-    return _add_notes(examples, (TRAILING_MESSAGES,)) if last < len(messages) - 1 else examples
+    if last < len(messages) - 1:
+        notes.append(TRAILING_MESSAGES)
+    return _add_notes(examples, notes) if notes else examples
+
+
+def _target_turns(row: Row, count: int, own: list[int], section: Data) -> list[int]:
+    """Return the assistant turns that `train_on` selects, of the `own` ones among `count` messages.
+
+    completion: the last one; of a row with a completion of several messages, every one in the completion.
+    """
+    if section.train_on == "assistant":
+        return own
+    answer = row.get("completion") if row.get("messages") is None or section.prompt_template else None
+    if section.train_on == "completion" and isinstance(answer, list):
+        return [i for i in own if i >= count - len(answer)] or own[-1:]
+    return own[-1:]
 
 
 def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
@@ -219,14 +242,17 @@ def _contents(value: Any) -> list[str]:
 
 
 def _is_in_messages(value: Any, contents: Sequence[str]) -> bool:
-    """Return whether a text equals one of the contents, or is part of one and long enough to exclude chance."""
+    """Return whether a text equals one of the contents, or is part of one and long enough to exclude chance; of a list,
+    whether every item does."""
+    if isinstance(value, list) and value:
+        return all(_is_in_messages(item, contents) for item in value)
     if not isinstance(value, str):
         return False
     text = value.strip()
     return any(text == content.strip() or (len(text) >= 12 and text in content) for content in contents)
 
 
-def _add_notes(texts: list[Text], notes: tuple[str, ...]) -> list[Text]:
+def _add_notes(texts: list[Text], notes: Sequence[str]) -> list[Text]:
     """Return the texts with further notes."""
     return [replace(text, notes=(*text.notes, *notes)) for text in texts]
 
@@ -318,7 +344,21 @@ def tools(row: Row) -> list[Any] | None:
             where=where,
             allowed="a list of JSON schemas of functions, or JSON text of one",
         )
-    return found or None
+    return [_parse_parameters(tool, where) for tool in found] if found else None
+
+
+def _parse_parameters(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a tool with its parameters as an object: data sets store them as JSON text if their types differ."""
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        return {**tool, "function": _parse_parameters(function, where)}
+    if not isinstance(tool.get("parameters"), str):
+        return tool
+    try:
+        return {**tool, "parameters": json.loads(tool["parameters"])}
+    except ValueError as cause:
+        name = tool.get("name")
+        raise DataError(f"`tools`: the parameters of {name} are text and no JSON: {cause}", where=where) from cause
 
 
 def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

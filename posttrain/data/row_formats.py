@@ -16,7 +16,7 @@ from posttrain.errors import DataError, count_noun, did_you_mean, nearest
 Row = dict[str, Any]
 
 SHAPES = (
-    "messages (or ShareGPT's conversations); prompt + completion; instruction (+ input) + output; "
+    "messages (or ShareGPT's conversations); prompt + completion; instruction (+ input, history) + output; "
     "prompt + chosen + rejected; chosen + rejected (message lists); prompt (+ answer and any columns); text"
 )
 # Columns of a row that this package reads
@@ -49,6 +49,8 @@ def normalize_row(
         _convert_pair(out, where, templated=templated)
     elif out.get("prompt") is None and out.get("instruction") is not None:
         _convert_instruction(out, where)
+    if prompt_template is None:
+        _prepend_history(out)
     filled = {
         column: fill_template(template, out, where, f"{column}_template")
         for column, template in (("prompt", prompt_template), ("completion", completion_template))
@@ -83,6 +85,18 @@ def _convert_instruction(row: Row, where: str) -> None:
     row["prompt"] = "\n\n".join(parts)
     if row.get("output") is not None and row.get("completion") is None:
         row["completion"] = _require_text(row["output"], "output", where)
+
+
+def _prepend_history(row: Row) -> None:
+    """Put the earlier turns of a column `history`, a list of [question, answer], before the prompt (LLaMA-Factory)."""
+    prompt, turns = row.get("prompt"), row.get("history")
+    if not isinstance(prompt, str) or not isinstance(turns, list | tuple) or not turns:
+        return
+    if all(isinstance(turn, list | tuple) and [type(text) for text in turn] == [str, str] for turn in turns):
+        texts = [*itertools.chain.from_iterable(turns), prompt]
+        row["prompt"] = [
+            {"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)
+        ]
 
 
 def _convert_pair(row: Row, where: str, *, templated: bool) -> None:

@@ -139,7 +139,8 @@ class Data(Source):
         Idle("train_on = assistant and not chat", "with `data.chat: false`, which has no turns", note=True),
     ] = Field(
         "completion",
-        description="completion: the last assistant turn; assistant: every assistant turn; all: every token",
+        description="completion: the last assistant turn (in a column `completion` of messages: each turn of it); "
+        "assistant: every assistant turn; all: every token",
     )
     thought_dropout: Annotated[Share, READ_ONLY, Unused("rl|dpo|reward_model", "only sft empties thoughts")] = Field(
         0.0, description="share of rows whose first thought (<think>...</think>) is emptied; the rows are chosen once"

@@ -30,7 +30,7 @@ def test_sharegpt_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
     assert "messages" not in beside  # a row that has a prompt keeps it
 
 
-@pytest.mark.parametrize("sender", ["gpt", "chatgpt", "bot", "model", "assistant"])
+@pytest.mark.parametrize("sender", ["gpt", "chatgpt", "ai", "bot", "model", "assistant"])
 @pytest.mark.parametrize("role", ["from", "role"])
 @pytest.mark.parametrize("content", ["value", "content"])
 def test_names_of_sharegpt_under_either_key(role: str, sender: str, content: str) -> None:
@@ -59,7 +59,9 @@ def test_sharegpt_calls_are_assistant_turns_and_observations_tool_turns() -> Non
         {"role": "tool", "content": "sun"},
     ]
     assert len(read({"from": "function_call", "value": f"[{call}, {call}]"})[0]["tool_calls"]) == 2
-    for value in ("weather(Ulm)", "[]", '{"arguments": {}}'):
+    thought = read({"from": "function_call", "value": f"<think>\nin Ulm\n</think>\n\n{call}"})  # LLaMA-Factory
+    assert thought == [{**found[0], "content": "<think>\nin Ulm\n</think>"}]
+    for value in ("weather(Ulm)", "[]", '{"arguments": {}}', f"<think>{call}"):
         with pytest.raises(DataError, match=r"here  `messages\[0\].value` is no call"):
             read({"from": "function_call", "value": value})
 
@@ -81,6 +83,19 @@ def test_message_weight_selects_trained_turns_and_fractions_are_refused() -> Non
         read({"role": "assistant", "content": "a", "weight": 0.5})
     with pytest.raises(DataError, match=r"`messages\[0\].train` is str \(false\)"):
         read({"role": "assistant", "content": "a", "train": "false"})
+
+
+def test_flags_of_content_parts_are_those_of_the_message_or_refused() -> None:
+    """axolotl's `train` or `weight` in parts of a content."""
+
+    def parts(*flags: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "text", "text": "a", **flag} for flag in flags]}
+
+    assert read(parts({"train": False}, {"weight": 0})) == [{"role": "assistant", "content": "aa", "train": False}]
+    assert read(parts({"train": True}, {"train": None})) == [{"role": "assistant", "content": "aa"}]
+    for flags in (({"train": False}, {"train": True}), ({"weight": 0}, {})):
+        with pytest.raises(DataError, match=r"`messages\[0\].content` has parts that are trained on and parts that"):
+            read(parts(*flags))
 
 
 def test_openai_function_call_format_is_read() -> None:

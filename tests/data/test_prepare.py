@@ -13,9 +13,9 @@ from posttrain.data.prepare import (
     ASKED_NOTHING,
     EARLIER_TURNS,
     EMPTY_COMPLETION,
-    EMPTY_PROMPT,
     KEPT_LONG,
     LABEL_UNREAD,
+    NOTHING_ASKED,
     PROMPT_CUT,
     SAME_SIDES,
     TOO_LONG,
@@ -176,7 +176,7 @@ def test_empty_prompts_to_sample_from_are_reported(tiny: Any, jsonl: Write) -> N
     path = jsonl([{"prompt": "a"}, {"prompt": " "}, {"messages": [{"role": "user", "content": ""}]}])
     prepared = prepare_prompts(Data(source=path), tiny, Path.cwd())
     assert len(prepared.items) == 3
-    assert prepared.noted == {EMPTY_PROMPT: [str(row["uid"]) for row in prepared.rows[1:]]}
+    assert prepared.noted == {NOTHING_ASKED: [str(row["uid"]) for row in prepared.rows[1:]]}
 
 
 def test_rows_labelled_bad_are_reported_if_labels_are_not_read(tiny: Any, jsonl: Write) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from posttrain import chat
 from posttrain.data.render import (
+    OPENING_TURN,
+    OTHERS_MARKED,
     TEMPLATE_VARIABLES,
     TRAILING_MESSAGES,
     Example,
@@ -84,6 +86,40 @@ def test_turns_after_the_last_assistant_turn_are_dropped(tiny: Any) -> None:
     assert render_example(row, tiny, section()).ids == render_example({**TALK, "uid": "u"}, tiny, section()).ids
 
 
+def test_every_turn_of_a_completion_is_trained_and_those_of_its_prompt_are_not(tiny: Any) -> None:
+    """Rows of TRL whose completion is a call, its result and the answer."""
+    row = {"uid": "u", "prompt": TURNS[:3], "completion": [TURNS[3], {"role": "tool", "content": "3"}, TURNS[1]]}
+    assert mark_trained(render_example(row, tiny, section()), tiny) == (
+        "<bos><|user|>1+1=?<|assistant|><think>a</think>2<eos><|user|>ok<|assistant|>[<think>b</think>bye<eos>]"
+        "<|tool|>3<|assistant|>[<think>a</think>2<eos>]"
+    )
+    unwanted = {**row, "completion": [{**TURNS[3], "train": False}, *row["completion"][1:]]}
+    found = mark_trained(render_example(unwanted, tiny, section()), tiny)
+    assert found.endswith("bye<eos><|tool|>3<|assistant|>[<think>a</think>2<eos>]") and found.count("[") == 1
+    both = render_example(row, tiny, section(train_on="assistant"))
+    assert mark_trained(both, tiny).count("[") == 3
+
+
+def test_assistant_turn_without_a_message_before_it_is_context(tiny: Any) -> None:
+    """ShareGPT conversations that begin with the assistant's greeting."""
+    greeting = {"role": "assistant", "content": "Hi"}
+    row = {"uid": "u", "messages": [greeting, *TURNS]}
+    found = render_example(row, tiny, section(train_on="assistant"))
+    assert mark_trained(found, tiny).startswith("<bos><|assistant|>Hi<eos><|user|>1+1=?<|assistant|>[")
+    assert [text.notes for text in example_texts(row, tiny, section(train_on="assistant"))] == [(OPENING_TURN,)]
+    assert render_example(row, tiny, section()).ids == found.ids
+    for train_on in ("assistant", "completion", "all"):
+        (alone,) = example_texts({"uid": "u", "messages": [greeting]}, tiny, section(train_on=train_on))
+        assert (alone.drop_cause, alone.pieces[0].trained) == ("no message before the assistant turn", False)
+
+
+def test_train_flag_of_a_message_that_the_model_does_not_write_is_reported(tiny: Any) -> None:
+    row = {"uid": "u", "messages": [{**TURNS[0], "train": True}, TURNS[1]]}
+    (text,) = example_texts(row, tiny, section(train_on="assistant"))
+    assert text.notes == (OTHERS_MARKED,)
+    assert [piece.trained for piece in text.pieces] == [False, True]
+
+
 def test_system_column_becomes_the_system_message(tiny: Any) -> None:
     """As in LLaMA-Factory's Alpaca and ShareGPT data, and in axolotl's `alpaca_w_system` and `chatml.intel`."""
     for row in (ROW, TALK):
@@ -119,6 +155,18 @@ def test_tool_calls_are_trained_and_tool_results_are_not(tiny: Any) -> None:
         '<bos><|system|>{"name": "add"}\n<|user|>q<|assistant|>'
         '[<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><eos>]<|tool|>2<|assistant|>[two<eos>]'
     )
+
+
+def test_parameters_of_tools_may_be_json_text(tiny: Any) -> None:
+    """axolotl's form for tools whose parameters have different types."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    as_object, as_text = ({"name": "add", "parameters": form} for form in (schema, json.dumps(schema)))
+    for objects, texts in (([as_object], [as_text]), ([{"function": as_object}], [{"function": as_text}])):
+        found = mark_trained(render_example({**ROW, "tools": texts}, tiny, section()), tiny)
+        assert found == mark_trained(render_example({**ROW, "tools": objects}, tiny, section()), tiny)
+        assert json.dumps(schema) in found
+    with pytest.raises(DataError, match=r"`tools`: the parameters of add are text and no JSON"):
+        render_example({**ROW, "tools": [{"name": "add", "parameters": "{a"}]}, tiny, section())
 
 
 def test_prompts_are_the_conversation_before_the_assistant_turn(tiny: Any) -> None:
@@ -163,6 +211,15 @@ def test_sides_of_pairs_can_be_tool_calls(tiny: Any) -> None:
 def test_text_columns_used_in_no_message_are_reported(tiny: Any, row: dict[str, Any], lost: list[str]) -> None:
     (text,) = example_texts(row, tiny, section())
     assert sorted(text.notes) == [f"LOOK: the column `{column}` is in no message" for column in lost]
+
+
+def test_history_of_an_alpaca_row_is_rendered(tiny: Any) -> None:
+    row = normalize_row({"instruction": "2", "output": "3", "history": [["0", "1"]]}, "here")
+    (text,) = example_texts({"uid": "u", **row}, tiny, section(train_on="assistant"))
+    assert text.notes == ()
+    assert "".join(f"[{piece.text}]" if piece.trained else piece.text for piece in text.pieces) == (
+        "<bos><|user|>0<|assistant|>[1<eos>]<|user|>2<|assistant|>[3<eos>]"
+    )
 
 
 def test_row_with_variables_for_the_template_is_reported(tiny: Any) -> None:

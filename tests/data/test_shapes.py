@@ -31,6 +31,23 @@ def test_instruction_input_output() -> None:
     assert normalize({"instruction": "Add.", "input": "", "output": "3"})["prompt"] == "Add."
 
 
+def test_history_of_alpaca_rows_comes_before_the_prompt() -> None:
+    """LLaMA-Factory's and ms-swift's earlier turns, [question, answer] each."""
+    history = [["first", "one"], ["second", "two"]]
+    row = normalize({"instruction": "third", "output": "three", "history": history})
+    talk = [
+        *({"role": "user", "content": "first"}, assistant("one")),
+        *({"role": "user", "content": "second"}, assistant("two")),
+        {"role": "user", "content": "third"},
+    ]
+    assert (row["prompt"], row["completion"], row["history"]) == (talk, "three", history)
+    pair = normalize({"prompt": "third", "chosen": "a", "rejected": "b", "history": history})
+    assert (pair["prompt"], pair["chosen"]) == (talk, "a")
+    for other in ([], ["first", "one"], [["first", "one", "x"]], "first"):
+        assert normalize({"prompt": "third", "completion": "c", "history": other})["prompt"] == "third"
+    assert normalize({"question": "third", "history": history}, "{history} {question}")["prompt"].endswith("] third")
+
+
 def test_sharegpt_turns_become_messages() -> None:
     row = normalize({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
     assert row["messages"] == [USER, assistant("a")]
