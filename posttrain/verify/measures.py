@@ -144,7 +144,8 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
     """Return the measure that a unit text names, and its other words in lower case. choice: 1 for second meanings.
 
-    An unknown word after `per` is a unit of its own: 5 dollars per apple.
+    An unknown word after `per` is a unit of its own: 5 dollars per apple. A power of an unknown word is another word,
+    and `square units` or `units^2` measure an area of any unit: the dimension `unit` to the power 2.
     """
     size: Any = Rational(1)
     dimensions: dict[str, int] = {}
@@ -160,10 +161,11 @@ def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
             continue
         found = find_measure(match["name"], choice)
         exponent = sign * power * int(match["power"] or 1)
-        if found is None and sign < 0:
-            found = Measure(Rational(1), ((match["name"].casefold().rstrip("s"), 1),))
+        word = match["name"].casefold()
+        if found is None and (sign < 0 or (exponent != 1 and word in ("unit", "units"))):
+            found = Measure(Rational(1), ((word.rstrip("s"), 1),))
         if found is None:
-            rest.append(match["name"].casefold())
+            rest.append(word + (f"^{match['power']}" if match["power"] not in (None, "1") else ""))
         else:
             size *= found.size**exponent
             for name, count in found.dimensions:

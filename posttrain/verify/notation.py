@@ -63,7 +63,7 @@ def _upright(match: re.Match[str]) -> str:
     if (
         before
         and word in ("min", "sec")
-        and not re.match(r"\s*(?:\\left\b)?[A-Za-z0-9\\({_^]", match.string[match.end() :])
+        and not re.match(r"\s*(?:\\left\b)?(?:[A-Za-z0-9\\({_^]|\|\s*[-A-Za-z0-9\\({])", match.string[match.end() :])
     ):
         return rf"{before}\text{{{word}}}"  # 9\text{ min}, not 9\min(a, b)
     if word in FUNCTIONS or (word in GREEK and match[0].startswith("\\operatorname")):
@@ -119,7 +119,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         ),
         (r"^\\text\s*\{\s*(?i:(?:the\s+)?(?:final\s+)?(?:answer|ans))\.?\s*(?:is|:|=)?\s*:?\s*\}", ""),
         (r"\^\s*\{?\\circ\s*\}?\s*(?:\\text\s*\{\s*)?([CF])(?![A-Za-z])\s*\}?", r" \\text{°\1}"),
-        (r"(?<=[0-9}])(?:\s|~|\\[,;: ])*(k|M|m|)\s*\\Omega\s*$", r" \\text{\1Ω}"),
+        (r"(?<=[0-9}])(?:\s|~|\\[,;: ])*+(k|M|m|)\s*\\Omega\s*$", r" \\text{\1Ω}"),
         (
             rf"(?<![A-Za-z0-9\\}}])(?P<kind>[CA])_{_INDEX}\^{_INDEX}",
             lambda m: _rewrite_binomial(m, m["kind"], *m.groups()[1:]),
@@ -159,7 +159,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             r"|\\dot\s*\{?(?P<dot>[0-9])\}?|(?:(?P<run>[0-9])(?P=run)(?P=run)+|(?P<block>[0-9]{2,6}?)(?P=block)+)\s*(?:\\[lcd]?dots\b|\.\.\.))(?![0-9.])",
             _repeating_decimal,
         ),
-        (r"(?<![\w.}])([0-9]+\.?[0-9]*|\.[0-9]+)[eE](\+?[0-9]+)(?![\w.(^{\\])(?<!\+[0-9])", r"\1 \\cdot 10^{\2}"),
+        (r"(?<![\w.}])([0-9]++\.?[0-9]*+|\.[0-9]+)[eE](\+?[0-9]+)(?![\w.(^{\\])(?<!\+[0-9])", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\w.}])([0-9]+\.[0-9]+)[eE]([-+][0-9]+)(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\w.}])([0-9]+)[eE]([-+][0-9]{2,})(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
         (r"\.{2,}", r"\\ldots "),
@@ -177,7 +177,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"\^\s*\{\s*((?:\\prime(?![a-z])\s*)+)\}", lambda m: "'" * m[1].count("prime")),
         # Degrees, minutes and seconds: 63^\circ 45' 36''.
         (
-            r"([0-9]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*([0-9]+(?:\.[0-9]+)?)\s*['′](?!['′])\s*"
+            r"(?<![0-9])([0-9]++)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*([0-9]+(?:\.[0-9]+)?)\s*['′](?!['′])\s*"
             r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:''|′′|″|\"))?",
             lambda m: rf"({m[1]}+\frac{{{m[2]}}}{{60}}+\frac{{{m[3] or 0}}}{{3600}})^\circ ",
         ),
@@ -233,7 +233,8 @@ _UNITS = re.compile(r"[A-Za-zµΩ](?:[ /]*[A-Za-zµΩ]|(?<=[A-Za-zµΩ])\^-?[1-9
 _QUOTIENT = re.compile(rf"\\[dtc]?frac\s*{_TEXT}\s*{_TEXT}")  # of units
 _PRICE = re.compile(
     r"^\s*(?:\\text\s*\{\s*)?(?:\\?(?P<before>\$|US\\?\$|USD|EUR|GBP|INR|Rs\.?|[€£¥₹])(?:\s*\})?\s*"
-    r"(?P<price>[-+]?[0-9][0-9.,{}\\! ]*)|(?P<number>[-+]?[0-9][0-9.,{}\\! ]*?)\s*(?P<behind>[€£¥₹¢]))\s*\$?$"
+    r"(?P<price>[-+]?[0-9][0-9.,{}\\! ]*)"
+    r"|(?P<number>[-+]?[0-9][0-9.,{}\\!]*+(?: ++[0-9.,{}\\!]++)*+)\s*(?P<behind>[€£¥₹¢]))\s*\$?$"
 )
 _DOUBLED = re.compile(
     r"\\\\(?=(?:[dt]?frac|left|right|pi|sqrt|text|infty|cup|cap|leq?|geq?|neq?|in|pm|cdot|times|boxed|mathrm|circ)"
@@ -367,7 +368,8 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
 def same_dates(gold: str, candidate: str) -> bool | None:
     """Compare dates in digits, or a gold range or score (`3-4`), with the other text; None if neither applies."""
     one, other = (
-        re.sub(r"\s*(?:[-–—]|\bto\b|\\text\{ ?to ?\})\s*", "-", text.strip("$ ")) for text in (gold, candidate)
+        re.sub(r" ?(?:[-–—]|\bto\b|\\text\{ ?to ?\}) ?", "-", " ".join(text.strip("$ ").split()))
+        for text in (gold, candidate)
     )
     dates = [_DATE.fullmatch(text) for text in (one, other)]
     if not any(dates) and not _RANGE.fullmatch(one):

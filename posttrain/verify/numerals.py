@@ -39,7 +39,8 @@ miliardi тысяча тысячи тысяч миллион миллиона м
 não até além também más según también además où né più così perché hälfte größer höher fünf zwölf dreißig fünftel
 zwölftel moitié dixièmes centièmes millièmes carré carrés négatif négative décimos décimas décimo centésimas milésimas
 nebo či až není než půl třetiny čtvrtiny değil lub że không hoặc
-tercios cuartos quintos octavos medios terços drittel viertel sechstel achtel zehntel terzi quinti cinquièmes huitièmes
+tercio tercios cuartos quintos octavos medio medios terços meia meio mezzo
+drittel viertel sechstel achtel zehntel terzi quinti cinquièmes huitièmes
 thou hunderte tausende dutzend paar centaine centaines dizaine dizaines douzaine douzaines paire cientos docena docenas
 пара пол bps double triple umpteen gazillion
 """

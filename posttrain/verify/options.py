@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 _FONT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|boldsymbol|bm)\s*\{([^{}]*)\}")
-_GAPS = re.compile(r"\\q?quad\b|\\[ ,;:!]|~|\$|\*\*|\\[()\[\]]|\s+")
+_GAPS = re.compile(r"(?:\\q?quad\b|\\[ ,;:!]|~|\$|\*\*|\\[()\[\]]|\s)+")
 _WORD = re.compile(
     r"故?选[：:]?\s*|(?:the\s+)?(?:(?:correct\s+)?(?:option|choice|answer)s?(?:\s+is\b|\s*:|\s+)\s*)+", re.IGNORECASE
 )

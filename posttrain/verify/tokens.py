@@ -113,7 +113,9 @@ def _tokens(kind: str, text: str, spaced: bool, before: list[Token]) -> list[Tok
     if kind == "letters":
         return _letters(text, spaced, before)
     if kind == "foreign":  # Chinese, Cyrillic, accented Latin: what is counted
-        after_number = bool(before) and (before[-1].kind == "number" or before[-1].text in ("}", ")", "pi", "%"))
+        after_number = bool(before) and (
+            before[-1].kind in ("number", "word") or before[-1].text in ("}", ")", "pi", "%")
+        )
         return [Token("word", text, spaced)] if after_number else [Token("sign", one, spaced) for one in text]
     if kind == "sign" and text in _RELATIONS:
         return [Token("relation", _RELATIONS[text], spaced)]

@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from posttrain.verify.cursor import END
+from posttrain.verify.foreign_units import to_english
 from posttrain.verify.math_values import Unreadable
 from posttrain.verify.measures import Measure, measure_of
 from posttrain.verify.numerals import SCALES, changes_number, split_scale
@@ -39,7 +40,9 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
 
     Raises Unreadable for words that say more than a unit (`or six`, `at least`).
     """
-    scale, unit = 1, split_scale(_read_words(reader))
+    scale, words_read = 1, split_scale(_read_words(reader))
+    if (unit := to_english(words_read)) is None:
+        raise Unreadable("a word that is not known as a unit")
     found = re.findall(r"[^\W\d_]+", unit.casefold())
     counted = found[0] if found[1:2] == ["of"] and found[0] in _COUNTED else None
     while found and found[0] in SCALES and found[0] != counted:
@@ -111,7 +114,18 @@ def _ratio(gold: tuple[Measure, frozenset[str]], candidate: tuple[Measure, froze
         return 1 if within or not one_words - _GENERAL or not other_words - _GENERAL else None
     if not one.dimensions or not other.dimensions:  # a length matches `units`, but not `apples`
         return 1 if not (other_words if one.dimensions else one_words) else None
-    return other.size / one.size if one.dimensions == other.dimensions and within else None
+    if not within:
+        return None
+    if one.dimensions == other.dimensions:
+        return other.size / one.size
+    return 1 if _is_of_any_unit(one, other) or _is_of_any_unit(other, one) else None
+
+
+def _is_of_any_unit(measure: Measure, other: Measure) -> bool:
+    """Return whether a measure in `units^2` or `units^3` is that of an area or volume in a named unit."""
+    return any(
+        measure.dimensions == (("unit", power),) and other.dimensions == (("length", power),) for power in (2, 3)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

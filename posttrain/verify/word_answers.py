@@ -19,9 +19,10 @@ _SENTENCE = re.compile(r"(?=.*[^\W\d_]{3})(?:[^\W\d_]|[\s.,;:'’!?-])+")
 
 def _list_words(text: str) -> list[str]:
     """Return the words of a list such as `Alice and Bob`, sorted; [] for one word or anything else."""
-    parts = re.split(r"\s*(?:,\s*(?:and\b)?|\band\b|&)\s*", LETTERS.sub(r" \1 ", text).strip(" .$"))
-    words = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
-    return sorted(part.casefold() for part in parts) if words else []
+    words = " ".join(LETTERS.sub(r" \1 ", text).split()).strip(" .$")
+    parts = re.split(r" ?(?:, ?(?:and\b)?|\band\b|&) ?", words)
+    found = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
+    return sorted(part.casefold() for part in parts) if found else []
 
 
 _SYNONYMS = {"dne": "doesnotexist", "infinitelymanysolutions": "infinitelymany", "infinite": "infinitelymany"}

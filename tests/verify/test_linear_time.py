@@ -28,9 +28,12 @@ from posttrain.verify import (
     judging,
     language,
     math,
+    notation,
+    options,
     regions,
     sql,
     structured,
+    word_answers,
 )
 from posttrain.verify.examples import read_examples
 from posttrain.verify.load import load_script
@@ -93,6 +96,10 @@ CASES = {
     "open-r1": (reward("format.structure", mode="open_r1"), [("\n</think>\n<answer>\n", "<think>\n", "")]),
     "json": (structured.object_in, [(" ", "```", ""), ("a", "```", ""), ("\n", "```json", "")]),
     "query": (sql.query_in, [(" ", "```", ""), ("\n", "```sql", "")]),
+    "clean": (notation.clean, [(" ", "1", "1"), ("1", "", "a"), ("100 ", "", "1"), ("$", "", "a")]),
+    "dates": (lambda t: notation.same_dates(t, "3-4"), [(" ", "1", ""), ("\n", "", "a"), ("-", "1", "")]),
+    "words": (lambda t: word_answers.same_words(t, "no"), [(" ", "1", "a"), (",", "a", ""), ("and ", "", "")]),
+    "options": (lambda t: options.same(t, "A"), [("$", "", "a"), ("~", "", "a"), ("\\ ", "(A)", "")]),
     "math": (
         lambda t: math.grade(t, "12"),
         [
