@@ -121,17 +121,28 @@ FORMATS = (
         variants=("<|call|>", "<|return|>"),
     ),
 )
-# Formats whose marks are recognized in prompts: the table, and those of `model.thoughts` of this process's recipes.
+# Formats whose marks are recognized in prompts and in arguments of rewards: the table, and those of `model.thoughts` of
+# this process's recipes. Processes of rewards and tools get the latter when they start.
 KNOWN_FORMATS = list(FORMATS)
 
 
-def declare_format(tokenizer: Any, opening: str, closing: str) -> None:
-    """Set the marks that the model of this tokenizer writes, in place of those that would be detected."""
+def add_format(opening: str, closing: str) -> ThoughtFormat:
+    """Recognize a recipe's marks in this process; return their format."""
     form = next((form for form in KNOWN_FORMATS if (form.opening, form.closing) == (opening, closing)), None)
     if form is None:
         form = _pair(opening, closing)
         KNOWN_FORMATS.append(form)
-    tokenizer.thought_format = form
+    return form
+
+
+def list_declared() -> list[tuple[str, str]]:
+    """Return the marks that recipes have added in this process."""
+    return [(form.opening, form.closing) for form in KNOWN_FORMATS[len(FORMATS) :]]
+
+
+def declare_format(tokenizer: Any, opening: str, closing: str) -> None:
+    """Set the marks that the model of this tokenizer writes, in place of those that would be detected."""
+    tokenizer.thought_format = add_format(opening, closing)
     _detect.cache_clear()
 
 

@@ -19,18 +19,24 @@ from posttrain.data.template_spans import adapt_messages
 from posttrain.errors import DataError
 from posttrain.models.load import load_tokenizer
 from posttrain.models.tiny import build_tokenizer
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rollout_sections import RolloutShape
 from posttrain.recipe.sections import Data, Model
+from posttrain.recipe.tool_sections import Tool
 from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.turns import TurnEngine
 from posttrain.shapes.protocol import Asked, Sampled
 from posttrain.thoughts import ends_in_thought
+from posttrain.tools.call import Call
+from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse_calls
+from posttrain.tools.load import load_tool
 from posttrain.train.scoring import token_ends
 from posttrain.verify.extract import after_think
 from posttrain.verify.math import grade
 from posttrain.verify.reward_inputs import Sample, built_in
+from posttrain.verify.score import Scorer
 
 THINK = "<think>5?</think>"
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
@@ -402,6 +408,23 @@ def test_marks_of_a_recipe_are_recognized_in_prompts(declared: Any) -> None:
         "<reason>a</reason>"
     )
     assert after_think("<think>5</think>4", "</reason>") == "4"
+
+
+@pytest.mark.usefixtures("declared")
+def test_processes_of_rewards_and_tools_recognize_the_marks_of_a_recipe(tmp_path: Path) -> None:
+    """Each is a fresh process, which has loaded no tokenizer."""
+    assert thoughts.list_declared() == [REASON]
+    reward = Reward(use="math.accuracy", params={"think_delimiter": "</reason>", "require_think": True})
+    texts = [r"<think>\boxed{5}</think>\boxed{4}", r"\boxed{4}"]
+    with Scorer([reward], Scoring(workers=1), tmp_path) as scorer:
+        scores = scorer.score([Sample(text, {"answer": "4"}, "2+2?") for text in texts])
+    assert scores.components["accuracy"] == [1.0, 0.0]
+    (tmp_path / "own.py").write_text(
+        "from posttrain.thoughts import opening_mark\n\n"
+        'def look(text: str) -> str:\n    """Look.\n\n    text: a text\n    """\n    return opening_mark(text)\n'
+    )
+    with Caller([load_tool(Tool(use="own.py:look"), tmp_path)], workers=1) as caller:
+        assert caller.run([Call("look", {"text": "2+2?<reason>"})])[0].result == "<reason>"
 
 
 def test_rows_get_the_marks_of_a_recipe(declared: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain import terminal
+from posttrain import terminal, thoughts
 from posttrain.batch.records import sample_fields_of_record
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
@@ -20,6 +20,7 @@ from posttrain.recipe.stages import PairsRecipe
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows, to_lines
+from posttrain.run.resolved_recipe import read_model_section
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
 
@@ -85,6 +86,8 @@ def read_completions(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], li
     for row in sources.values():
         row.pop("messages", None)  # already in the prompt, without the answer
     if "correct" not in records[0] and recipe.rewards:
+        if marks := read_model_section(folder).get("thoughts"):
+            thoughts.add_format(*marks)  # rewards may name them, as they do in the run
         records = grade_records(records, {str(p["uid"]): p["row"] for p in problems}, recipe)
     return sources, records
 

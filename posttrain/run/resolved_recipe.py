@@ -102,6 +102,11 @@ def read_resolved(path: Path, stage: str) -> dict[str, Any]:
     return {current_key(key): value for key, value in found.items()}
 
 
+def read_model_section(path: Path) -> dict[str, Any]:
+    """Return the section `model` of a run's recipe; {} if it has none, or the directory is not a run."""
+    return (read_json(path / "resolved.json") or {}).get("model") or {}
+
+
 def _is_under(key: str, allowed: set[str]) -> bool:
     return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in allowed)
 

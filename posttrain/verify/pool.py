@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from posttrain import thoughts
 from posttrain.errors import RewardError, RunError
 from posttrain.verify.captured_output import OutputLog, OutputReader, StderrOutput
 from posttrain.verify.load import LoadedReward
@@ -65,7 +66,7 @@ class Worker:
             )
         self._output.close_write_end()
         self.connection: Connection = ours
-        self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
+        self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb, thoughts.list_declared()))
         self.idle = False  # True once the script is loaded and every call is answered
         self.unanswered: dict[int, Call] = {}
         self.since = time.monotonic()

@@ -86,10 +86,15 @@ def main(connection_fd: int, slot_fd: int) -> None:
     connection = Connection(connection_fd)
     slot = mmap.mmap(slot_fd, SLOT_BYTES)
     try:
-        sys_path, targets, memory_mb = connection.recv()
+        sys_path, targets, memory_mb, marks = connection.recv()
         if memory_mb is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
         sys.path.extend(p for p in sys_path if p not in sys.path)
+        if marks:
+            from posttrain import thoughts
+
+            for opening, closing in marks:
+                thoughts.add_format(opening, closing)
         try:
             loaded = [make_callable(_load(target), target.params) for target in targets]
         except BaseException:

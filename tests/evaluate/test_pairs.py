@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from posttrain import thoughts
 from posttrain.data.rows import load_rows
 from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate import pairs
@@ -68,6 +69,21 @@ def test_completions_of_a_generation_are_graded(tmp_path: Path) -> None:
     assert [(r["chosen"], r["rejected"], r["answer"]) for r in rows] == [(*texts, "2")]
     with pytest.raises(DataError, match="needs `correct` of every completion"):
         make(tmp_path, "ungraded", completions="texts")
+
+
+def test_rewards_recognize_the_marks_of_the_model_that_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`model.thoughts` of the generation; the stage pairs itself has no model."""
+    monkeypatch.setattr(thoughts, "KNOWN_FORMATS", list(thoughts.FORMATS))
+    texts = {r"<think>1+1</think>\boxed{2}": True, r"<think>1+1</think>\boxed{3}": True}
+    left_behind(tmp_path / "texts", texts, graded=False, row={"uid": "1", "prompt": "1+1", "answer": "2"})
+    resolved = {"stage": "generate", "model": {"path": "x", "thoughts": ["<reason>", "</reason>"]}}
+    (tmp_path / "texts" / "resolved.json").write_text(json.dumps(resolved))
+    params = {"think_delimiter": "</reason>", "require_think": True}
+    rewards = [{"use": "math.accuracy", "params": params}]
+    _, rows = make(tmp_path, completions="texts", rewards=rewards, scoring={"workers": 1})
+    assert [(r["chosen"], r["rejected"]) for r in rows] == [tuple(texts)]
 
 
 def test_sides_separable_by_style_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
