@@ -19,6 +19,7 @@ TEXT_FILES = (".jsonl", ".json", ".csv")
 # suffixes of row files that need no extra package
 PLAIN_FILES = (*TEXT_FILES, *(f"{kind}{packed}" for kind in TEXT_FILES for packed in COMPRESSED))
 PATHS = (".", "/", "~")  # first characters of a path
+EARLIER = "stage:"  # beginning of what names an earlier stage of a pipeline, which makes the file or folder
 ROW_FILES = (*PLAIN_FILES, ".parquet")  # suffixes of all row files
 NAME_CHARS, PART_BYTES = 4096, 255  # maximum length of a path, and of a part between slashes
 _PACKAGE = Path(__file__).resolve().parent

@@ -31,6 +31,7 @@ from typing_extensions import is_typeddict
 
 from posttrain.errors import UserError, did_you_mean
 from posttrain.path_resolution import (
+    EARLIER,
     PathText,
     find,
     is_shipped,
@@ -298,37 +299,55 @@ def resolve_annotations(function: Callable[..., Any], *, extras: bool = False) -
 
 
 def resolve_paths(
-    function: Callable[..., Any], params: Mapping[str, Any], base_dir: Path | None, what: str, error: type[UserError]
+    function: Callable[..., Any],
+    params: Mapping[str, Any],
+    base_dir: Path | None,
+    what: str,
+    error: type[UserError],
+    *,
+    in_pipeline: bool = False,
 ) -> dict[str, Any]:
     """Return a recipe's arguments of a function or class with absolute paths for those annotated as `Path`, also in
-    lists and in keys of a TypedDict: next to the recipe, then in the working directory.
+    lists, in dicts and in keys of a TypedDict: next to the recipe, then in the working directory.
 
-    what: the function, for messages. Raises `error` for a path that does not exist, unless it is marked `PathText`.
+    what: the function, for messages. in_pipeline: do not look for `stage:NAME`, which the pipeline replaces before the
+    stage starts. Raises `error` for a path that does not exist, unless it is marked `PathText`.
     """
     hints = resolve_annotations(function, extras=True) if callable(function) else {}
+
+    def resolve_path(hint: Any, value: Any, what: str) -> Any:
+        parts = [hint]  # with the types and marks of unions and Annotated, in any order
+        for part in parts:
+            if typing.get_origin(part) in (typing.Annotated, typing.Union, types.UnionType):
+                parts += typing.get_args(part)
+        inside = {typing.get_origin(part): typing.get_args(part) for part in parts}
+        if isinstance(value, Mapping):
+            typed = next(filter(is_typeddict, parts), None)
+            keys = typing.get_type_hints(typed, include_extras=True) if typed else {}
+            other = (inside.get(dict) or inside.get(Mapping) or [None])[-1]
+            return {key: resolve_path(keys.get(key, other), inner, what) for key, inner in value.items()}
+        if isinstance(value, list):
+            (item_hint, *_) = inside.get(list) or inside.get(Sequence) or [None]
+            return [resolve_path(item_hint, item, what) for item in value]
+        if not isinstance(value, str):
+            return value
+        if in_pipeline and value.startswith(EARLIER):
+            return Path(value) if Path in parts else value
+        if mark := next((part for part in parts if isinstance(part, PathText)), None):
+            return mark.resolve(value, base_dir)
+        return find(value, base_dir, what, error) if Path in parts else value
+
     return {
-        key: _resolve_path(hints.get(key), value, base_dir, f"{what}: parameter `{key}`: file or folder", error)
+        key: resolve_path(hints.get(key), value, f"{what}: parameter `{key}`: file or folder")
         for key, value in params.items()
     }
 
 
-def _resolve_path(hint: Any, value: Any, base_dir: Path | None, what: str, error: type[UserError]) -> Any:
-    """Return one argument, or one key of it, with its paths resolved."""
-    if is_typeddict(hint) and isinstance(value, Mapping):
-        keys = typing.get_type_hints(hint, include_extras=True)
-        return {key: _resolve_path(keys.get(key), inner, base_dir, what, error) for key, inner in value.items()}
-    parts = [hint]  # with the types and marks of unions and Annotated, in any order
-    for part in parts:
-        if typing.get_origin(part) in (typing.Annotated, typing.Union, types.UnionType):
-            parts += typing.get_args(part)
-    if isinstance(value, list):
-        inner = next((typing.get_args(part)[0] for part in parts if typing.get_origin(part) in (list, Sequence)), None)
-        return [_resolve_path(inner, item, base_dir, what, error) for item in value]
-    if not isinstance(value, str):
-        return value
-    if mark := next((part for part in parts if isinstance(part, PathText)), None):
-        return mark.resolve(value, base_dir)
-    return find(value, base_dir, what, error) if Path in parts else value
+def awaits_stage(value: Any) -> bool:
+    """Return whether a value, or one inside a mapping or list, names what an earlier stage of a pipeline makes."""
+    if isinstance(value, Mapping | list):
+        return any(map(awaits_stage, value.values() if isinstance(value, Mapping) else value))
+    return str(value).startswith(EARLIER)
 
 
 def explain_type_mismatch(annotation: Any, value: Any) -> str:

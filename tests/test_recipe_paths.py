@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 
+from posttrain.cli import preflight
 from posttrain.data.rows import load_rows
-from posttrain.errors import DataError, RewardError, ToolError
+from posttrain.errors import DataError, RecipeError, RewardError, ToolError, UserError
 from posttrain.evaluate.compare import find_baseline
+from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.sections import Data
 from posttrain.recipe.tool_sections import Environment, Tool
+from posttrain.registry import resolve_paths
 from posttrain.tools.load import load_environment, load_tool
 from posttrain.verify.load import load_reward
 
@@ -44,6 +47,11 @@ class World:
     def step(self, text): ...
     def score(self): ...
     def close(self): ...
+
+def problem(level, draw, *, file: Path):
+    return {"prompt": file.read_text(), "answer": ""}
+
+EXAMPLES = []
 
 def rows(size, seed, *, files: list[Path], model: Annotated[str, PathText(words=("tiny",))] = "tiny"):
     return [{"prompt": str(file), "answer": model} for file in files][:size]
@@ -108,6 +116,55 @@ def test_paths_of_a_data_function_are_beside_the_recipe(here: Path) -> None:
     assert load(files=["a.txt"], model="some/model") == [(str(here / "a.txt"), "some/model")]
     with pytest.raises(DataError, match=r"file or folder not found: c\.txt"):
         load(files=["c.txt"])
+
+
+class Files(TypedDict):
+    one: Path
+    more: list[list[Path]]
+
+
+def read(*, files: Files | None, named: dict[str, Path]) -> None: ...
+
+
+def test_paths_in_mappings_and_nested_lists_are_resolved(here: Path) -> None:
+    given = {"files": {"one": "a.txt", "more": [["b.txt"]]}, "named": {"x": "a.txt"}}
+    assert resolve_paths(read, given, here, "read", DataError) == {
+        "files": {"one": here / "a.txt", "more": [[Path.cwd() / "b.txt"]]},
+        "named": {"x": here / "a.txt"},
+    }
+
+
+GENERATED = {"stage": "generate", "name": "a", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
+MADE = "stage:a/completions.jsonl"
+
+
+def check_pipeline(here: Path, **changes: Any) -> list[str]:
+    (here / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    judged = {**GENERATED, "stage": "eval", "name": "b", "rewards": [{"use": "math.accuracy"}], **changes}
+    return preflight.check(load_dict({"stage": "pipeline", "stages": [GENERATED, judged]}, base_dir=here, where="test"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rewards": [{"use": "math.accuracy"}, {"use": "mine.py:graded", "params": {"files": [MADE], "folder": MADE}}]},
+        {"tools": [{"use": "mine.py:looked_up", "params": {"folder": MADE}}]},
+        {"tools": [{"use": "sql", "params": {"database": MADE}}]},  # a tool that looks into its file when it is loaded
+        {"environment": {"use": "mine.py:World", "params": {"map": MADE}}},
+        {"data": {"source": "mine.py:rows", "size": 1, "params": {"files": [MADE]}}},
+        {"data": {"source": "task:mine.py:problem", "size": 1, "params": {"file": MADE}}},
+    ],
+)
+def test_arguments_may_name_what_an_earlier_stage_makes(here: Path, changes: dict[str, Any]) -> None:
+    check_pipeline(here, **changes)
+    unknown = json.loads(json.dumps(changes).replace("stage:a", "stage:z"))
+    with pytest.raises(RecipeError, match="there is no stage `z` before this one"):
+        check_pipeline(here, **unknown)
+    single = {**GENERATED, "stage": "eval", "rewards": [{"use": "math.accuracy"}], **changes}
+    loaded = load_dict({k: v for k, v in single.items() if k != "name"}, base_dir=here, where="test")
+    with pytest.raises(UserError, match=f"not found: {MADE}"):  # at the latest when the rows are made
+        preflight.check(loaded)
+        load_rows(Data.model_validate(single["data"]), here)
 
 
 def test_shipped_data_function_reads_a_file_beside_the_recipe(here: Path) -> None:

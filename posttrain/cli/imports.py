@@ -45,10 +45,12 @@ class DescribedReward:
 class Importer:
     """Context manager that owns the worker process. Its methods raise the UserError that an import in this process
     would raise.
+
+    in_pipeline: arguments may name what an earlier stage of the pipeline will make.
     """
 
-    def __init__(self, base_dir: Path | None) -> None:
-        self.base_dir = base_dir
+    def __init__(self, base_dir: Path | None, *, in_pipeline: bool = False) -> None:
+        self.base_dir, self.in_pipeline = base_dir, in_pipeline
         self._pool: Pool | None = None
 
     def __enter__(self) -> Self:
@@ -89,7 +91,8 @@ class Importer:
     def _describe(self, kind: Kind, section: Mapping[str, Any], use: str) -> Described:
         """Describe a component: in this process if it is shipped, otherwise in the worker."""
         split = split_function(use)
-        request = json.dumps({"kind": kind, "section": section, "base_dir": str(self.base_dir or "")}, default=str)
+        asked = {"kind": kind, "section": section, "base_dir": str(self.base_dir or ""), "pipeline": self.in_pipeline}
+        request = json.dumps(asked, default=str)
         if split is None or split[0].startswith("posttrain."):
             return _decode_answer(describe(request))
         return _decode_answer(self._in_worker(request, kind, split[0]))
@@ -147,7 +150,7 @@ def describe(request: str) -> str:
     asked = json.loads(request)
     base_dir = Path(asked["base_dir"]) if asked["base_dir"] else None
     try:
-        return json.dumps({"found": _DESCRIBERS[asked["kind"]](asked["section"], base_dir)})
+        return json.dumps({"found": _DESCRIBERS[asked["kind"]](asked["section"], base_dir, asked["pipeline"])})
     except PosttrainError as error:
         return json.dumps({"error": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]})
     except OSError as error:
@@ -168,11 +171,11 @@ def _decode_answer(text: str) -> Described:
     )
 
 
-def _describe_reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _describe_reward(section: Mapping[str, Any], base_dir: Path | None, in_pipeline: bool) -> Described:
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify.load import load_reward
 
-    reward = load_reward(Reward.model_validate(section), base_dir)
+    reward = load_reward(Reward.model_validate(section), base_dir, in_pipeline=in_pipeline)
     facts = vars(replace(reward, params={}))
     names: list[tuple[Any, ...]] = []
     if params := section.get("params"):
@@ -183,29 +186,29 @@ def _describe_reward(section: Mapping[str, Any], base_dir: Path | None) -> Descr
     return {"reward": {key: facts[key] for key in facts if key not in ("function", "params")}, "names": names}
 
 
-def _describe_tool(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _describe_tool(section: Mapping[str, Any], base_dir: Path | None, in_pipeline: bool) -> Described:
     from posttrain.recipe.tool_sections import Tool
     from posttrain.tools.load import load_tool
 
-    return {"name": load_tool(Tool.model_validate(section), base_dir).name}
+    return {"name": load_tool(Tool.model_validate(section), base_dir, in_pipeline=in_pipeline).name}
 
 
-def _check_environment(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _check_environment(section: Mapping[str, Any], base_dir: Path | None, in_pipeline: bool) -> Described:
     from posttrain.recipe.tool_sections import Environment
     from posttrain.tools.load import load_environment
 
-    load_environment(Environment.model_validate(section), base_dir)
+    load_environment(Environment.model_validate(section), base_dir, in_pipeline=in_pipeline)
     return {}
 
 
-def _check_function(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+def _check_function(section: Mapping[str, Any], base_dir: Path | None, _: bool) -> Described:
     from posttrain.registry import load_function
 
     load_function(section["use"], base_dir, what=section["what"])
     return {}
 
 
-def _check_script(section: Mapping[str, Any], _: Path | None) -> Described:
+def _check_script(section: Mapping[str, Any], _: Path | None, __: bool) -> Described:
     from posttrain.registry import load_module
 
     load_module(Path(section["path"]))

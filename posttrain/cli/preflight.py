@@ -66,7 +66,7 @@ def load_with_rewards(
     try:
         loaded = loading.load(recipe, overrides, stage=stage)
     except loading.WrongRecipe as wrong:
-        with imports.Importer(wrong.base_dir) as importer:
+        with imports.Importer(wrong.base_dir, in_pipeline="stages" in wrong.draft.mapping) as importer:
             checker = _RecipeChecker(
                 wrong.base_dir, _draft_marks(wrong.draft), importer, STAGES.get(stage or ""), without
             )
@@ -84,7 +84,7 @@ def check(loaded: Loaded, notes: list[Problem] | None = None, without: Sequence[
     """
     from posttrain.recipe import references
 
-    with imports.Importer(loaded.recipe.base_dir) as importer:
+    with imports.Importer(loaded.recipe.base_dir, in_pipeline="stages" in loaded.resolved) as importer:
         checker = _RecipeChecker(loaded.recipe.base_dir, _recipe_marks(loaded), importer, type(loaded.recipe), without)
         checker.check_values(loaded.resolved)
     if not checker.problems:

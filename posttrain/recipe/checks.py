@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
+from posttrain.path_resolution import EARLIER
 from posttrain.recipe import merging, objective_checks, references, requirements, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.requirements import Found
@@ -116,7 +117,7 @@ def _check_references(recipe: Any) -> Found:
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
         for key, name, value in references.names_in(section):
-            if name.what in ("model", "critic") and value.startswith(references.EARLIER):
+            if name.what in ("model", "critic") and value.startswith(EARLIER):
                 what, right = f"`{value}` names a stage of a pipeline", "write the directory of the model"
                 yield format_path((*path, *key)), what, right
 

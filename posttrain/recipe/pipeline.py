@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from posttrain.path_resolution import split_function
 from posttrain.recipe import keys, layers, requirements, rounds
 from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
 from posttrain.recipe.stages import PipelineRecipe, Stage
-from posttrain.recipe.tree import Node, follow, format_path, from_plain, leaves, plain
+from posttrain.recipe.tree import Node, follow, format_path, from_plain, plain
 from posttrain.recipe.validate import check, merge_preset, resolve_values
 
 MINUTES = ("run", "max_minutes")  # may be `stage:NAME`: as long as that stage trained
@@ -234,13 +234,13 @@ def _find_stage(entry: Node, head: str, problems: list[Problem]) -> type[Stage] 
     return known[str(node.value)]
 
 
-def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
+def references(values: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
     """Yield (path, NAME, FILE) of every value `stage:NAME` or `stage:NAME/FILE`."""
-    for path, value in leaves(values):
-        for position, item in enumerate(value if isinstance(value, list) else [value]):
-            found = REFERENCE.match(item) if isinstance(item, str) else None
-            if found:
-                yield (*path, position) if isinstance(value, list) else path, found[1], found[2] or ""
+    if isinstance(values, str) and (found := REFERENCE.match(values)):
+        yield path, found[1], found[2] or ""
+    inside = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in inside:
+        yield from references(value, (*path, key))
 
 
 def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from posttrain.options import marked_values
+from posttrain.path_resolution import EARLIER
 from posttrain.recipe import keys
 from posttrain.recipe.section import ComponentSection, NamedSection, Names, expand_use
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Path_
-
-EARLIER = "stage:"  # made and checked by the pipeline itself
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,12 @@ from posttrain.run.atomic_io import explain_write_errors, read_json, to_text, wr
 from posttrain.run.fingerprint import Fact
 from posttrain.run.lock import LOCK, take_lock
 from posttrain.run.metrics import MetricsLog
-from posttrain.run.resolved_recipe import differing_values, refuse_other_inputs, refuse_other_recipe
+from posttrain.run.resolved_recipe import (
+    describe_differences,
+    differing_values,
+    refuse_other_inputs,
+    refuse_other_recipe,
+)
 from posttrain.run.samples import SamplesLog
 
 # Files that a start leaves if it dies before it writes resolved.json.
@@ -92,7 +97,7 @@ class RunDirectory:
             try:
                 before = read_json(path / "resolved.json")
                 if before is not None:
-                    refuse_other_recipe(path, before, resolved)
+                    refuse_other_recipe(path, before, resolved, inputs=inputs)
                     _refuse_fewer_steps(path, resolved)
                     refuse_other_inputs(path, inputs, allow_changed)
                 elif resume:
@@ -278,7 +283,7 @@ def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:
 def _differing_value(run: Path, now: Mapping[str, Any]) -> str | None:
     """Return the first value of a run's recipe that differs now and may not change; None if it is the same recipe."""
     differ = differing_values(read_json(run / "resolved.json") or {}, now)
-    return differ[0] if differ else None
+    return next(iter(describe_differences(differ)), None)
 
 
 def _attempts(path: Path) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain import terminal
 from posttrain.errors import UserError
+from posttrain.path_resolution import split_function
 from posttrain.renamed_keys import current_key
 from posttrain.run.atomic_io import read_json
 from posttrain.run.fingerprint import Fact, differences
@@ -36,28 +37,65 @@ MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
 
 
 def refuse_other_recipe(
-    path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, may_change: set[str] | None = None
+    path: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    may_change: set[str] | None = None,
+    inputs: Mapping[str, Fact] | None = None,
 ) -> None:
-    """Raise UserError if a value differs from before and is not in `may_change` (default: `_may_change`)."""
+    """Raise UserError if a value differs from before and is not in `may_change` (default: `_may_change`).
+
+    inputs: files that the recipe names now, by key. A model or file may have moved; then a note is printed.
+    """
     may_change = _may_change(now) if may_change is None else may_change
-    if differ := differing_values(before, now, may_change):
-        raise UserError(
-            f"the run in {path} was made with another recipe: {'; '.join(differ)}",
-            allowed=f"only these may change: {', '.join(sorted(may_change))}",
-            hint="undo the change, or start a new run with another --output",
+    differ = differing_values(before, now, may_change)
+    known = _read_inputs(path) or {}
+    for key, (old, new) in list(differ.items()):
+        if inputs and key in known and key in inputs and _is_moved(key, old, new, known[key], inputs[key]):
+            terminal.note(f"{key} was {old}, is {new}: the files are the same")
+            del differ[key]
+    if not differ:
+        return
+    hint = "undo the change, or start a new run with another --output"
+    if any(key in known or key.endswith("model.path") for key in differ):
+        hint += (
+            "; what has moved may be named at its new place if its files are the same as at the start, or be linked at "
+            "its old place: ln -s NEW OLD"
         )
+    raise UserError(
+        f"the run in {path} was made with another recipe: {'; '.join(describe_differences(differ))}",
+        allowed=f"only these may change: {', '.join(sorted(may_change))}",
+        hint=hint,
+    )
+
+
+def _is_moved(key: str, old: Any, new: Any, before: Fact, now: Fact) -> bool:
+    """Return whether two values of a key are paths of the same files. before, now: the files.
+
+    A function may be another one of the same file. The name of a data file, without its folder, is part of its rows'
+    ids.
+    """
+    if before.compared != now.compared or any(split_function(str(value)) for value in (old, new)):
+        return False
+    return not key.endswith("source") or Path(old).name == Path(new).name
 
 
 def differing_values(
     before: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str] | None = None
-) -> list[str]:
-    """Return `KEY was A, is B` for each value that differs and may not change (default of `may_change`:
-    `_may_change`)."""
+) -> dict[str, tuple[Any, Any]]:
+    """Return each value that differs and may not change (default of `may_change`: `_may_change`), by key, as (before,
+    now)."""
     may_change = _may_change(now) if may_change is None else may_change
     old = {current_key(key): value for key, value in flatten(before).items()}
     new = flatten(json.loads(json.dumps(now)))
-    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, may_change)]
-    return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ]
+    pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not _is_under(key, may_change)}
+
+
+def describe_differences(differ: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Return `KEY was A, is B` for each value."""
+    return [f"{key} was {old!r}, is {new!r}" for key, (old, new) in differ.items()]
 
 
 def _may_change(now: Mapping[str, Any]) -> set[str]:
@@ -67,11 +105,12 @@ def _may_change(now: Mapping[str, Any]) -> set[str]:
 
 def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:
     """Raise UserError if files that the recipe names have changed since the run was last started. With `allow_changed`,
-    print a note instead."""
-    before = read_json(path / "inputs.json")
+    print a note instead. Files of arguments that the earlier start did not hash, as older versions, are not compared.
+    """
+    before = _read_inputs(path)
     if before is None or now is None:
         return
-    differ = differences({key: Fact(**fact) for key, fact in before.items()}, now)
+    differ = differences(before, {key: fact for key, fact in now.items() if key in before or ".params." not in key})
     changes = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
     if changes and not allow_changed:
         raise UserError(
@@ -81,6 +120,12 @@ def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_change
         )
     for line in changes:
         terminal.note(f"continues with a changed file: {line}")
+
+
+def _read_inputs(path: Path) -> dict[str, Fact] | None:
+    """Return the files that the recipe of a run named at its last start, by key; None if they were not hashed."""
+    found = read_json(path / "inputs.json")
+    return None if found is None else {key: Fact(**fact) for key, fact in found.items()}
 
 
 def read_resolved(path: Path, stage: str) -> dict[str, Any]:

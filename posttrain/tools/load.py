@@ -16,6 +16,7 @@ from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.path_resolution import find, known_files, shipped_folder, split_function
 from posttrain.recipe.tool_sections import MAX_PIXELS, Environment, Tool
 from posttrain.registry import (
+    awaits_stage,
     explain_type_mismatch,
     format_value,
     load_function,
@@ -67,16 +68,19 @@ def duplicate_name_error(name: str) -> ToolError:
     return ToolError(f"two tools are called `{name}`", hint="give one of them another `name`")
 
 
-def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
-    """Load the tool of a recipe section."""
+def load_tool(section: Tool, base_dir: Path | None, *, in_pipeline: bool = False) -> LoadedTool:
+    """Load the tool of a recipe section. in_pipeline: its params may name what an earlier stage will make."""
     if section.command:
         return _load_command(section)
     target = locate(str(section.use), base_dir)
     function = load_function(target, base_dir, what="tool", error=ToolError)
     _check_kind(function, target)
     name = section.name or target.rpartition(":")[2]
-    params = _resolve_params(function, name, section.params, base_dir)
-    _run_script_check(target, params)
+    _check_params(function, name, section.params)
+    params = resolve_paths(function, section.params, base_dir, f"tool {name}", ToolError, in_pipeline=in_pipeline)
+    _check_types(f"tool {name}", function, params)
+    if not (in_pipeline and awaits_stage(params)):
+        _run_script_check(target, params)
     schema = build_schema(function, name, params)
     sees = IMAGES in _keyword_only(function) and IMAGES not in params
     limits = (section.timeout_s, section.max_chars, section.max_pixels)
@@ -102,10 +106,8 @@ def locate(use: str, base_dir: Path | None) -> str:
     return f"{find(left, base_dir, 'tool script', ToolError)}:{name}" if left.endswith(".py") else use
 
 
-def _resolve_params(
-    function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None
-) -> dict[str, Any]:
-    """Check the recipe's arguments, which must be keyword-only, and resolve Path arguments relative to the recipe."""
+def _check_params(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:
+    """Raise ToolError for an argument of the recipe that is not keyword-only, and for a missing one."""
     accepted = _keyword_only(function)
     for key in given:
         if key not in accepted:
@@ -117,9 +119,6 @@ def _resolve_params(
     for key, argument in accepted.items():
         if argument.default is inspect.Parameter.empty and key not in given and key != IMAGES:
             raise ToolError(f"tool {name} needs params.{key}")
-    params = resolve_paths(function, given, base_dir, f"tool {name}", ToolError)
-    _check_types(f"tool {name}", function, params)
-    return params
 
 
 def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -208,9 +207,11 @@ def load_class(use: str, base_dir: Path | None) -> Any:
     return load_function(target, base_dir, what="environment", error=ToolError)
 
 
-def load_environment(section: Environment, base_dir: Path | None) -> functools.partial[Any]:
+def load_environment(
+    section: Environment, base_dir: Path | None, *, in_pipeline: bool = False
+) -> functools.partial[Any]:
     """Return a factory of environments of the user's class. Raises ToolError for a class that lacks a method or does
-    not accept the params."""
+    not accept the params. in_pipeline: the params may name what an earlier stage will make."""
     made = load_class(section.use, base_dir)
     for method in ("reset", "step", "score", "close", *(("actions",) if section.simulations else ())):
         if not callable(getattr(made, method, None)):
@@ -223,8 +224,9 @@ def load_environment(section: Environment, base_dir: Path | None) -> functools.p
                 allowed=f"it has: {', '.join(takes) or 'none'}",
                 hint=did_you_mean(key, takes),
             )
-    params = resolve_paths(made, section.params, base_dir, f"environment {section.use}", ToolError)
-    _check_types(f"environment {section.use}", made, params)
+    what = f"environment {section.use}"
+    params = resolve_paths(made, section.params, base_dir, what, ToolError, in_pipeline=in_pipeline)
+    _check_types(what, made, params)
     try:
         inspect.signature(made).bind(**params)
     except TypeError as cause:

@@ -6,15 +6,19 @@ would go unnoticed. Paths may differ between machines, contents may not. A resum
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from posttrain import path_resolution, registry
+from posttrain import path_resolution, registry, terminal
 from posttrain.errors import RewardError, ToolError, UserError
+from posttrain.models.lineage import RESOLVED
 from posttrain.models.model_paths import locate
 from posttrain.recipe import references
 from posttrain.recipe.data_sections import Source, source_form
@@ -23,6 +27,7 @@ from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.section import Names
 from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.recipe.tree import Path_
+from posttrain.run import ranks
 from posttrain.run.environment import package_version
 from posttrain.run.fingerprint import Fact
 from posttrain.run.resolved_recipe import flatten
@@ -33,8 +38,9 @@ LIBRARIES = ("torch", "transformers", "tokenizers")  # libraries that affect the
 MAY_DIFFER = ("run.output",)  # only rank 0 writes there
 LONG = 60  # maximum number of characters shown of a value
 LARGE, MANY = 4 << 20, 64  # file size in bytes, files per folder: above them only a part is hashed
-LARGE_DATA = 4 << 30  # the same for data files, which may be edited in place
+LARGE_DATA = 4 << 30  # size in bytes up to which all data of a key, which may be edited in place, is hashed completely
 BLOCKS, BLOCK = 256, 4096  # blocks hashed of a large file; one per file if there are many
+MOST_FILES = 10_000  # files of a folder that are hashed, so that a start takes seconds
 SOURCE = (".py", ".json", ".yaml")  # suffixes of posttrain's own files
 
 
@@ -55,8 +61,7 @@ def named_files(loaded: Loaded) -> dict[str, Fact]:
     facts: dict[str, Fact] = {}
     for stage, model, section in references.stages(values, type(loaded.recipe)):
         for part in references.parts(model, section, stage):
-            for path, files, shown, large in _named_files(part, loaded.recipe.base_dir):
-                facts[_key(path)] = _content(files, shown, large=large)
+            facts |= {_key(path): fact for path, fact in _named_files(part, loaded.recipe.base_dir)}
     return facts
 
 
@@ -65,38 +70,53 @@ def _text(value: object) -> Fact:
     return Fact(text, text) if len(text) <= LONG else Fact.of(text.encode(), f"{text[:LONG]}...")
 
 
-def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[Path_, list[Path], str, int]]:
-    """Yield each local file or folder that a section names.
-
-    Each item is (path in the recipe, files, name, size in bytes above which a file is large).
-    """
+def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[Path_, Fact]]:
+    """Yield (path in the recipe, fact) of each local file or folder that a section names."""
     use = part.values.get("use")
     if isinstance(use, str) and (script := _script(use, base_dir, reward=part.model is Reward)):
-        yield (*part.path, "use"), [script], use, LARGE
+        with _explain_unreadable((*part.path, "use")):
+            fact = _content([script], use)
+        yield (*part.path, "use"), fact
     for path, mark, name in references.names(part):
         script = _script(name, base_dir) if mark.kind == "data" else None
-        if files := [script] if script else _files(mark, name, base_dir):
-            yield path, files, name, LARGE_DATA if mark.kind == "data" else LARGE
+        with _explain_unreadable(path):
+            files = [script] if script else _files(mark, name, base_dir)
+            fact = _content(files, name, data=mark.kind == "data")
+        if files:
+            yield path, fact
     given = part.values.get("params")
-    present = {k: v for k, v in given.items() if not _is_made(v)} if isinstance(given, Mapping) else {}
-    if present and (function := _function(part, base_dir)):
-        resolved = registry.resolve_paths(function, present, base_dir, str(use or part.values.get("source")), UserError)
+    if given and isinstance(given, Mapping) and (function := _function(part, base_dir)):
+        what = str(use or part.values.get("source"))
+        resolved = registry.resolve_paths(function, given, base_dir, what, UserError, in_pipeline=True)
         for name, value in resolved.items():
-            if files := [file for path in _paths_in(value) for file in _files_below(path)]:
-                yield (*part.path, "params", name), files, _show(present[name]), LARGE_DATA
+            paths = [path for path in _paths_in(value) if not registry.awaits_stage(path)]
+            if not paths:
+                continue
+            with _explain_unreadable((*part.path, "params", name)):
+                files = [file for path in paths for file in _files_below(path)]
+                shown = given[name] if isinstance(given[name], str) else json.dumps(given[name])
+                fact = _content(files, shown, data=True)
+            yield (*part.path, "params", name), fact
 
 
-def _is_made(value: Any) -> bool:
-    """Return whether a value names what an earlier stage of the pipeline makes."""
-    return any(str(text).startswith(references.EARLIER) for text in (value if isinstance(value, list) else [value]))
+@contextlib.contextmanager
+def _explain_unreadable(path: Path_) -> Iterator[None]:
+    """Turn an OSError into a UserError with the file and the key that names it, at this path in the recipe."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{_key(path)}: {error.filename or 'a file'} cannot be read: {error.strerror or error}",
+            hint="all files in a named folder are hashed, to detect changes on resume: make it readable, or move it",
+        ) from error
 
 
 def _paths_in(value: Any) -> list[Path]:
-    return [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)]
-
-
-def _show(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    """Return the paths in an argument: itself, or those in its lists and mappings."""
+    if isinstance(value, Mapping | list):
+        inside = value.values() if isinstance(value, Mapping) else value
+        return [path for item in inside for path in _paths_in(item)]
+    return [value] if isinstance(value, Path) else []
 
 
 def _function(part: references.SectionRef, base_dir: Path) -> Callable[..., Any] | None:
@@ -149,29 +169,62 @@ def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
 
 
 def _files_below(path: Path) -> list[Path]:
-    """Return the files in a folder and its folders that are not hidden, sorted; a file alone as it is. Of a run
-    directory only its rows: logs and reports change."""
+    """Return the files in a folder and its folders, sorted; a file alone as it is. Of a run directory only its rows:
+    logs and reports change.
+
+    Left out: run directories inside the folder (perhaps this run's), hidden files and folders, and `__pycache__`. Links
+    to folders are followed, each folder once. Of more than MOST_FILES the first by name.
+    """
     if path.is_file():
         return [path]
-    if (path / "resolved.json").is_file():
+    if (path / RESOLVED).is_file():
         return sorted(path.glob("*.jsonl"))
-    found = sorted(inner for inner in path.rglob("*") if inner.is_file())
-    return [inner for inner in found if not any(part.startswith(".") for part in inner.relative_to(path).parts)]
+    found: list[Path] = []
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(path, onerror=_raise, followlinks=True):
+        place, real = Path(folder), os.path.realpath(folder)
+        if real in seen or (place != path and (place / RESOLVED).is_file()):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        files = (file for name in sorted(names) if not name.startswith(".") and (file := place / name).is_file())
+        found += itertools.islice(files, MOST_FILES + 1 - len(found))
+        if len(found) > MOST_FILES:
+            _note_once(f"{path} has more than {MOST_FILES:,} files: changes are detected in the first of them only")
+            return sorted(found[:MOST_FILES])
+    return sorted(found)
 
 
-def _content(files: Sequence[Path], shown: str, *, whole: bool = False, large: int = LARGE) -> Fact:
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+@functools.cache
+def _note_once(text: str) -> None:
+    if ranks.is_main():
+        terminal.note(f"note: {text}")
+
+
+def _content(files: Sequence[Path], shown: str, *, whole: bool = False, data: bool = False) -> Fact:
     """Hash the names, sizes and contents of files; of large files, and of many files, only some blocks.
 
-    A name is relative to the innermost folder that has all the files, so that a moved folder has the same hash.
+    A name is relative to the innermost folder that has all the files, so that a moved folder has the same hash. data:
+    files that may be edited in place; together they are large above LARGE_DATA.
     """
     many, digest = len(files) > MANY, hashlib.sha256()
     folder = os.path.commonpath([path.parent for path in files]) if files else ""
-    for path in files:
-        size = path.stat().st_size
+    sizes = [path.stat().st_size for path in files]
+    large = LARGE_DATA if data and sum(sizes) <= LARGE_DATA else LARGE
+    for path, size in zip(files, sizes, strict=True):
         digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
         everything = whole or (not many and size <= large)
-        for block in _blocks(path) if everything else _some_blocks(path, size, 1 if many else BLOCKS):
-            digest.update(block)
+        try:
+            for block in _blocks(path) if everything else _some_blocks(path, size, 1 if many else BLOCKS):
+                digest.update(block)
+        except OSError as error:
+            error.filename = path
+            raise
     return Fact.from_hash(digest.hexdigest(), shown)
 
 

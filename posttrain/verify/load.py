@@ -22,6 +22,7 @@ from posttrain.errors import Problem, RewardError, UserError, did_you_mean, near
 from posttrain.path_resolution import candidate_paths, find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import (
+    awaits_stage,
     explain_type_mismatch,
     format_value,
     load_function,
@@ -155,14 +156,18 @@ class LoadedReward:
         return bool(self.columns or self.optional_columns or self.names_gold) and not self.in_trainer
 
 
-def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
-    """Load the function that `section.use` names and check `section.params`. Raises RewardError."""
+def load_reward(section: Reward, base_dir: Path | None, *, in_pipeline: bool = False) -> LoadedReward:
+    """Load the function that `section.use` names and check `section.params`. Raises RewardError.
+
+    in_pipeline: the params may name what an earlier stage will make.
+    """
     target = locate(section.use, base_dir)
     function = _load(target, base_dir)
-    params = resolve_paths(function, section.params, base_dir, f"reward {target}", RewardError)
+    params = resolve_paths(function, section.params, base_dir, f"reward {target}", RewardError, in_pipeline=in_pipeline)
     name = section.name or (section.use if section.use in MODEL_REWARDS else target.rpartition(":")[2])
     reward = describe(function, target, params, name)
-    _run_script_check(reward)
+    if not (in_pipeline and awaits_stage(params)):
+        _run_script_check(reward)
     if not reward.in_trainer or "base_dir" not in inspect.signature(function).parameters:
         return reward
     return dataclasses.replace(reward, params={"base_dir": str(base_dir or Path.cwd()), **reward.params})

@@ -15,6 +15,7 @@ from posttrain.errors import RunError, UserError
 from posttrain.run import checkpoints
 from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory
+from posttrain.run.fingerprint import Fact
 from posttrain.run.lock import describe_holder, is_locked
 from posttrain.run.resolved_recipe import flatten
 
@@ -94,6 +95,40 @@ def test_resume_with_another_recipe_names_the_changed_keys(tmp_path):
     assert "optim.eps was None, is 1; optim.lr was 0.1, is 0.2; run.seed was 0, is 1" in str(error.value)
     assert "run.steps was" not in str(error.value)
     assert json.loads((tmp_path / "run" / "resolved.json").read_text()) == RESOLVED
+
+
+MODEL = {**RESOLVED, "model": {"path": "a/model"}, "rewards": [{"use": "r.py:f"}], "data": {"source": "a/rows.jsonl"}}
+FILES = {key: Fact(key, key) for key in ("model.path", "rewards[0].use", "data.source")}
+
+
+def test_resume_accepts_a_model_that_has_moved(tmp_path, capsys):
+    open_run(tmp_path / "run", MODEL, inputs=FILES).close()
+    moved = {**MODEL, "model": {"path": "b/renamed"}, "data": {"source": "b/rows.jsonl"}}
+    open_run(tmp_path / "run", moved, inputs=FILES, resume=True).close()
+    assert "model.path was a/model, is b/renamed: the files are the same" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "resolved.json").read_text()) == moved
+    with pytest.raises(UserError, match=r"model\.path was 'b/renamed', is 'a/model'(.|\n)*ln -s NEW OLD"):
+        other = {**FILES, "model.path": Fact("other", "other")}
+        open_run(tmp_path / "run", {**moved, "model": MODEL["model"]}, inputs=other, resume=True)
+
+
+@pytest.mark.parametrize("change", [{"rewards": [{"use": "r.py:g"}]}, {"data": {"source": "a/renamed.jsonl"}}])
+def test_resume_refuses_another_name_in_the_same_file(tmp_path, change):
+    """Another function of a script; and the ids of rows, which the order of rows follows, contain the file's name."""
+    open_run(tmp_path / "run", MODEL, inputs=FILES).close()
+    with pytest.raises(UserError, match="made with another recipe"):
+        open_run(tmp_path / "run", {**MODEL, **change}, inputs=FILES, resume=True)
+
+
+def test_resume_compares_no_argument_that_the_start_did_not_hash(tmp_path):
+    """As older versions. Other files that have appeared since are compared: a name may have meant the hub."""
+    open_run(tmp_path / "run", inputs={}).close()
+    added = {"rewards[0].params.path": Fact("1", "1")}
+    open_run(tmp_path / "run", inputs=added, resume=True).close()
+    with pytest.raises(UserError, match=r"rewards\[0\]\.params\.path was 1, is 2"):
+        open_run(tmp_path / "run", inputs={"rewards[0].params.path": Fact("2", "2")}, resume=True)
+    with pytest.raises(UserError, match=r"model\.path was nothing, is here"):
+        open_run(tmp_path / "run", inputs={**added, "model.path": Fact("3", "here")}, resume=True)
 
 
 def test_resume_without_a_run_starts_one(tmp_path, capsys):

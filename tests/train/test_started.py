@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.errors import UserError
 from posttrain.recipe.load import load_dict
 from posttrain.train import launch_fingerprint
 
@@ -153,18 +154,113 @@ def test_files_that_functions_read_are_compared(here: Path) -> None:
     ]
 
 
+FOLDER = """
+from pathlib import Path
+
+def rows(size, seed, *, dir: Path):
+    return []
+"""
+
+
+def test_a_folder_with_the_output_of_the_run_keeps_its_hash(here: Path) -> None:
+    """`dir: .` with the run directory below, and files that change by themselves."""
+    (here / "own.py").write_text(FOLDER)
+    changes = {"data": {"source": "own.py:rows", "size": 1, "params": {"dir": "."}}}
+    before = facts(here, **changes)["data.params.dir"]
+    for file in ("runs/toy/resolved.json", "runs/toy/logs/attempt_1/env.json", ".git/index", "__pycache__/own.pyc"):
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        (here / file).write_text("{}")
+    assert facts(here, **changes)["data.params.dir"] == before
+    (here / "runs" / "notes.txt").write_text("not of a run")
+    assert facts(here, **changes)["data.params.dir"] != before
+
+
+def test_files_behind_links_are_compared(here: Path, tmp_path: Path) -> None:
+    (here / "own.py").write_text(FOLDER)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "a.txt").write_text("text")
+    (here / "folder").mkdir()
+    (here / "folder" / "link").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "circle").symlink_to(here / "folder")
+    changes = {"data": {"source": "own.py:rows", "size": 1, "params": {"dir": "folder"}}}
+    before = facts(here, **changes)["data.params.dir"]
+    damage(tmp_path / "far" / "a.txt")
+    assert facts(here, **changes)["data.params.dir"] != before
+
+
+def test_unreadable_file_is_named_with_its_key(here: Path) -> None:
+    (here / "own.py").write_text(FOLDER)
+    (here / "folder").mkdir()
+    (here / "folder" / "odd").symlink_to("/proc/self/mem")  # a regular file whose first byte nobody can read
+    with pytest.raises(
+        UserError, match=r"^data\.params\.dir: .*/folder/odd cannot be read: Input/output error\n  hint: "
+    ):
+        facts(here, data={"source": "own.py:rows", "size": 1, "params": {"dir": "folder"}})
+
+
+def test_of_very_many_files_the_first_are_compared(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_fingerprint, "MOST_FILES", 3)
+    (here / "own.py").write_text(FOLDER)
+    for number in range(5):
+        (here / "folder" / str(number // 2)).mkdir(parents=True, exist_ok=True)
+        (here / "folder" / str(number // 2) / f"{number}.txt").write_text("text")
+    changes = {"data": {"source": "own.py:rows", "size": 1, "params": {"dir": "folder"}}}
+    before = facts(here, **changes)["data.params.dir"]
+    note = f"{here / 'folder'} has more than 3 files: changes are detected in the first of them only\n"
+    assert capsys.readouterr().err.endswith(note)
+    damage(here / "folder" / "1" / "3.txt")
+    assert facts(here, **changes)["data.params.dir"] == before
+    damage(here / "folder" / "1" / "2.txt")
+    assert facts(here, **changes)["data.params.dir"] != before
+
+
+def test_of_very_large_data_a_part_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of all files of a key count together."""
+    monkeypatch.setattr(launch_fingerprint, "LARGE", 100)
+    read: list[Path] = []
+    some = launch_fingerprint._some_blocks
+    monkeypatch.setattr(launch_fingerprint, "_some_blocks", lambda path, *rest: read.append(path) or some(path, *rest))
+    (here / "data").mkdir()
+    for name, size in (("a", 200), ("b", 200), ("c", 50)):
+        (here / "data" / name).write_bytes(bytes(size))
+    for limit, expected in ((450, []), (449, ["a", "b"])):
+        read.clear()
+        monkeypatch.setattr(launch_fingerprint, "LARGE_DATA", limit)
+        facts(here, data={"source": "data"})
+        assert [path.name for path in read if path.parent.name == "data"] == expected
+
+
 def test_files_of_earlier_stages_are_not_looked_for(here: Path) -> None:
     """A pipeline is fingerprinted before its stages make them; other arguments are compared."""
     (here / "tool.py").write_text(
-        "from pathlib import Path\n\ndef rows(size, seed, *, run: Path, runs: list[Path], file: Path):\n    return []\n"
+        "from pathlib import Path\nfrom typing import TypedDict\n\n"
+        "class Files(TypedDict):\n    one: Path\n    more: list[Path]\n\n"
+        "def rows(size, seed, *, run: Path, runs: list[Path], file: Path, files: Files, named: dict[str, Path]):\n"
+        "    return []\n"
     )
-    params = {"run": "stage:a/completions.jsonl", "runs": ["stage:a/completions.jsonl"], "file": "a"}
+    made = "stage:a/completions.jsonl"
+    params = {
+        "run": made,
+        "runs": [made],
+        "file": "a",
+        "files": {"one": made, "more": ["a", made]},
+        "named": {"x": made},
+    }
     rows = {"source": "rows.jsonl"}
     first = {"stage": "generate", "name": "a", "model": {"path": "model"}, "data": rows}
     then = {**first, "name": "b", "data": {"source": "tool.py:rows", "size": 1, "params": params}}
-    loaded = load_dict({"stage": "pipeline", "stages": [first, then]}, base_dir=here, where="test")
-    named = launch_fingerprint.named_files(loaded)
-    assert [key for key in named if "params" in key] == ["stages[1].data.params.file"]
+
+    def named() -> dict[str, str]:
+        loaded = load_dict({"stage": "pipeline", "stages": [first, then]}, base_dir=here, where="test")
+        found = launch_fingerprint.named_files(loaded)
+        return {key: fact.compared for key, fact in found.items() if "params" in key}
+
+    before = named()
+    assert list(before) == ["stages[1].data.params.file", "stages[1].data.params.files"]
+    damage(here / "a")
+    assert all(named()[key] != before[key] for key in before)
 
 
 def test_arguments_of_gym_tasks_name_no_function(here: Path) -> None:

@@ -46,22 +46,31 @@ def rows(name: str, size: int, seed: int, params: Mapping[str, Any], base_dir: P
 
 
 def check(name: str, params: Mapping[str, Any], base_dir: Path) -> None:
-    """Raise DataError for invalid parameters, or for a level of which no problem can be generated."""
-    generator, levels, _, own = resolve_task(name, params, base_dir)
-    for level in dict.fromkeys(levels):
+    """Raise DataError for invalid parameters, or for a level of which no problem can be generated.
+
+    A generator that needs a file of an earlier stage of a pipeline is not called.
+    """
+    awaited = registry.awaits_stage(params)
+    generator, levels, _, own = resolve_task(name, params, base_dir, in_pipeline=awaited)
+    for level in () if awaited else dict.fromkeys(levels):
         _generate(generator, name, level, own, random.Random(0))
 
 
 def resolve_task(
-    name: str, params: Mapping[str, Any], base_dir: Path
+    name: str, params: Mapping[str, Any], base_dir: Path, *, in_pipeline: bool = False
 ) -> tuple[Generator, list[int], list[float], dict[str, Any]]:
-    """Return (generator, levels, their shares, the generator's own arguments) of a source. Raises DataError."""
+    """Return (generator, levels, their shares, the generator's own arguments) of a source. Raises DataError.
+
+    in_pipeline: as for `registry.resolve_paths`.
+    """
     try:
         component = registry.resolve("task", name, base_dir)
     except PosttrainError as error:
         raise DataError.of(error.problems) from error
     given = {key: value for key, value in params.items() if key not in SOURCE_KEYS}
-    own = registry.resolve_paths(component.function, given, base_dir, f"task:{name}", DataError)
+    own = registry.resolve_paths(
+        component.function, given, base_dir, f"task:{name}", DataError, in_pipeline=in_pipeline
+    )
     for key, value in own.items():
         if key not in component.params:
             known = [*SOURCE_KEYS, *component.params]
