@@ -387,6 +387,7 @@ def test_rl_step_on_pictures_equals_trl(smoke):
     """Work V: a tiny Qwen2.5-VL with all weights trained, on the same rows."""
     record, _ = smoke("rl_step.py", "--smoke", "--work", "V")
     same(record["posttrain"], record["trl"], "reward", "grad_norm")
+    assert record["work"] == "V" and len(record["posttrain"]["reward"]) == len(record["posttrain"]["tokens"])
 
 
 @pytest.mark.slow

@@ -144,7 +144,13 @@ def test_rows_without_a_solution_get_no_given_row(ran: Callable[..., list[Values
 def test_run_with_solutions_resumes_exactly(cli: Any, home: Path) -> None:
     values = wide(algorithm="rl_plus", run={"steps": 4, "save_every": 2})
     (home / "run.yaml").write_text(json.dumps(values))
-    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    assert [row["solutions/rows"] for row in rows[:2]] + [row["solutions/correct"] for row in rows[2:]] == [
+        5,
+        5,
+        1.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,9 @@ def test_stale_rollouts_keep_their_prompts_in_checkpoints(cli: Any, home: Path) 
     )
     values["rollout"] |= {"staleness": 1, "max_new_tokens": 4}
     (home / "run.yaml").write_text(json.dumps(values))
-    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+    assert any(key.startswith("variants/hint") for row in rows[2:] for key in row)  # of rollouts kept by the checkpoint
 
 
 def test_hint_length_follows_the_fit_and_hints_are_masked(
@@ -451,11 +453,24 @@ def test_examples_are_solved_rollouts_of_the_run(ran: Callable[..., list[Values]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["seele", "guide_grpo", "inspo", "xrpo_icl_seeding", "adhint"])
-def test_learned_state_resumes_exactly(cli: Any, home: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("seele", {"round 1", "round 2", "round 3"}),
+        ("guide_grpo", {"plain"}),
+        ("inspo", {"instruction 0", "instruction 1"}),
+        ("xrpo_icl_seeding", {"plain"}),
+        ("adhint", {"plain"}),
+    ],
+)
+def test_learned_state_resumes_exactly(cli: Any, home: Path, name: str, shown: set[str]) -> None:
+    """After the resumption, prompts are of more kinds than `shown`."""
     values = values_of("rarely", algorithm=name, run={"steps": 4, "save_every": 2})
+    if name == "guide_grpo":  # hints need groups without any reward
+        values["rewards"], values["rollout"] = values["rewards"][:1], {**values["rollout"], "group_size": 8}
     (home / "run.yaml").write_text(json.dumps(values))
-    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    assert {key.split("/")[1] for row in rows[2:] for key in row if key.startswith("variants/")} > shown
 
 
 def test_inspect_and_plan_show_the_additions_of_each_kind(cli: Any, home: Path) -> None:

@@ -43,14 +43,14 @@ def run(cli: Any, folder: Path, values: Values) -> list[Values]:
     (folder / "recipe.yaml").write_text(json.dumps({"model": MODEL, "data": {"source": "rows.jsonl"}, **values}))
     cli.run(values["stage"].replace("_", "-"), str(folder / "recipe.yaml"), "--output", str(folder / "run"))
     found: list[Values] = cli.rows_of(folder / "run")
-    assert len(found) == 3 and any(row["grad_norm"] > 0 for row in found)
     return found
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
     values = {**values_of(name), "model": MODEL, "run": {"steps": 3}}
-    run(cli, folder, values)
+    rows = run(cli, folder, values)
+    assert len(rows) == 3 and any(row["grad_norm"] > 0 for row in rows)
 
 
 RECIPES: dict[str, Values] = {
@@ -106,4 +106,5 @@ def test_recipe_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
     if values["stage"] == "rl":
         values["rollout"] = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 12, **values.get("rollout", {})}
         values |= {"scoring": {"workers": 1}, "optim": {"lr": 1e-3}}
-    run(cli, folder, values)
+    rows = run(cli, folder, values)
+    assert len(rows) == 3 and any(row["grad_norm"] > 0 for row in rows)

@@ -209,7 +209,7 @@ def test_child_processes_of_a_reward_end_with_its_worker(samples: Samples, fault
     note = tmp_path / "pid"
     with faulty() as s:
         assert s.score(samples([{"what": "grandchild"}], str(note))).timeouts == {"score": 1}
-    _wait_for(lambda: not alive(int(note.read_text())), 10)
+    assert _becomes_true(lambda: not alive(int(note.read_text())), 10)
 
 
 def test_ctrl_c_during_a_hanging_reward_leaves_no_process_and_a_usable_scorer(samples: Samples, faulty: Any) -> None:
@@ -250,22 +250,23 @@ with Scorer([Reward(use="./mine.py:score", timeout_s=3.0)], Scoring(workers=2), 
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     pids = []
     for name in ("hang.pid", "quick.pid"):
-        _wait_for(functools.partial(_has_text, tmp_path / name), 60)
+        assert _becomes_true(functools.partial(_has_text, tmp_path / name), 60)
         pids.append(int((tmp_path / name).read_text()))
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    _wait_for(lambda: not any(map(alive, pids)), 30)
+    assert _becomes_true(lambda: not any(map(alive, pids)), 30)
 
 
 def _has_text(path: Path) -> bool:
     return path.exists() and path.read_text() != ""
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+def _becomes_true(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether the condition holds within so many seconds."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
+    return condition()
 
 
 def test_reward_prints_never_reach_stdout(script: Callable[..., Path], tmp_path: Path) -> None:
