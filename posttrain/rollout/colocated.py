@@ -11,10 +11,7 @@ import contextlib
 import itertools
 import os
 import signal
-import threading
-import time
 from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +28,7 @@ from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_samples import engine_prompt, prompt_logprobs, sampled_logprobs
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.scratch import Scratch
+from posttrain.tools.time_limits import in_thread
 
 T = TypeVar("T")
 CLEAN_UP_S = 2.0
@@ -47,7 +45,7 @@ class ColocatedClient(EngineClient):
         takes ownership of it."""
         self.llm, self.spec, self.log, self.home = llm, spec, log, home
         self.workers = spec.section.tensor_parallel
-        self.worker_pidfds: list[int] = []  # pidfds of workers in processes other than the engine core's
+        self.worker_pidfds: list[int] = []  # of workers in processes of their own; a process id may be reused
         self.adapters: dict[str, Any] = {}  # vLLM's LoRARequest for the newest version of each adapter
         self.adapter_numbers = itertools.count(1)
         self.numbers = itertools.count()
@@ -71,44 +69,31 @@ class ColocatedClient(EngineClient):
             home.close()
             raise
         try:
-            loop.run_all([client._detach() for client in clients])
-            measured = loop.run(clients[0]._call(clients[0].llm.collective_rpc("posttrain_kv_bytes")))
+            measured = loop.run_all([client._detach() for client in clients])
         except BaseException:
             close_all(clients)
             raise
-        vllm_start.remember_kv_size(spec, folder, measured)
+        vllm_start.remember_kv_size(spec, folder, measured[0])
         return clients
 
     async def _watch(self) -> asyncio.Future[None]:
-        """Return a future that is done when one of the engine's processes has ended."""
-        here = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = here.create_future()
-
-        def end() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def wait() -> None:
-            connection.wait([process.sentinel for process in self.processes])
-            deadline = time.monotonic() + EXIT_WAIT_S
-            while self.processes[0].exitcode is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # its files are closed; the exit code may follow later
-            here.call_soon_threadsafe(end)
-
-        threading.Thread(target=wait, daemon=True, name="engine-watch").start()
-        return ended
+        """Return a future that is done when the engine core's process has ended."""
+        return asyncio.wrap_future(in_thread(self.processes[0].join, "engine-watch"))
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
         params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids, self.spec.image_ids)
         output = await self._call(self._answer(request.ids, params, request.images, request.adapter))
-        found = [self._completion(sample, request.logprobs) for sample in output.outputs]
+        found = [
+            make_completion(
+                sample.finish_reason,
+                sample.token_ids,
+                sampled_logprobs(sample) if request.logprobs else None,
+                pausing=self.pausing,
+            )
+            for sample in output.outputs
+        ]
         return found * request.n if greedy else found
-
-    def _completion(self, sample: Any, logprobs: bool) -> Completion:
-        """Return a sample of vLLM's RequestOutput as a Completion."""
-        finish = "paused" if self.pausing and sample.finish_reason == "abort" else sample.finish_reason
-        return make_completion(finish, sample.token_ids, partial(sampled_logprobs, sample) if logprobs else None)
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         return prompt_logprobs(await self._call(self._answer(ids, vllm_start.SCORING, adapter=adapter)), ids)
@@ -171,11 +156,12 @@ class ColocatedClient(EngineClient):
             if self.spec.image_ids and hasattr(self.llm, "reset_encoder_cache"):
                 await self._call(self.llm.reset_encoder_cache())  # image features of the old vision tower
 
-    async def _detach(self) -> None:
-        """Call `worker.Extension.posttrain_detach` in all processes. Keep pidfds of workers behind the engine core's
-        process, to kill them with it."""
+    async def _detach(self) -> list[int | None]:
+        """Call `worker.Extension.posttrain_detach` in all processes, and return the sizes of the KV cache that they
+        have measured. Keep pidfds of workers behind the engine core's process, to kill them with it."""
         found = await self._call(self.llm.collective_rpc("posttrain_detach"))
-        self.worker_pidfds = [os.pidfd_open(pid) for pid in found if pid != self.processes[0].pid]
+        self.worker_pidfds = [os.pidfd_open(pid) for pid, _ in found if pid != self.processes[0].pid]
+        return [measured for _, measured in found]
 
     async def _all_workers(self, method: str, **arguments: Any) -> None:
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
@@ -227,33 +213,17 @@ class ColocatedClient(EngineClient):
             loop.run(asyncio.wait_for(self._all_workers("posttrain_clean_up"), CLEAN_UP_S))
         llm, self.llm = self.llm, None
         llm.engine_core.resources.engine_manager.manager_stopped.set()  # keeps vLLM from reporting that the engine died
-        loop.run(_cancel(llm.output_handler))
+        if llm.output_handler is not None:  # it would report the end of its connection
+            loop.call(llm.output_handler.cancel)
         for process in self.processes:
             process.kill()
             process.join()
-        end_processes(self.worker_pidfds)
+        for worker in self.worker_pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker, signal.SIGKILL)
+        for worker in self.worker_pidfds:
+            connection.wait([worker])
+            os.close(worker)
         llm.shutdown()
-        llm.shutdown = _do_nothing  # vLLM calls it again when the object is collected, and fails at interpreter exit
+        llm.shutdown = lambda: None  # vLLM calls it again when the object is collected, and fails at interpreter exit
         self.home.close()
-
-
-def end_processes(descriptors: Sequence[int]) -> None:
-    """Kill processes and wait for their ends. descriptors: pidfds (`os.pidfd_open`), because a process id may have been
-    reused."""
-    for descriptor in descriptors:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    left = set(descriptors)
-    while left:
-        left -= {descriptor for descriptor in connection.wait(left) if isinstance(descriptor, int)}
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _do_nothing() -> None: ...
-
-
-async def _cancel(task: asyncio.Task[Any] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})

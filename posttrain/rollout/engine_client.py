@@ -85,20 +85,19 @@ class EngineClient(Protocol):
 
 
 def make_completion(
-    finish: str | None, ids: Sequence[int], read_logps: Callable[[], Sequence[float]] | None, *, where: str = ""
+    finish: str | None, ids: Sequence[int], logps: Sequence[float] | None, *, pausing: bool = True, where: str = ""
 ) -> Completion:
-    """Return vLLM's answer for one sample as a Completion.
+    """Return vLLM's answer for one sample as a Completion. pausing: an aborted sample continues later.
 
-    finish: vLLM's finish reason; `paused` for an aborted request that continues later. read_logps: returns the log-prob
-    of each token; None if none were asked for. Raises EngineError for any other end, and for a number of log-probs that
-    differs from the number of tokens.
+    Raises EngineError for any other end, and for a number of log-probs that differs from the number of tokens.
     """
+    if pausing and finish == "abort":
+        finish = "paused"
     if finish not in ("stop", "length", "paused"):
         raise EngineError(f"vLLM gave up a request: finish reason {finish}", where=where)
-    logps = None if read_logps is None else tuple(read_logps())
     if logps is not None and len(logps) != len(ids):
         raise EngineError(f"vLLM reported {len(logps)} log-probs for {len(ids)} tokens", where=where)
-    return Completion(tuple(ids), logps, cast(Any, finish))
+    return Completion(tuple(ids), None if logps is None else tuple(logps), cast(Any, finish))
 
 
 class TrainingRanks:

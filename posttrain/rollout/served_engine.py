@@ -24,7 +24,7 @@ import torch
 from posttrain import terminal
 from posttrain.errors import PosttrainError, count_noun
 from posttrain.models import weights
-from posttrain.rollout import loop
+from posttrain.rollout import compile_cache, loop, vllm_start
 from posttrain.rollout.engine_client import (
     EngineClient,
     ServerLost,
@@ -36,6 +36,7 @@ from posttrain.rollout.engine_client import (
 from posttrain.rollout.server_client import ServerClient, ServerMissing, Session
 from posttrain.rollout.server_list import ServerList
 from posttrain.rollout.vllm_engine import TrainerLogps, VllmEngine
+from posttrain.rollout.weight_transfer import NcclSender, WeightSender
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -74,8 +75,15 @@ class ServedEngine(VllmEngine):
         self.noted: set[ServerClient] = set()  # lost servers that have been reported
         self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`
-        sender = servers.sender(clients) if ranks.is_main else None
-        super().__init__(servers.spec, loaded, clients, sender, scratch=scratch, generates_during_updates=True)
+        super().__init__(servers.spec, loaded, clients, scratch=scratch)
+
+    def make_sender(self) -> WeightSender:
+        """Return what sends whole weights to the servers; only rank 0 has any when this is called, and sends."""
+        if self.loaded.device.type != "cuda" or not self.ranks.is_main:
+            return super().make_sender()
+        vllm_start.require_vllm()
+        with compile_cache.keep_compiler_settings():  # NCCL is called through vLLM's wrapper
+            return NcclSender(self.clients, self.loaded.device, self.spec.dtype)
 
     def take_counts(self) -> dict[str, float]:
         """Return metrics: the number of servers (on rank 0), and events since the last call."""

@@ -227,14 +227,16 @@ class ServerClient(EngineClient):
             task.cancel()
             self._in_progress.discard(task)
         with self._parse_response():
-            found = [self._completion(choice, request.logprobs) for choice in answer["choices"]]
+            found = [
+                make_completion(
+                    choice["finish_reason"],
+                    choice["token_ids"],
+                    choice["logprobs"] if request.logprobs else None,
+                    where=self.name,
+                )
+                for choice in answer["choices"]
+            ]
             return found * (request.n // len(found))  # greedy samples are equal and sampled once
-
-    def _completion(self, choice: Mapping[str, Any], logprobs: bool) -> Completion:
-        """Return a `choice` of vLLM's answer as a Completion; an aborted one is paused."""
-        finish = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
-        read_logps = (lambda: choice["logprobs"]) if logprobs else None
-        return make_completion(finish, choice["token_ids"], read_logps, where=self.name)
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         del adapter  # a server holds one adapter

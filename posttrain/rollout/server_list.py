@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from posttrain import terminal
 from posttrain.errors import UserError
 from posttrain.path_resolution import find
 from posttrain.recipe.engine_sections import ADDRESS, Server
-from posttrain.rollout import compile_cache, server_key, vllm_start
+from posttrain.rollout import server_key, vllm_start
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.server_client import ServerClient
 from posttrain.rollout.vllm_start import EngineSpec
-from posttrain.rollout.weight_transfer import LocalSender, NcclSender, WeightSender
 
 
 @dataclass
@@ -31,7 +27,6 @@ class ServerList:
     section: Server
     spec: EngineSpec
     wanted: dict[str, Any]
-    device: torch.device
     base_dir: Path | None
     reported: str = ""  # last error of a file that could not be read
 
@@ -60,16 +55,6 @@ class ServerList:
             process=process,
             memory_hint=vllm_start.memory_hint(self.spec.section),
         )
-
-    def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
-        """Return what sends weights to these servers; None if adapters are loaded."""
-        if self.spec.lora_rank is not None:
-            return None
-        if self.device.type == "cuda":
-            vllm_start.require_vllm()
-            with compile_cache.keep_compiler_settings():  # NCCL is called through vLLM's wrapper
-                return NcclSender(clients, self.device, self.spec.dtype)
-        return LocalSender(clients, self.device, self.spec.dtype)
 
 
 def read_addresses(name: str, base_dir: Path | None) -> list[str]:

@@ -46,7 +46,7 @@ def make_served(
     training = training or TrainingRanks()
     vllm_start.check_divisible(loaded.model.config, section.tensor_parallel)
     spec = spec_of(section, loaded, max_len)
-    servers = ServerList(section.server, spec, expected_server(spec, loaded), loaded.device, base_dir)
+    servers = ServerList(section.server, spec, expected_server(spec, loaded), base_dir)
     clients: list[ServerClient] = []
     try:
         if section.server.devices:

@@ -44,8 +44,7 @@ class CollectiveCalls(Generic[A]):
         self.over: PosttrainError | None = None  # why no more calls are executed
         self._call = ""
         self._asked: dict[int, A] = {}  # arguments by member
-        self._answer: asyncio.Future[Any] | None = None
-        self._work: asyncio.Task[None] | None = None  # keeps the task from being collected
+        self._work: asyncio.Future[asyncio.Task[Any]] | None = None  # done once all members have made the call
 
     async def join(
         self, member: int, call: str, argument: A, do: Callable[[Sequence[A]], Coroutine[Any, Any, Any]]
@@ -56,19 +55,17 @@ class CollectiveCalls(Generic[A]):
         """
         if self.over is not None:
             raise self.over.copy()
-        if self._answer is None:
-            self._call, self._answer = call, asyncio.get_running_loop().create_future()
-            self._answer.add_done_callback(_mark_as_read)
-        answer = self._answer
+        if self._work is None:
+            self._call, self._work = call, asyncio.get_running_loop().create_future()
+        work = self._work
         if call != self._call or member in self._asked:
             self.end(EngineError(f"ranks that share an engine call `{self._call}` and `{call}` at the same time"))
         self._asked[member] = argument
-        if len(self._asked) == self.size and not answer.done():
-            arguments = [self._asked[place] for place in range(self.size)]
-            self._asked, self._answer = {}, None
-            self._work = asyncio.create_task(_settle(answer, do(arguments)))
+        if len(self._asked) == self.size and not work.done():
+            work.set_result(asyncio.create_task(do([self._asked[place] for place in range(self.size)])))
+            self._asked, self._work = {}, None
         try:
-            return await asyncio.shield(answer)
+            return await asyncio.shield(await asyncio.shield(work))
         except asyncio.CancelledError:
             self.end(EngineError(f"a rank has cancelled `{call}`, which all ranks of an engine call together"))
             raise
@@ -76,26 +73,8 @@ class CollectiveCalls(Generic[A]):
     def end(self, error: PosttrainError) -> None:
         """Execute no more calls because a member leaves; the first reason is kept."""
         self.over = self.over or error
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-
-
-async def _settle(answer: asyncio.Future[Any], work: Coroutine[Any, Any, Any]) -> None:
-    """Await `work` and set its result or exception on the future `answer`."""
-    try:
-        result = await work
-    except Exception as error:
-        if not answer.done():
-            answer.set_exception(error)
-    else:
-        if not answer.done():
-            answer.set_result(result)
-
-
-def _mark_as_read(answer: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of `answer`, so that asyncio does not warn that nobody did."""
-    if not answer.cancelled():
-        answer.exception()
+        if self._work is not None and not self._work.done():
+            self._work.set_exception(error)
 
 
 class EngineHub:

@@ -8,6 +8,7 @@ collective: each process sends its copy of the weights to the worker on its own 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +39,10 @@ class SharedEngine(VllmEngine):
     ) -> None:
         """Takes ownership of the client, and closes it if this fails."""
         self.group = group
-        try:
-            sender = None
-            if spec.lora_rank is None:
-                sender = LocalSender([client], loaded.device, spec.dtype, writes=group.is_first)
-        except BaseException:
-            client.close()
-            raise
-        super().__init__(
-            spec, loaded, [client], sender, scratch=scratch, generates_during_updates=not spec.section.sleep
-        )
+        super().__init__(spec, loaded, [client], scratch=scratch)
+
+    def make_sender(self) -> LocalSender:
+        return LocalSender(self.clients, self.loaded.device, self.spec.dtype, writes=self.group.is_first)
 
     def sync(self, model: Any, version: int) -> None:
         """Sync the weights (`VllmEngine.sync`). A process that fails reports it, so that the others do not
@@ -93,35 +88,26 @@ def make_shared(
     group = group_here(section.tensor_parallel)
     vllm_start.check_divisible(loaded.model.config, group.size)
     spec = spec_of(section, loaded, max_len)
-    hubs: list[EngineHub] = []
+    hub: EngineHub | None = None
+
+    def open_hub() -> Path | None:
+        nonlocal hub
+        hub = EngineHub(group.size) if group.is_first else None
+        return hub.path if hub is not None else None
+
     try:
         # all ranks have arrived, so all models are allocated
-        paths = (training or TrainingRanks()).gather_results(contextlib.nullcontext(), _open_hub, hubs, group)
-        if hubs:
-            starting = continue_start(
-                section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=lambda clients: clients[0]
-            )
-            try:
-                hubs[0].attach(starting.engine())
-            except BaseException:
-                starting.close()
-                raise
+        path = (training or TrainingRanks()).gather_results(contextlib.nullcontext(), open_hub)[group.first]
+        if hub is not None:
+            finish = operator.itemgetter(0)
+            starting = continue_start(section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=finish)
+            hub.attach(starting.engine_or_close())
         elif spec.lora_rank is not None:
             weights.drain_stream(loaded.model, weights.dense_weights(loaded.model))
-        path = paths[group.first]
         assert path is not None
-        client = SharedClient(path, ranks.rank(), group.place, group.size, *hubs)
+        client = SharedClient(path, ranks.rank(), group.place, group.size, hub)
     except BaseException:
-        for hub in hubs:
+        if hub is not None:
             hub.close()
         raise
     return SharedEngine(spec, loaded, client, group, scratch=scratch)
-
-
-def _open_hub(hubs: list[EngineHub], group: EngineGroup) -> Path | None:
-    """On a group's first process, append its hub to `hubs` and return the hub's socket path; None on the other
-    processes."""
-    if not group.is_first:
-        return None
-    hubs.append(EngineHub(group.size))
-    return hubs[0].path

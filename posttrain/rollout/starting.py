@@ -77,6 +77,14 @@ class StartingEngine:
                 self._engine.set_exception(error)
         return self._engine.result()
 
+    def engine_or_close(self) -> Any:
+        """Wait for the engine and return it (`engine`), or end everything that was started and raise."""
+        try:
+            return self.engine()
+        except BaseException:
+            self.close()
+            raise
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

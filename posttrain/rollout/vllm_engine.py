@@ -78,14 +78,10 @@ def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_le
     if beside and spec.lora_rank is None:
         (folder / vllm_start.READY_FILE).touch()
     start = functools.partial(ColocatedClient.start, spec, folder, scratch / "engine.log")
-    finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
+    key = (spec, weights.published_config(loaded).to_json_string())
     # an engine that fails beside the trainer deletes its stored cache size, and measures at the next start
-    return StartingEngine(start, finish, beside=beside, key=(spec, config_text(loaded)), folder=folder)
-
-
-def config_text(loaded: LoadedModel) -> str:
-    """Return the model's configuration as vLLM reads it."""
-    return weights.published_config(loaded).to_json_string()
+    finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
+    return StartingEngine(start, finish, beside=beside, key=key, folder=folder)
 
 
 def make_colocated(
@@ -95,14 +91,7 @@ def make_colocated(
     work."""
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
     begun = continue_start(section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=finish)
-    if begun.beside:
-        return begun
-    try:
-        engine: VllmEngine = begun.engine()
-        return engine
-    except BaseException:
-        begun.close()
-        raise
+    return begun if begun.beside else begun.engine_or_close()
 
 
 def continue_start(
@@ -119,7 +108,7 @@ def continue_start(
     begun: used if it was begun for the loaded model; otherwise another start is begun. finish: see `StartingEngine`.
     """
     spec = spec_of(section, loaded, max_len)
-    if begun is not None and begun.key != (spec, config_text(loaded)):
+    if begun is not None and begun.key != (spec, weights.published_config(loaded).to_json_string()):
         begun.close()
         begun = None
     begun = begun or begin_colocated(section, loaded, scratch=scratch, max_len=max_len)
@@ -143,17 +132,8 @@ def continue_start(
 
 
 def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
-    """Return a VllmEngine on started clients, which are closed if this fails.
-
-    The engines have their own processes and memory, so they can generate during an update, unless they sleep then.
-    """
-    spec = clients[0].spec
-    try:
-        sender = None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
-    except BaseException:
-        close_all(clients)
-        raise
-    return VllmEngine(spec, loaded, clients, sender, scratch=scratch, generates_during_updates=not spec.section.sleep)
+    """Return a VllmEngine on started clients, which are closed if this fails."""
+    return VllmEngine(clients[0].spec, loaded, clients, scratch=scratch)
 
 
 class VllmEngine(Generator):
@@ -170,18 +150,15 @@ class VllmEngine(Generator):
         spec: EngineSpec,
         loaded: LoadedModel,
         clients: Sequence[EngineClient],
-        sender: WeightSender | None,
         *,
         scratch: Path,
-        generates_during_updates: bool,
     ) -> None:
-        """Takes ownership of the clients, and closes them if this fails; the weights of `loaded` become version 0.
-
-        sender: sends whole weights to all clients; None if adapters are loaded (`adapter_rank`).
-        """
-        self.spec, self.loaded, self.clients, self.sender = spec, loaded, list(clients), sender
-        self.scratch, self.window, self.generates_during_updates = scratch, spec.window, generates_during_updates
-        self.version, self.gap = 0, 0.0
+        """Takes ownership of the clients, and closes them if this fails; the weights of `loaded` become version 0."""
+        self.spec, self.loaded, self.clients, self.scratch = spec, loaded, list(clients), scratch
+        self.window, self.version, self.gap = spec.window, 0, 0.0
+        # its processes have their own memory, so they can generate during an update, unless they sleep then
+        self.generates_during_updates = not spec.section.sleep
+        self.sender: WeightSender | None = None
         self.asleep = False
         self.empty = False  # weights were dropped by `sleep` and not sent since
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, spec.window - 1))
@@ -193,10 +170,16 @@ class VllmEngine(Generator):
         self.open = asyncio.Event()  # belongs to the loop; clear while weights are replaced
         self.open.set()
         try:
+            if spec.lora_rank is None:
+                self.sender = self.make_sender()
             self.sync(loaded.model, 0)
         except BaseException:
             self.close()
             raise
+
+    def make_sender(self) -> WeightSender:
+        """Return what sends whole weights to the clients."""
+        return LocalSender(self.clients, self.loaded.device, self.spec.dtype)
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """Sample all prompts concurrently (`Engine.generate`)."""

@@ -168,24 +168,20 @@ class Extension:
         if not worker.weight_transfer_engine.repacks:
             repack(worker.get_model())
 
-    def posttrain_detach(self) -> int:
+    def posttrain_detach(self) -> tuple[int, int | None]:
         """Detach the started engine's process: leave signals to the trainer (`engine_process.leave_signals`), and
         remove the rendezvous file of the workers (vLLM after 0.23) and the names of shared memory that vLLM leaves
-        behind. Returns the process id."""
+        behind. Returns the process id, and the size of the KV cache in bytes if it was measured."""
         engine_process.leave_signals()
         engine_process.unlink_memory(engine_process.VLLM_SHARED_MEMORY)
         worker: Any = self
         if worker.distributed_init_method.startswith(RENDEZVOUS_FILE):
             Path(worker.distributed_init_method.removeprefix(RENDEZVOUS_FILE)).unlink(missing_ok=True)
-        return os.getpid()
+        return os.getpid(), getattr(self, "available_kv_cache_memory_bytes", None)
 
     def posttrain_clean_up(self) -> None:
         """Remove what a killed process leaves behind (`engine_process.clean_up`)."""
         engine_process.clean_up()
-
-    def posttrain_kv_bytes(self) -> int | None:
-        """Return the measured size of the KV cache in bytes; None if it was not measured."""
-        return getattr(self, "available_kv_cache_memory_bytes", None)
 
 
 def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:

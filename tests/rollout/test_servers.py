@@ -20,7 +20,6 @@ from posttrain.rollout import local_server, servers, vllm_start
 from posttrain.rollout.server_answers import check_matches
 from posttrain.rollout.server_list import ServerList
 from posttrain.rollout.vllm_start import EngineSpec
-from posttrain.rollout.weight_transfer import LocalSender
 
 
 def section(size: int, **server: Any) -> EngineSection:
@@ -118,7 +117,7 @@ def spec_of(vllm: Vllm, lora_rank: int | None = None) -> EngineSpec:
 
 def server_list(spec: EngineSpec) -> ServerList:
     assert spec.section.server is not None
-    return ServerList(spec.section.server, spec, {}, torch.device("cpu"), None)
+    return ServerList(spec.section.server, spec, {}, None)
 
 
 def test_server_sees_only_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,20 +215,6 @@ def test_failed_start_names_vllms_error_and_the_recipe_key(
     told = r"server-0.log  vLLM did not start: ValueError: No available memory(.|\n)*(gpu_memory|KVCACHE)"
     with pytest.raises(EngineError, match=told):
         servers.make_served(section(1, devices=[1]).vllm, loaded, scratch=tmp_path, max_len=64)
-
-
-def client() -> Any:
-    async def transfer(call: str, info: Any) -> None:
-        assert (call, info) == ("init_weight_transfer_engine", {})
-
-    return SimpleNamespace(name="http://node2:1", transfer=transfer)
-
-
-def test_full_weights_need_a_transfer_and_adapters_do_not() -> None:
-    """Adapters need no transfer, and files in memory work only on the same machine."""
-    there = section(1, urls=["http://node2:1"]).vllm
-    adapters, whole = (server_list(spec).sender([client()]) for spec in (spec_of(there, 8), spec_of(there)))
-    assert adapters is None and isinstance(whole, LocalSender)
 
 
 def test_required_server_settings(loaded: LoadedModel) -> None:
