@@ -54,11 +54,7 @@ class Shape:
 
     @classmethod
     def from_recipe(
-        cls,
-        section: RolloutShape,
-        base_dir: Path | None,
-        tokenizer: Any,
-        reader: ImageReader | None = None,
+        cls, section: RolloutShape, base_dir: Path | None, tokenizer: Any, reader: ImageReader | None = None
     ) -> Shape:
         """Bind the recipe's parameters. Raises the errors of `bind_coroutine`."""
         component, function, learner = bind_coroutine(section, base_dir, "rollout.shape")

@@ -243,9 +243,7 @@ def cache_gap(model: Any, pad_id: int) -> float:
     greedy = Sampling(temperature=0.0, max_new_tokens=4)
     gaps: list[float] = []
     for prompt, sample in zip(
-        prompts,
-        decode(model, prompts, [0, 1], torch.zeros(2, 4), greedy, eos_ids=(-1,), pad_id=pad_id),
-        strict=True,
+        prompts, decode(model, prompts, [0, 1], torch.zeros(2, 4), greedy, eos_ids=(-1,), pad_id=pad_id), strict=True
     ):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*prompt, *sample.ids]], device=device), use_cache=False).logits[0]

@@ -67,20 +67,12 @@ class LocalServer:
         home = Scratch("server")
         uds = home.path / SOCKET if listen is None else None
         address = ["--host", listen[0], "--port", str(listen[1])] if listen else ["--uds", str(uds)]
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            _ENTRY.format(root=root, parent=os.getpid()),
-            "serve",
-            *options(arguments),
-            *address,
-        ]
+        entry = _ENTRY.format(root=root, parent=os.getpid())
+        command = [sys.executable, "-P", "-c", entry, "serve", *options(arguments), *address]
         env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        env |= vllm_start.socket_settings(home.path)
-        env |= (
-            _SERVER_VARIABLES | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
-        )
+        env |= vllm_start.socket_settings(home.path) | _SERVER_VARIABLES | {KEY_VARIABLE: key}
+        if devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         with contextlib.ExitStack() as stack:
             output: Any = 2
             if log is not None:
@@ -103,14 +95,13 @@ class LocalServer:
         if code is None:
             return ""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        ends = f"vLLM on {self.place} {how}"
         if self.log is None or not self.log.is_file():
-            return f"vLLM on {self.place} {how}"
+            return ends
         if code > 0 and (error := self.read_error()):
-            return f"vLLM on {self.place} {how}: {error}; its output is in {self.log}"
+            return f"{ends}: {error}; its output is in {self.log}"
         lines = engine_log.last_lines(engine_log.read_log(self.log))
-        return f"vLLM on {self.place} {how}; " + (
-            f"the last lines of {self.log}:{lines}" if lines else f"its output is in {self.log}"
-        )
+        return f"{ends}; the last lines of {self.log}:{lines}" if lines else f"{ends}; its output is in {self.log}"
 
     def read_error(self) -> str:
         """Return the root cause in the process's output; "" if there is none."""

@@ -28,14 +28,7 @@ from posttrain.images import open_image, png_url
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import (
-    INFO,
-    EngineClient,
-    RequestFailed,
-    ServerLost,
-    TransferCall,
-    make_completion,
-)
+from posttrain.rollout.engine_client import INFO, EngineClient, RequestFailed, ServerLost, TransferCall, make_completion
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.requests import Request
 from posttrain.rollout.server_answers import check_matches, connection_reason, read_values
@@ -108,7 +101,7 @@ class ServerClient(EngineClient):
         self._in_progress: set[asyncio.Task[Any]] = set()
         self._answered = 0.0  # when the server last answered anything
         self.session_id = ""  # id of the session
-        self._lost_future: asyncio.Future[None] | None = None  # done once the server is lost
+        self._lost_future: asyncio.Future[None]  # done once the server is lost; belongs to the loop
 
     @property
     def is_here(self) -> bool:
@@ -158,8 +151,17 @@ class ServerClient(EngineClient):
         either: set[asyncio.Future[Any]] = {begun, self._session_task}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
         if not begun.done():
-            raise self._connection_error() if self._session_task.done() else self._timeout_error()
+            cause = self._session_task.exception() if self._session_task.done() else None
+            if isinstance(cause, EngineError):
+                raise cause
+            raise self._connection_error(cause) if self._session_task.done() else self._timeout_error()
+        self._session_task.add_done_callback(self._end_session)
         self.session_id = self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
+
+    def _end_session(self, session: asyncio.Task[None]) -> None:
+        """The server is lost when it ends the session."""
+        if not session.cancelled():
+            self._mark_lost(self._connection_error(session.exception()))
 
     def session(self) -> Session:
         """Return what another process of this run needs to `join`."""
@@ -212,7 +214,7 @@ class ServerClient(EngineClient):
     async def _disconnect(self, http: Any) -> None:
         if self._session_task is not None:
             self._session_task.cancel()
-            await asyncio.gather(self._session_task, return_exceptions=True)  # requests have reported its error
+            await asyncio.gather(self._session_task, return_exceptions=True)
         await http.aclose()
 
     # --- generation ---
@@ -333,7 +335,7 @@ class ServerClient(EngineClient):
     def _mark_lost(self, error: ServerLost) -> ServerLost:
         """Mark the server as lost and wake everything that waits for it. Returns the error."""
         self.lost = self.lost or error.copy()
-        if self._lost_future is not None and not self._lost_future.done():
+        if not self._lost_future.done():
             self._lost_future.set_result(None)
         return error
 
@@ -349,19 +351,15 @@ class ServerClient(EngineClient):
         """Send a request and wait for its answer, the end of the session, or the time limit."""
         began = time.monotonic()
         asked = asyncio.ensure_future(self._http.request(method, path, json=body))
-        others = {future for future in (self._session_task, self._lost_future) if future is not None}
+        either: set[asyncio.Future[Any]] = {asked, self._lost_future}
         try:
             while not asked.done():
                 left = max(began, self._answered) + self.timeout_s - time.monotonic()
                 if left <= 0:
                     raise self._timeout_error()
-                await asyncio.wait({asked, *others}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if asked.done():
-                    break
-                if self.lost is not None:
+                await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if self.lost is not None and not asked.done():
                     raise self.lost.copy()
-                if self._session_task is not None and self._session_task.done():
-                    raise self._connection_error()
             answer = asked.result()
         except http_library().TransportError as cause:
             if not self.session_id:
@@ -407,18 +405,9 @@ class ServerClient(EngineClient):
             hint="raise rollout.vllm.server.timeout_s if it may take that long; else look at its own output",
         )
 
-    def _connection_error(self, cause: BaseException | None = None) -> EngineError:
-        """Return the error for a server, or a connection to it, that has ended. cause: the exception of a request, if
-        any."""
-        if (
-            cause is None
-            and self._session_task is not None
-            and self._session_task.done()
-            and not self._session_task.cancelled()
-        ):
-            cause = self._session_task.exception()
-        if isinstance(cause, EngineError):
-            return cause.copy()  # each waiting request raises its own copy
+    def _connection_error(self, cause: BaseException | None = None) -> ServerLost:
+        """Return the error for a server, or a connection to it, that has ended. cause: the exception of the session or
+        of a request, if any."""
         exit_report = self.process.describe_exit(EXIT_WAIT_S) if self.process else ""
         if exit_report and self.process and vllm_start.is_memory_error(self.process.read_error()):
             return ServerLost(exit_report, hint=f"{self.memory_hint}; {RESUME}")

@@ -74,12 +74,7 @@ class TurnEngine(Generator):
     """An Engine for several turns; wraps another engine, which does everything except `generate` and `close`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        tokenizer: Any,
-        eos_ids: Sequence[int],
-        reader: ImageReader | None = None,
+        self, engine: Engine, world: World, tokenizer: Any, eos_ids: Sequence[int], reader: ImageReader | None = None
     ) -> None:
         """reader: of a vision model."""
         self.engine, self.world, self.tokenizer = engine, world, tokenizer

@@ -146,12 +146,7 @@ class VllmEngine(Generator):
     """
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        loaded: LoadedModel,
-        clients: Sequence[EngineClient],
-        *,
-        scratch: Path,
+        self, spec: EngineSpec, loaded: LoadedModel, clients: Sequence[EngineClient], *, scratch: Path
     ) -> None:
         """Takes ownership of the clients, and closes them if this fails; the weights of `loaded` become version 0."""
         self.spec, self.loaded, self.clients, self.scratch = spec, loaded, list(clients), scratch

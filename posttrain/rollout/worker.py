@@ -22,11 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.config import CacheConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from posttrain.rollout import engine_process
