@@ -40,17 +40,19 @@ class StartingEngine:
         """
         self.finish, self.beside, self.key, self.folder = finish, beside, key, folder
         self._start = start
+        self._warm = warm_process.count_waiting()
         self._others = set(multiprocessing.active_children())
         self._clients = in_thread(start, "engine-start")
         self._engine = Future[Any]()
 
     def wait_for_processes(self) -> None:
-        """Block until the warm processes run the engine cores, or the start has failed.
+        """Block until a warm process has become the first engine core, or the start has failed.
 
         Until then the start imports vLLM in this process, and every other thread slows it down; the engine, which is
-        usually ready last, then starts on other CPU cores.
+        usually ready last, then starts on other CPU cores. A second engine may start only after the first, which waits
+        for the trainer's model.
         """
-        while warm_process.any_waiting() and futures.wait([self._clients], POLL_S).not_done:
+        while 0 < self._warm <= warm_process.count_waiting() and futures.wait([self._clients], POLL_S).not_done:
             pass
 
     def wait(self, enough: Callable[[], bool] = lambda: False) -> bool:

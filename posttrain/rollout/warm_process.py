@@ -64,9 +64,9 @@ def use() -> Iterator[None]:
         close()
 
 
-def any_waiting() -> bool:
-    """Return whether a warm process waits for an engine core."""
-    return bool(_waiting)
+def count_waiting() -> int:
+    """Return how many warm processes wait for an engine core."""
+    return len(_waiting)
 
 
 def close() -> None:

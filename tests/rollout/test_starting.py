@@ -193,27 +193,29 @@ def catch_error(error: Exception) -> Any:
     raise error
 
 
-def test_setup_goes_on_once_the_engine_cores_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While vLLM is imported here, other threads would slow the import down; a failed start takes no process."""
-    waiting, go = [True], threading.Event()
-    monkeypatch.setattr(warm_process, "any_waiting", lambda: waiting[0])
+def test_setup_goes_on_once_an_engine_core_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While vLLM is imported here, other threads would slow the import down. The second engine starts after the first,
+    which waits for the trainer's model; a failed start takes no process."""
+    waiting, go = [2], threading.Event()
+    monkeypatch.setattr(warm_process, "count_waiting", lambda: waiting[0])
 
     def start() -> Any:
         time.sleep(0.1)
-        waiting[0] = False
+        waiting[0] = 1
         go.wait()
+        waiting[0] = 0
         return [Client()]
 
     starting = StartingEngine(start, Engine)
     starting.wait_for_processes()
-    assert not waiting[0]
+    assert waiting == [1] and not go.is_set()
     go.set()
     starting.close()
 
     def fail() -> Any:
         raise EngineError("no vLLM here")
 
-    waiting[0] = True
+    waiting[0] = 1
     failed = StartingEngine(fail, Engine)
     failed.wait_for_processes()
     with pytest.raises(EngineError, match="no vLLM here"):
