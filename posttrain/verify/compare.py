@@ -180,7 +180,11 @@ class Comparison:
                 turned = [
                     formula.expr * sympy.pi / 180 if formula is value else formula.expr for formula in (gold, candidate)
                 ]
-                pairs += [(turned[0], turned[1])] * (gold if value is candidate else candidate).expr.has(sympy.pi)
+                other = (gold if value is candidate else candidate).expr
+                if (other / sympy.pi).is_Rational and other != 0:
+                    pairs = [(turned[0], turned[1])]
+                elif other.has(sympy.pi):
+                    pairs.append((turned[0], turned[1]))
         return any(self.numbers(*pair, approximately) for pair in pairs)
 
     def numbers(self, gold: Expr, candidate: Expr, approximately: bool) -> bool:

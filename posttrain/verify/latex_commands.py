@@ -331,6 +331,8 @@ def _greek(reader: Reader) -> Any:
     name = reader.tokens[reader.position - 1].text
     if name == "Gamma" and reader.at("("):
         return sympy.gamma(_function_argument(reader))
+    if name == "Delta" and reader.peek().kind == "letter":  # a change: `\\Delta x`
+        return read_name(reader, f"Delta {reader.next().text}", constant=False)
     return read_name(
         reader, {"varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta"}.get(name, name), constant=False
     )

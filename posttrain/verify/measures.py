@@ -151,7 +151,7 @@ def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
     dimensions: dict[str, int] = {}
     rest: list[str] = []
     sign, power = 1, 1
-    text = re.sub(r"\b([ap])\.?\s?m\b\.?", r"\1m", re.sub(r"(?<=per )(\w+) squared\b", r"\1^2", unit.strip(". ")))
+    text = re.sub(r"\b([ap])\.?\s?m\b\.?", r"\1m", unit.strip(". "))
     for match in _FACTOR.finditer(text):
         if match["over"]:
             sign = -1

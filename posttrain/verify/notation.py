@@ -129,6 +129,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             lambda m: _rewrite_binomial(m, "C", *m.groups()[2:], *m.groups()[:2]),
         ),
         (rf"(?:\{{\}})?[_^]{_INDEX}\s*C_{_INDEX}", lambda m: _rewrite_binomial(m, "C", *m.groups())),
+        (r"(\\[A-Za-z]++\s*|[A-Za-z])\^(\{[^{}]*\}|[0-9a-zA-Z])_(\{[^{}]*\}|[0-9a-zA-Z])", r"\1_\3^\2"),  # v^2_0
         (r"(?<![\w.])([0-9]+)\.([0-9]*)\(([0-9]{1,6})\)(?![0-9.])", r"\1.\2\\overline{\3}"),
         (
             r"(?<![\w.])([0-9]+\.[0-9]*)\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?",
@@ -220,6 +221,9 @@ _DECIMAL_COMMA = re.compile(
 _GROUPED = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
 _DATE = re.compile(r"[12][0-9]{3}-[0-9]{1,2}-[0-9]{1,2}")
 _RANGE = re.compile(r"[0-9]+-[0-9]+")
+_HALF_OF_DAY = re.compile(
+    r"(?P<hour>0?[1-9]|1[0-2])(?::(?P<minutes>[0-5][0-9]))?(?:\\[,;: ]|[ ~])*(?P<half>[ap])\.?\s?m\.?", re.IGNORECASE
+)
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
 _POWER = r"(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?"
 _TEXT = rf"\{{\s*\\(?:text|mathrm)\s*\{{\s*([A-Za-z]+)\s*{_POWER}\s*\}}\s*{_POWER}\s*\}}"
@@ -358,6 +362,9 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
     chosen = re.sub(r"(?<![A-Za-z\\])C\s*\(\s*([0-9]+)\s*,\s*([0-9]+)\s*\)", r"\\binom{\1}{\2}", text)
     if chosen != text and not (gold and chosen.startswith("\\binom") and chosen.endswith("}")):
         readings.append(chosen)  # a gold answer that is only `C(5, 2)` is a point
+    if half := _HALF_OF_DAY.fullmatch(" ".join(LETTERS.sub(r" \1 ", text).split())):
+        hour = int(half["hour"]) % 12 + 12 * (half["half"] in "pP")
+        readings.append(f"{hour}:{half['minutes'] or '00'} {half['half'].lower()}m")
     if power := _POWER_OF_TEN.fullmatch(text):
         readings.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
     if (unit := _UNIT_LETTER.search(text)) and (unit["blank"] or not gold):

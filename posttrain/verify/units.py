@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.verify.cursor import END
 from posttrain.verify.foreign_units import to_english
 from posttrain.verify.math_values import Unreadable
-from posttrain.verify.measures import Measure, measure_of
+from posttrain.verify.measures import Measure, find_measure, measure_of
 from posttrain.verify.numerals import SCALES, changes_number, split_scale
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ _GENERAL = frozenset(_GENERAL_WORDS.split())
 _COUNTED = frozenset((*(name for name in SCALES if name.removesuffix("s") in SCALES and name[-1] == "s"), "pairs"))
 # `right` of a shape, which elsewhere denies or confirms.
 _SHAPE = re.compile(r"\bright (?=(?:triangle|angle|isosceles|prism|pyramid|cone|cylinder|turn)s?\b)")
+_UNITS = frozenset(["unit", "units"])
+_POWERS = {"squared": 2, "cubed": 3}
+_POWER_WORD = re.compile(r"\b([^\W\d_]+) (squared|cubed)\b")  # 5 feet squared
 _NEUTRAL = frozenset(["unit", "number", "value", "answer", "total"])
 _IRREGULAR = {"men": "man", "women": "woman", "children": "child", "feet": "foot", "people": "person", "mice": "mouse"}
 
@@ -43,6 +46,7 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
     scale, words_read = 1, split_scale(_read_words(reader))
     if (unit := to_english(words_read)) is None:
         raise Unreadable("a word that is not known as a unit")
+    unit = _POWER_WORD.sub(lambda m: f"{m[1]}^{_POWERS[m[2]]}" if find_measure(m[1]) or m[1] in _UNITS else m[0], unit)
     found = re.findall(r"[^\W\d_]+", unit.casefold())
     counted = found[0] if found[1:2] == ["of"] and found[0] in _COUNTED else None
     while found and found[0] in SCALES and found[0] != counted:
@@ -50,7 +54,7 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
         unit = " ".join(found)
     if unit == "k":
         raise Unreadable("a thousand, or a letter")
-    plain = _SHAPE.sub("", re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold()))
+    plain = _SHAPE.sub("", unit.casefold())
     words = re.findall(r"[^\W\d_]+", plain)
     if words != ["times"] and any(changes_number(word) for word in words if word != counted):
         raise Unreadable("words that say more than a unit")

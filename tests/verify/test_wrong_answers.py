@@ -93,6 +93,7 @@ RIGHT = {
     "1+6.022 \\times 10^{23}", "1+6.022\\times 10^{23}",  # a decimal of four digits
     "2(\\textbf{(B) }\\frac12)",  # 2 B/2
     "\\gcd(480,36)",  # 12 as before
+    "\\(5\\]", "\\[5\\)",  # delimiters of maths
 }  # fmt: skip
 
 
