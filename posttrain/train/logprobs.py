@@ -11,7 +11,7 @@ sharded weights) and every extra with a gradient uses autograd with a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import call
@@ -328,8 +328,7 @@ class _TokenScores(torch.autograd.Function):
         logp, entropy, log_totals = list[Tensor](), list[Tensor](), list[Tensor]()
         w = weight.to(hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # autocast would compute the entropy in half precision
-            for h, t, s in _chunks(hidden, targets, scale, size):
-                logits = _scale_logits(h @ w.T, s)
+            for _, t, _, logits in _scaled_logits(hidden, w, targets, scale, size):
                 if own is None:
                     every = logits.log_softmax(-1, dtype=torch.float32)
                     logp.append(every.gather(-1, t[:, None])[:, 0])
@@ -352,10 +351,9 @@ class _TokenScores(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         w, at = weight.to(hidden.dtype), 0
-        for h, t, s in _chunks(hidden, targets, ctx.scale, ctx.size):
+        for h, t, s, logits in _scaled_logits(hidden, w, targets, ctx.scale, ctx.size):
             rows = slice(at, at + len(h))
             g = (grad[rows].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
-            logits = _scale_logits(h @ w.T, s)
             if ctx.own is None:
                 to_logits = logits.softmax(-1, dtype=torch.float32).mul_(-g).scatter_add_(-1, t[:, None], g)
             else:
@@ -371,14 +369,19 @@ class _TokenScores(torch.autograd.Function):
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(hidden: Tensor, targets: Tensor, scale: float | Tensor, size: int) -> Any:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float | Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor, float | Tensor, Tensor]]:
+    """Yield (hidden states, targets, scale, logits / scale) of `size` tokens at a time.
+
+    The logits are in float32, except with scale 1, which saves a pass over them.
+    """
     scales = scale.split(size) if isinstance(scale, Tensor) else repeat(scale)
-    return zip(hidden.split(size), targets.split(size), scales, strict=False)
-
-
-def _scale_logits(logits: Tensor, scale: float | Tensor) -> Tensor:
-    """Return logits / scale in float32; unchanged if the scale is 1, which saves a pass over them."""
-    return logits if isinstance(scale, float | int) and scale == 1.0 else logits.float() / scale
+    for h, t, s in zip(hidden.split(size), targets.split(size), scales, strict=False):
+        logits = h @ weight.T
+        if isinstance(s, Tensor) or s != 1.0:
+            logits = logits.float() / s
+        yield h, t, s, logits
 
 
 def _token_scores_autograd(
@@ -425,6 +428,8 @@ def _token_scores_autograd(
     teacher_states = hidden if teacher is None else teacher.states
     if len(targets) <= size:
         return dict(zip(names, chunk(hidden, targets, temperature, teacher_states), strict=True))
-    token_chunks = zip(_chunks(hidden, targets, temperature, size), teacher_states.split(size), strict=True)
-    parts = [checkpoint(chunk, h, t, s, states, use_reentrant=False) for (h, t, s), states in token_chunks]
+    pieces = hidden.split(size)
+    scales = temperature.split(size) if isinstance(temperature, Tensor) else repeat(temperature, len(pieces))
+    chunks = zip(pieces, targets.split(size), scales, teacher_states.split(size), strict=True)
+    parts = [checkpoint(chunk, *of_chunk, use_reentrant=False) for of_chunk in chunks]
     return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}
