@@ -88,7 +88,7 @@ def _inspect_recipe(
     from posttrain.cli import packages, preflight
     from posttrain.data import inspect as looking
 
-    checked = preflight.load(name, overrides, without=["run"])
+    checked = preflight.load(name, overrides, without=["run", "gpu"])
     recipe: Any = checked.recipe
     stage = recipe.verb
     if stage == "reward-model":  # it reads pairs like dpo, or labeled answers like sft

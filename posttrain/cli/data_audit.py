@@ -44,7 +44,7 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
     from posttrain.cli import packages, preflight
     from posttrain.data import inspect as looking
 
-    checked = preflight.load(recipe, overrides or [], without=["run"])
+    checked = preflight.load(recipe, overrides or [], without=["run", "gpu"])
     stage = choose_row_stage(checked.recipe)
     looking.check_stage(stage)
     packages.require(checked, packages.is_for_tokens)

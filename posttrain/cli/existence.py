@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import DataError, ModelError, did_you_mean
+from posttrain.errors import DataError, ModelError, RecipeError, UserError, did_you_mean
 from posttrain.path_resolution import ROW_FILES, candidate_paths, find, suggest_file
 
 if TYPE_CHECKING:
@@ -77,15 +77,31 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
 DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # GPU device files: no library needed
 
 
-def check_device(device: str) -> None:
-    """Raise ModelError for `cuda` on a machine where no GPU is visible."""
-    if device != "cuda" or sys.platform != "linux":
-        return
+def explain_missing_gpu() -> str:
+    """Return why no GPU is visible to this process; "" if one is, or if the system has no device files."""
+    if sys.platform != "linux":
+        return ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all GPUs"
     seen = any(device_path for pattern in DEVICES for device_path in Path("/").glob(pattern.lstrip("/")))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden or not seen:
-        why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
-        raise ModelError(f"cuda, but {why}", hint="write `auto` or `cpu`; `posttrain doctor` lists the GPUs")
+    return "" if seen else "this machine has no GPU"
+
+
+def check_gpu_needs(section: str, values: Mapping[str, Any]) -> Iterator[tuple[str, UserError]]:
+    """Yield (key, error) for each value of a section `model` or `optim` that needs a GPU where none is visible."""
+    from posttrain.recipe.training_sections import PAGED
+
+    why = explain_missing_gpu()
+    if not why:
+        return
+    if section == "model" and values.get("device") == "cuda":
+        hint = "write `auto` or `cpu`; `posttrain doctor` lists the GPUs"
+        yield "device", ModelError(f"cuda, but {why}", hint=hint)
+    elif section == "model" and values.get("half_weights") and values.get("dtype", "auto") == "auto":
+        what = f"needs matmuls in bfloat16, and `dtype: auto` is float32, because {why}"
+        yield "half_weights", ModelError(what, hint="write `model.dtype: bfloat16`")
+    if section == "optim" and values.get("use") == PAGED:
+        yield "use", RecipeError(f"{PAGED} needs a GPU, but {why}", hint="write `adamw_8bit`")
 
 
 ALL_LINEAR = "all-linear"  # value of `lora.targets`: every linear layer except the output head

@@ -86,11 +86,12 @@ def plan(
     from posttrain.train.library_logging import quiet
 
     quiet()
-    loaded, refused = _load_recipe(recipe, overrides or [], servers)
+    elsewhere = bool(gib or card or servers or assume)
+    loaded, refused = _load_recipe(recipe, overrides or [], servers, elsewhere=elsewhere)
     print_notes(loaded)
     machine = memory_plan.Machine.here(gpus)
     rates = None
-    if gib or card or servers or assume:
+    if elsewhere:
         name = (card or "h100").lower()
         rates = cluster_plan.rates_of(name, assume or [], compiled=loaded.recipe.model.compile)
         size = int((gib or cluster_plan.CARDS[name][3]) * memory_plan.GIB)
@@ -119,28 +120,39 @@ def plan(
         say(f"this is a plan only; a run of the recipe would be refused: {refused}")
 
 
-def _load_recipe(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, str]:
+def _load_recipe(recipe: str, overrides: list[str], servers: str | None, *, elsewhere: bool) -> tuple[Any, str]:
     """Return the recipe, with vLLM servers if `--servers` asks for them, and why a run of it would be refused ("" if
-    not).
+    not). elsewhere: the plan is for another machine.
     """
     from posttrain.cli import preflight
     from posttrain.recipe.engine_sections import Server
 
     if servers is None:
-        return preflight.load(recipe, overrides), ""
+        loaded = preflight.load(recipe, overrides, without=["gpu"])
+        return loaded, "" if elsewhere else _explain_no_run_here(loaded.recipe)
     count, size = _parse_servers(servers)
     urls = [f"http://engine{n}:8100" for n in range(count)]
     added = ["rollout.engine=vllm", f"rollout.vllm.server.urls=[{','.join(urls)}]"]
     try:
-        return preflight.load(recipe, [*overrides, *added, f"rollout.vllm.tensor_parallel={size}"]), ""
+        served = [*overrides, *added, f"rollout.vllm.tensor_parallel={size}"]
+        return preflight.load(recipe, served, without=["gpu"]), ""
     except RecipeError as error:
-        loaded, refused = preflight.load(recipe, overrides), error.problems[0].what
+        loaded, refused = preflight.load(recipe, overrides, without=["gpu"]), error.problems[0].what
     rollout: Any = getattr(loaded.recipe, "rollout", None)
     if rollout is None:
         raise UserError(f"--servers {servers}: `posttrain {loaded.recipe.verb}` generates nothing", hint="leave it out")
     vllm = rollout.vllm.model_copy(update={"server": Server(urls=urls), "tensor_parallel": size, "sleep": False})
     rollout = rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"rollout": rollout})), refused
+
+
+def _explain_no_run_here(recipe: Any) -> str:
+    """Return why a run on this machine would be refused for what it lacks; "" if it has everything."""
+    from posttrain.cli.existence import check_gpu_needs
+
+    sections = {name: getattr(recipe, name).model_dump() for name in ("model", "optim") if hasattr(recipe, name)}
+    found = [(name, *need) for name, values in sections.items() for need in check_gpu_needs(name, values)]
+    return "; ".join(f"{name}.{key}: {error.problems[0].what}" for name, key, error in found)
 
 
 def _parse_servers(text: str) -> tuple[int, int]:

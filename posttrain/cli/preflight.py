@@ -42,7 +42,7 @@ def load(
 ) -> Loaded:
     """Load a recipe and check what it names. Raises UserError with all errors of both kinds.
 
-    without: kinds of names (`Names.kind`) that the command does not read and that need not exist.
+    without: what the command does not use, so that it need not exist: kinds of names (`Names.kind`), or `gpu`.
     """
     return load_with_rewards(recipe, overrides, stage=stage, without=without)[0]
 
@@ -133,6 +133,7 @@ class _RecipeChecker:
             for part in references.parts(model, section, place):
                 for path, names, name in references.names(part):
                     self._check_exists(path, names, name, part)
+                self._check_gpu(part)
                 self._check_trained_model(part)
                 self._check_use(part, self.rewards[place])
 
@@ -221,14 +222,25 @@ class _RecipeChecker:
                     existence.check_run(name, names, self.base_dir)
             self._check_base(path, names, name, part, base, tried, here)
 
+    def _check_gpu(self, part: SectionRef) -> None:
+        """Check that there is a GPU for what needs one."""
+        from posttrain.recipe.sections import Model
+        from posttrain.recipe.training_sections import Optim
+
+        section = next(
+            (name for name, kind in (("model", Model), ("optim", Optim)) if issubclass(part.model, kind)), ""
+        )
+        if section and not {"model", "gpu"} & {*self.without}:
+            for key, error in existence.check_gpu_needs(section, part.values):
+                with self.collect_errors((*part.path, key), self.absent):
+                    raise error
+
     def _check_trained_model(self, part: SectionRef) -> None:
-        """Check the device of a model, and the modules that get an adapter."""
+        """Check the modules of a model that get an adapter."""
         from posttrain.recipe.sections import Model
 
         if part.model is not Model or "model" in self.without:
             return
-        with self.collect_errors((*part.path, "device"), self.absent):
-            existence.check_device(str(part.values.get("device")))
         lora, name = part.values.get("lora"), part.values.get("path")
         if isinstance(lora, Mapping) and isinstance(name, str) and not name.startswith("stage:"):
             with contextlib.suppress(PosttrainError, OSError):  # a missing model is reported by _check_exists

@@ -110,7 +110,8 @@ def _command(verb: str) -> Callable[..., None]:
         if verb not in TRAINING and ranks.world() > 1:
             raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
         if job := jobs.choose_job(slurm, kubernetes, skypilot, submit=submit):
-            loaded = preflight.load(recipe, [*(overrides or []), *jobs.server_overrides(job, verb)], stage=verb)
+            changes = [*(overrides or []), *jobs.server_overrides(job, verb)]
+            loaded = preflight.load(recipe, changes, stage=verb, without=["gpu"])
             print_notes(loaded)
             file = jobs.write_job(job, loaded, recipe, overrides or [], output, allow_changed=allow_changed)
             jobs.submit_job(job, file, submit=submit)

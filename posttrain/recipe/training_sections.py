@@ -60,6 +60,7 @@ class SftObjective(ComponentSection):
         return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
 
 
+PAGED = "paged_adamw_8bit"
 NOT_DECAYING = Idle("schedule != stable_decay", "with schedule {schedule}", "write `schedule: stable_decay`")
 Decay = Annotated[float, Field(ge=0, le=100)]
 LR = "learning rate, after the warm-up"
@@ -92,6 +93,11 @@ class Optim(Section):
             "use = adamw_8bit|paged_adamw_8bit and model.divided and not model.lora",
             "8-bit moments have one scale per block of 256 numbers, and a GPU's part may end inside a block",
             "write `optim.use: adamw`",
+        ),
+        Refused(
+            "use = paged_adamw_8bit and model.device = cpu",
+            "there is no GPU memory to page out",
+            "write `optim.use: adamw_8bit`",
         ),
     ] = Field(
         "adamw",

@@ -19,7 +19,7 @@ from posttrain.errors import MissingExtra, ModelError, RecipeError
 from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
-from posttrain.recipe.training_sections import Optim
+from posttrain.recipe.training_sections import PAGED, Optim
 from posttrain.train.optimizers import (
     LocalAdamW,
     MasterAdamW,
@@ -29,7 +29,6 @@ from posttrain.train.optimizers import (
     layer_matrices,
 )
 
-PAGED = "paged_adamw_8bit"
 OUTSIDE = "outside_adapters"  # metric name of trained weights outside of several adapters
 
 

@@ -387,6 +387,36 @@ def test_missing_gpu_raises_before_loading(call: Call, monkeypatch: pytest.Monke
     assert call("recipe", "validate", "r.yaml", "model.device=cuda").exit_code == 0  # it may run elsewhere
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["optim.use=paged_adamw_8bit"], "optim.use: paged_adamw_8bit needs a GPU, but this machine has no GPU"),
+        (["model.half_weights=true"], "model.half_weights: needs matmuls in bfloat16, and `dtype: auto` is float32"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_by_runs_only(
+    call: Call, monkeypatch: pytest.MonkeyPatch, changes: list[str], told: str
+) -> None:
+    """`recipe validate` notes it. `plan`, `data inspect` and job files are for a run that may be elsewhere."""
+    monkeypatch.setattr("posttrain.cli.existence.DEVICES", ("/dev/no_gpu*",))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    refused = call("sft", "r.yaml", *changes)
+    assert refused.exit_code == 2 and told in refused.stderr
+    noted = call("recipe", "validate", "r.yaml", *changes)
+    assert noted.exit_code == 0 and f"note: command line  {told}" in noted.stderr
+    planned = call("plan", "r.yaml", *changes)
+    assert planned.exit_code == 0, planned.stderr
+    assert f"a run of the recipe would be refused: {told}" in planned.stderr
+    assert "would be refused" not in call("plan", "r.yaml", "--card", "h100", *changes).stderr
+    assert call("data", "inspect", "r.yaml", *changes).exit_code == 0
+    assert call("sft", "r.yaml", "--slurm", "nodes=1,gpus=1", "--output", "run", *changes).exit_code == 0
+
+
+def test_paged_moments_of_a_model_on_the_cpu_are_refused_anywhere(call: Call) -> None:
+    result = call("recipe", "validate", "r.yaml", "optim.use=paged_adamw_8bit", "model.device=cpu")
+    assert result.exit_code == 2 and "optim.use: there is no GPU memory to page out" in result.stderr
+
+
 def test_adapter_targets_missing_in_the_model_raise(call: Call, folder: Path) -> None:
     result = call("sft", "r.yaml", "model.lora={targets: [q_prj, v_proj]}", "--dry-run")
     assert result.exit_code == 2
