@@ -385,14 +385,14 @@ def test_axolotl_conversations_and_alpaca_rows_share_one_format(call: Call, fold
     """A recipe has one form for all rows: the chat template, which alpaca's rows get as well."""
     (folder / "a.yml").write_text(
         "base_model: tiny\nmicro_batch_size: 2\nnum_epochs: 1\ndatasets:\n"
-        "  - {path: org/chat, type: chat_template, train_on_eos: turn}\n  - {path: org/alpaca, type: alpaca}\n"
+        "  - {path: org/chat, type: chat_template, train_on_eos: all}\n  - {path: org/alpaca, type: alpaca}\n"
     )
     result = call("recipe", "import", "a.yml", "--output", "made.yaml")
     assert result.exit_code == 0, result.stderr
     made = (folder / "made.yaml").read_text()
     assert "train_on: assistant" in made and "prompt_template" not in made and "chat: false" not in made
     assert "datasets.1.type: alpaca   one recipe renders all rows alike" in result.stderr
-    assert "train_on_eos: turn   the token that ends a turn is trained on" in result.stderr
+    assert "train_on_eos: all   the token that ends a turn is trained on" in result.stderr
 
 
 def test_alpaca_rows_with_an_input_get_a_note(call: Call, folder: Path) -> None:

@@ -232,8 +232,10 @@ def _finish(draft: Draft) -> None:
     if "rewards" in draft.values and not draft.values["rewards"]:
         del draft.values["rewards"]
     notes = draft.foreign.table.notes
-    for note in (notes[key] for key in ("", draft.stage) if key in notes):
-        draft.note(note)
+    for key, note in notes.items():
+        stage, _, unless = key.partition(" unless ")
+        if stage in ("", draft.stage) and (not unless or draft.at(unless) is None):
+            draft.note(note)
     order = [*_FIRST, *(key for key in keys.own_keys(keys.BY_NAME[draft.stage]) if key != "run"), "run"]
     draft.values = dict(sorted(draft.values.items(), key=lambda item: order.index(item[0])))
 

@@ -120,11 +120,36 @@ def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number
         source["config"] = str(entry["name"])
     _split(source, entry.get("split") or entry.get("train_on_split"))
     columns = words.values("columns")["axolotl"]
-    source |= _needed_renames({ours: str(entry[theirs]) for theirs, ours in columns.items() if entry.get(theirs)})
+    renamed = {ours: str(entry[theirs]) for theirs, ours in columns.items() if entry.get(theirs)}
+    source |= _needed_renames({**renamed, **_columns_of_type(draft.stage, entry.get("type"))})
     for key in sorted(entry.keys() - _AXOLOTL_READ - set(columns)):
-        why = words.values("axolotl_sources").get(key, "a source has no such key")
-        draft.leave(Given(f"{given.key}.{number}.{key}", entry[key], given.line), why)
+        if not _is_ours(key, entry[key]):
+            why = words.values("axolotl_sources").get(key, "a source has no such key")
+            draft.leave(Given(f"{given.key}.{number}.{key}", entry[key], given.line), why)
     return source
+
+
+def _columns_of_type(stage: str, kind: Any) -> dict[str, str]:
+    """Return our column -> the column that a prompt strategy of pairs or labeled answers reads in its place."""
+    if stage not in ("dpo", "reward_model"):
+        return {}
+    if isinstance(kind, Mapping):
+        names = ("prompt", "chosen", "rejected", "completion", "label")
+        return {name: str(kind[f"field_{name}"]) for name in names if kind.get(f"field_{name}")}
+    prompt = words.values("axolotl_prompts").get(str(kind).rpartition(".")[2])
+    return {"prompt": str(prompt)} if prompt else {}
+
+
+def _is_ours(key: str, value: Any) -> bool:
+    """Return whether rows are read as this key of axolotl's source says."""
+    roles = words.values("roles")
+    if key == "roles_to_train":
+        return {roles.get(name, name) for name in value} == {"assistant"}
+    if key == "roles":
+        return all(roles.get(name, name) == ours for ours, names in value.items() for name in names)
+    if key == "message_property_mappings":
+        return all(_is_ours(f"message_field_{ours}", name) or ours == name for ours, name in value.items())
+    return value in words.values("axolotl_known").get(key, ())
 
 
 def _needed_renames(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -150,7 +175,9 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
     if draft.stage == "rl":
         draft.leave(whole, "a function of axolotl's form: write `data.source: file.py:function`, or `data.columns`")
     elif draft.stage != "sft":
-        if not text.startswith("chat_template"):
+        if text.startswith(("chatml.", "llama3.")):
+            draft.note(f"{text} writes the texts around the messages itself: here the model's chat template does")
+        elif not text.startswith("chat_template"):
             draft.leave(whole, f"{_PAIRS}: `data.columns` renames others")
     elif text.startswith(_CHATS):
         draft.set_default("data.train_on", "assistant", origin)
@@ -169,6 +196,15 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
 
 def _axolotl_own(draft: Draft, kind: Mapping[str, Any], origin: str) -> None:
     """Convert a user-defined axolotl type: `field_*` name columns, `format` contains {instruction} and {input}."""
+    if draft.stage != "sft":
+        draft.set_default("data.chat", False, origin)
+        if kind.get("prompt_format") not in (None, "", "{prompt}"):
+            draft.set_default("data.prompt_template", str(kind["prompt_format"]), origin)
+        for side in ("chosen", "rejected", "completion"):
+            if kind.get(f"{side}_format") not in (None, "", f"{{{side}}}"):
+                why = "an answer is its column and the end token: a source FILE.py:FUNCTION can write more"
+                draft.note(f"{origin}.{side}_format is left out: {why}")
+        return
     names = {name: str(kind.get(f"field_{name}") or name) for name in ("instruction", "input", "system")}
     alone = kind.get("no_input_format") if not kind.get("field_input") else None
     form = str(alone or kind.get("format") or "{instruction}")
@@ -232,10 +268,26 @@ def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
             sources.append({"source": name})
         else:
             sources.append(_registered_source(entry, folder))
+            _note_rows(draft, name, entry)
     shares = _shares(draft)
     if len(shares) == len(sources) > 1:
         sources = [{**source, "weight": share} for source, share in zip(sources, shares, strict=True)]
     put_sources(draft, sources, draft.origin(given.key))
+
+
+def _note_rows(draft: Draft, name: str, entry: Mapping[str, Any]) -> None:
+    """Add a note for names of roles that are not known here, and for Alpaca rows, whose input is joined differently."""
+    tags, roles = entry.get("tags") or {}, words.values("roles")
+    names = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
+    wrong = [tag for tag, role in names.items() if tag in tags and roles.get(tags[tag]) != role]
+    wrong += [tag for tag in ("role_tag", "content_tag") if tag in tags
+              and not _is_ours(f"message_field_{tag[:-4]}", tags[tag])]  # fmt: skip
+    wrong += ["function_tag"] if tags.get("function_tag", "function_call") not in ("function_call", "tool_call") else []
+    if wrong:
+        unknown = ", ".join(f"{tag}: {tags[tag]}" for tag in wrong)
+        draft.note(f"dataset_info.json, {name}: rename in the rows what is not known here ({unknown})")
+    if entry.get("formatting", "alpaca") == "alpaca":
+        draft.note("Alpaca rows: `input` follows the instruction after a blank line, in LLaMA-Factory on the next line")
 
 
 def _shares(draft: Draft) -> list[float]:

@@ -208,6 +208,17 @@ def _no_dropout(draft: Draft, given: Given, _: str) -> None:
         draft.replace("model.lora.dropout", 0.0, draft.origin(given.key))
 
 
+def _cut_length(draft: Draft, given: Given, target: str) -> None:
+    """Convert the length limit of a tool that truncates longer rows."""
+    if not target:
+        draft.leave(given, "write `data.max_length` for prompts and `rollout.max_new_tokens` for completions")
+        return
+    draft.set_default(target, given.value, draft.origin(given.key))
+    if draft.stage != "reward_model" or draft.foreign.table.name != "trl":  # TRL's reward models drop longer rows
+        rows = f"rows of more than {given.value} tokens"
+        draft.note(f"{rows} are truncated by {draft.foreign.table.tool}; here they are dropped (data.overlong)")
+
+
 def _tool_rounds(draft: Draft, given: Given, target: str) -> None:
     """TRL: convert the number of rounds of tool calls, each followed by a turn of the model, to the model's turns."""
     draft.set_default(target, int(given.value) + 1, f"{draft.origin(given.key)}, and the turn before the first call")
@@ -365,6 +376,7 @@ TRANSFORMS: dict[str, Transform] = {
     "batch": _batch,
     "betas": _betas,
     "count_or_all": _count_or_all,
+    "cut_length": _cut_length,
     "epochs": _epochs,
     "four_bit": _four_bit,
     "global_batch": _global_batch,

@@ -66,7 +66,8 @@ class Table:
     how its files name what they train; its `unsupported`: commands and keys of methods that are not converted, with a
     hint. defaults: by stage, algorithm and command, where they differ from ours; null: the algorithm has no such key.
     constants: keys of a recipe with the values that the tool's code fixes, by the same names. lora: defaults of its
-    adapters. rewards: its named rewards. older: older names of its keys.
+    adapters. rewards: its named rewards. notes: by stage, or by `STAGE unless KEY` of the recipe. older:
+    older names of its keys.
     """
 
     name: str
