@@ -23,7 +23,6 @@ from posttrain.path_resolution import EARLIER
 from posttrain.recipe import merging, objective_checks, references, requirements, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.requirements import Found
-from posttrain.recipe.rollout_sections import RolloutShape
 from posttrain.recipe.section import NoImages
 from posttrain.recipe.tree import Node, follow, format_path
 
@@ -68,30 +67,6 @@ def _check_rewards(recipe: Any) -> Found:
         path, section = scope.sections[-1]
         for place, what, right in reward_checks.compare_rewards(getattr(section, "rewards", None) or ()):
             yield format_path((*path, "rewards", place)), what, right
-
-
-def _check_shapes(recipe: Any) -> Found:
-    """Check that the chunks, summaries or budgets of a rollout shape fit into `max_new_tokens`."""
-    for scope in requirements.scopes(recipe):
-        path, section = scope.sections[-1]
-        shape, limit = getattr(section, "shape", None), getattr(section, "max_new_tokens", None)
-        if not isinstance(shape, RolloutShape) or not shape.index_entry or limit is None:
-            continue
-        given = shape.params
-        right = f"write less, or a `{format_path((*path, 'max_new_tokens'))}` above {limit}"
-        if shape.use == "chunks" and (kept := given["keep_head"] + given["keep_tail"]) >= limit:
-            what = f"it and keep_head leave later chunks no token: {kept} of {limit}"
-            yield format_path((*path, "shape", "keep_tail")), what, right
-        if shape.use == "summaries" and given["answer_tokens"] >= limit:
-            what = f"a summary of {given['answer_tokens']} of {limit} tokens leaves nothing for what follows it"
-            yield format_path((*path, "shape", "answer_tokens")), what, right
-        if shape.use == "budgets":
-            budgets = list(given["budgets"])
-            if not budgets or budgets[0] < 1 or sorted(set(budgets)) != budgets:
-                yield format_path((*path, "shape", "budgets")), f"{budgets}", "write rising numbers of tokens"
-            elif budgets[-1] > limit:
-                what = f"a thought of {budgets[-1]} tokens is longer than a completion, {limit}"
-                yield format_path((*path, "shape", "budgets")), what, right
 
 
 def _check_seeds(recipe: st.PipelineRecipe) -> Found:
@@ -151,7 +126,7 @@ def refuse_with_images(recipe: st.Stage, rows: Sequence[Mapping[str, Any]], *, r
 
 # Recipe class -> its checks. The checks of `Stage` run for every recipe.
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
-    st.Stage: (requirements.find_refused, requirements.find_contradictions, _check_rewards, _check_shapes),
+    st.Stage: (requirements.find_refused, requirements.find_contradictions, _check_rewards),
     st.EvalRecipe: (_check_eval_settings,),
     st.RlRecipe: (objective_checks.check_arguments, objective_checks.check_variants, *objective_checks.CHECKS),
     st.MergeRecipe: (merging.problems,),

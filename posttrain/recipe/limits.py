@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,28 +14,17 @@ MAX_DIGITS = 100  # maximum length of a number in characters
 
 _TABLE = read_table(Path(__file__).with_name("arguments.yaml"))
 ARGUMENTS: Mapping[str, Mapping[str, float]] = {name: limits for limits, names in _TABLE["ranges"] for name in names}
-IDLE: Mapping[str, Sequence[Mapping[str, str]]] = _TABLE["idle"]
+IDLE: Mapping[str, Sequence[Mapping[str, Any]]] = _TABLE["idle"]
 REFUSED: Mapping[str, Sequence[Sequence[str]]] = _TABLE["refused"]
 T = TypeVar("T")
 
 
 def argument_limits(kind: str, component: str, argument: str) -> dict[str, Any]:
     """Return the limits of a component's argument as keyword arguments of pydantic's Field."""
-    return {} if kind == "merge" else dict(_find(ARGUMENTS, kind, component, argument, {}))
+    return {} if kind == "merge" else dict(find_entry(ARGUMENTS, kind, component, argument, {}))
 
 
-@functools.cache
-def argument_marks(kind: str, component: str, argument: str) -> Sequence[Sequence[str]]:
-    """Return the rows of `Refused` marks of a component's argument: what it cannot be combined with."""
-    return _find(REFUSED, kind, component, argument, ())
-
-
-@functools.cache
-def idle_argument_marks(kind: str, component: str, argument: str) -> Sequence[Mapping[str, str]]:
-    """Return the fields of the `Idle` marks of a component's argument: when it has no effect."""
-    return _find(IDLE, kind, component, argument, ())
-
-
-def _find(table: Mapping[str, T], kind: str, component: str, argument: str, default: T) -> T:
+def find_entry(table: Mapping[str, T], kind: str, component: str, argument: str, default: T) -> T:
+    """Return the most specific entry of a table of arguments.yaml for a component's argument."""
     names = (f"{kind}/{component}.{argument}", f"{kind}.{argument}", argument)
     return next((table[name] for name in names if name in table), default)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import registry
-from posttrain.errors import UserError, count_noun, did_you_mean
+from posttrain.errors import UserError, did_you_mean
 from posttrain.options import NameOf, marked_values
 from posttrain.recipe import needs, presets
 from posttrain.recipe.requirements import Found, Scope, refuse
@@ -70,8 +70,7 @@ def check_controllers(recipe: RlRecipe) -> Found:
     """Check that each controller drives a number that the recipe has and that can change between steps."""
     known = recipe.controllable_numbers()
     for key, section in recipe.controllers.items():
-        largest = max(section.params.get("values", ()), default=0)
-        facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
+        facts = {"key": key, "known": key in known, "value": known.get(key), "all": set(known)}
         scope = Scope.of(recipe, section, facts | {"of_rollout": key.startswith("rollout.")})
         yield from refuse(scope, needs.REFUSED_CONTROLLERS, f"controllers.{key}")
 
@@ -133,7 +132,7 @@ def _one_of(name: str, known: Sequence[str], *others: str) -> str:
 
 
 def check_arguments(recipe: RlRecipe) -> Found:
-    """Check that the rewards exist that components read, and that the lengths of their lists match."""
+    """Check that the rewards exist that components read."""
     known = [reward_name(reward) for reward in recipe.rewards]
     of_preset = presets.preset(recipe.algorithm).rewards if recipe.algorithm in presets.names() else []
     offered = {reward_name(Reward(**reward)): reward for reward in of_preset}
@@ -145,28 +144,12 @@ def check_arguments(recipe: RlRecipe) -> Found:
                 if added := offered.get(name.partition("/")[0]):
                     right = f"add the reward of preset {recipe.algorithm}: {json.dumps(added)}"
                 yield f"{key}.{place}", f"`{section.use}` reads `{name}`, and no reward is called so", right
-        if section.use == "stages":
-            values, until = given["values"], list(given["until"])
-            if len(values) != len(until) + 1 or sorted(set(until)) != until:
-                what = f"{count_noun(len(values), 'value')} and until {until}"
-                yield key, what, "write one more value than `until` has steps, and `until` in rising order"
-        if section.use == "truncation_tiers" and len(given["target_lengths"]) != len(given["thresholds"]) + 1:
-            levels, targets = len(given["thresholds"]) + 1, count_noun(len(given["target_lengths"]), "target")
-            what = f"{count_noun(levels - 1, 'threshold')} make {levels} levels; there are {targets}"
-            yield f"{key}.target_lengths", what, f"write {levels} numbers"
 
 
 def check_variants(recipe: RlRecipe) -> Found:
-    """Check the arguments of `prompt_variants`: fractions of a solution, and templates around a prompt."""
+    """Check the arguments of `prompt_variants`: the shares of a mixture, and templates around a prompt."""
     section = recipe.prompt_variants
     given = section.params if section and section.index_entry else {}
-    for name in given.keys() & {"ratios", "fractions"}:
-        shares = list(given[name])
-        if not shares or not all(0 < share <= 1 for share in shares):
-            yield f"prompt_variants.{name}", f"{shares}", "write one share or more, each above 0 and at most 1"
-        elif shares != sorted(set(shares)):
-            what = f"{shares} are not in rising order: each must show more of the solution"
-            yield f"prompt_variants.{name}", what, "sort them"
     if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):
         right = "write [with prefix, plain], from 0 on, not both 0"
         yield "prompt_variants.mixture", f"{list(given['mixture'])}", right

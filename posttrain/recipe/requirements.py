@@ -5,10 +5,12 @@
 A condition is text: alternatives joined by ` or `, each made of clauses joined by ` and `. A clause is a key that must
 have a true value (`lora`), a key with its allowed values (`engine = vllm|stored`, `use != adamw`), a comparison with a
 number or another key (`samples > 1`; a list counts its entries), `WORD in KEY`, or `not` before one of these. `N % M`
-holds if M does not divide N. A property of a section or stage (`keeps` in `rl_stage.py`) can be used like a key. A key
-is looked up in the section that holds the field, then in the sections around it, and last in the recipe (`.mix`: only
-in the section that holds the field); for a list, every entry must match. A key that a stage does not have counts as
-empty.
+holds if M does not divide N. `A+B` is the sum of keys and whole numbers; `LIST.least`, `LIST.largest` and `LIST.rising`
+describe the entries of a list. A property of a section or stage (`keeps` in `rl_stage.py`) can be used like a key.
+
+A key is looked up in the section that holds the field, then in the sections around it, and last in the recipe (`.mix`:
+only in the section that holds the field); for a list, every entry must match. A key that a stage does not have counts
+as empty.
 
 Messages may contain `{key}` (value of a key), `{.key}` (its path in the recipe), `{#key}` (its number of entries), and
 `{key noun}` (a count such as `3 nouns`).
@@ -19,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,16 +29,21 @@ from pydantic import BaseModel
 
 from posttrain import registry
 from posttrain.errors import Problem, count_noun
-from posttrain.recipe.limits import argument_marks, idle_argument_marks
+from posttrain.recipe import limits
 from posttrain.recipe.section import ComponentSection, Idle, NoImages, Refused
 from posttrain.recipe.tree import Node, Path_, follow, format_path
 
 Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
 _CLAUSE = re.compile(
-    r"(?P<negated>not )?(?:(?P<word>\w+) in )?(?P<key>[\w.]+)(?: (?P<sign>=|!=|<=|>=|<|>|%) (?P<right>\S+))?"
+    r"(?P<negated>not )?(?:(?P<word>\w+) in )?(?P<key>[\w.+]+)(?: (?P<sign>=|!=|<=|>=|<|>|%) (?P<right>\S+))?"
 )
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "%": operator.mod}
-_IN_TEXT = re.compile(r"\{([.#]?)([\w.]+)(?: (\w+))?\}")
+_IN_TEXT = re.compile(r"\{([.#]?)([\w.+]+)(?: (\w+))?\}")
+_OF_LISTS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "least": functools.partial(min, default=None),
+    "largest": functools.partial(max, default=None),
+    "rising": lambda entries: list(entries) == sorted(set(entries)),
+}
 _NOTHING = object()
 Mark = TypeVar("Mark", bound=Refused | Idle | NoImages)
 
@@ -55,7 +62,10 @@ class Scope:
         return cls(tuple(((), section) for section in sections))
 
     def find(self, key: str) -> tuple[Path_, Any]:
-        """Return the path and the value of a key, or ((), None) if no section has it."""
+        """Return the path and the value of a key or sum, or ((), None) if no section has it."""
+        if "+" in key:
+            values = [int(part) if part.isdigit() else _number(self.find(part)[1]) for part in key.split("+")]
+            return (), sum(value or 0 for value in values)
         parts = key.removeprefix(".").split(".")
         for path, section in self.sections[-1:] if key.startswith(".") else reversed(self.sections):
             if _get(section, parts[0], _NOTHING) is not _NOTHING:
@@ -183,9 +193,15 @@ def _marks_of(section: BaseModel, above: Sequence[Idle]) -> Iterator[tuple[str, 
     if isinstance(section, ComponentSection) and section.index_entry:
         kind = registry.find_kind(section.kinds, section.use)
         for name in section.params:
-            yield from ((name, Refused(*row)) for row in argument_marks(kind, section.use, name))
-            idle = idle_argument_marks(kind, section.use, name)
-            yield from ((name, Idle(one["when"], one["why"], one.get("right", "remove it"), note=True)) for one in idle)
+            yield from ((name, mark) for mark in argument_marks(kind, section.use, name))
+
+
+@functools.cache
+def argument_marks(kind: str, component: str, argument: str) -> tuple[Refused | Idle, ...]:
+    """Return the marks of a component's argument (arguments.yaml)."""
+    refused = limits.find_entry(limits.REFUSED, kind, component, argument, ())
+    idle = limits.find_entry(limits.IDLE, kind, component, argument, ())
+    return (*(Refused(*row) for row in refused), *(Idle(**row, note=True) for row in idle))
 
 
 def _is_changed(section: BaseModel, key: str) -> bool:
@@ -230,6 +246,8 @@ def _value(value: Any, parts: Sequence[str]) -> Any:
     if not parts or value is None:
         return value
     if isinstance(value, list | tuple):
+        if parts[0] in _OF_LISTS:
+            return _OF_LISTS[parts[0]](value)
         if not parts[0].isdigit():
             return [_value(entry, parts) for entry in value]
         return _value(value[int(parts[0])], parts[1:]) if int(parts[0]) < len(value) else None
@@ -245,7 +263,7 @@ def _number(value: Any) -> float | None:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, list | set):
+    if isinstance(value, list | tuple | set):
         return ", ".join(map(_as_text, sorted(value) if isinstance(value, set) else value))
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]

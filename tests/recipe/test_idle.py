@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 import posttrain
 from posttrain import registry
 from posttrain.errors import RecipeError
-from posttrain.recipe import keys, limits, requirements
+from posttrain.recipe import keys, requirements
 from posttrain.recipe.checks import problems_with_images
 from posttrain.recipe.load import Loaded, load, load_dict
 from posttrain.recipe.section import ComponentSection, Idle, NoImages, Refused
@@ -342,7 +342,8 @@ def test_conditions_and_texts_name_existing_keys() -> None:
             clauses = [clause for part in requirements.parse(mark.when) for clause in part]
             words = [clause.key for clause in clauses]
             words += [c.right for c in clauses if re.search(r"[<>]", c.sign) and not re.fullmatch(r"[\d.]+", c.right)]
-            for key in [*words, *re.findall(r"\{\.?([\w.]+)\}", text + mark.right)]:
+            words += re.findall(r"\{\.?([\w.+]+)\}", text + mark.right)
+            for key in [part for word in words for part in word.split("+") if not part.isdigit()]:
                 named[mark, key] = named.get((mark, key), False) or is_known(chain, key)
     assert len(named) > 150
     assert [(mark, key) for (mark, key), known in named.items() if not known] == []
@@ -355,10 +356,7 @@ def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> 
         for name, entry in model.registered_components().items():
             kind = registry.find_kind(model.kinds, name)
             for argument in entry["params"]:
-                yield from ((chain, Refused(*row)) for row in limits.argument_marks(kind, name, argument))
-                yield from (
-                    (chain, Idle(row["when"], row["why"])) for row in limits.idle_argument_marks(kind, name, argument)
-                )
+                yield from ((chain, mark) for mark in requirements.argument_marks(kind, name, argument))
     for field in model.model_fields.values():
         yield from ((chain, mark) for mark in field.metadata if isinstance(mark, Idle | Refused))
         for inner in keys.models(field.annotation):

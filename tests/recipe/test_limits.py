@@ -173,6 +173,15 @@ CASES: list[dict[str, Any]] = [
     {"prompt_variants": {"use": "difficulty_hint", "w_min": 0.9}},
     {"prompt_variants": {"use": "templates", "names": [], "own": {}}},
     {"prompt_variants": {"use": "instructions", "pool": []}},
+    {"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 1.5]}},
+    {"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 0.25]}},
+    {"prompt_variants": {"use": "solution_prefix", "fractions": []}},
+    {"prompt_variants": {"use": "solution_prefix", "fractions": [0.5, 0.25]}},
+    {"group_rewards": [{"use": "truncation_tiers", "thresholds": [0.2, 0.4]}]},
+    {"rollout": {"shape": "chunks"}},
+    {"rollout": {"shape": "summaries", "max_new_tokens": 512}},
+    {"rollout": {"shape": {"use": "budgets", "budgets": [9, 8]}}},
+    {"rollout": {"shape": {"use": "budgets", "budgets": [8, 600]}}},
 ]
 
 

@@ -214,6 +214,11 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"tools": ["calculator"]},
     ),
     (
+        {"controllers": {"loss.clip_low": {**CHANGE, "until": [5, 5]}}},
+        "controllers.loss.clip_low: 2 values and until [5, 5]",
+        {"controllers": {"loss.clip_low": CHANGE}},
+    ),
+    (
         {"controllers": {"loss.clip_low": {"use": "equal_stages", "values": []}}},
         "has no value",
         {"controllers": {"loss.clip_low": {"use": "equal_stages", "values": [0.2]}}},
