@@ -232,10 +232,17 @@ def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: boo
 
 
 def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Scoring]]:
-    """Return (stage, data, rewards, scoring) of a recipe, or of each stage of a pipeline, without duplicates."""
+    """Return (stage, data, rewards, scoring) of a recipe, or of each stage of a pipeline, without duplicates.
+
+    The marks of `model.thoughts` are recognized from then on, as in a run, which loads the tokenizer.
+    """
+    from posttrain import thoughts
     from posttrain.recipe.reward_sections import Reward, Scoring
     from posttrain.recipe.sections import Data
 
+    for stage in loaded.resolved.get("stages") or [loaded.resolved]:
+        if marks := (stage.get("model") or {}).get("thoughts"):
+            thoughts.add_format(*marks)
     recipe: Any = loaded.recipe
     if recipe.verb != "run":
         graded = hasattr(recipe, "rewards") and hasattr(recipe, "data")  # `pairs` scores completions and has no rows

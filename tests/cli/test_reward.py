@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from posttrain import thoughts
 from posttrain.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -211,3 +212,16 @@ def test_examples_of_a_trl_style_function(tmp_path: Path) -> None:
     )
     result = reward_test(str(path))
     assert result.exit_code == 0, result.output
+
+
+def test_marks_of_thoughts_of_the_recipe_are_recognized(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no completion has the `</reason>` that the reward asks for: texts have `</think>` in its place."""
+    monkeypatch.setattr(thoughts, "KNOWN_FORMATS", list(thoughts.FORMATS))
+    reward = "{use: math.accuracy, params: {think_delimiter: </reason>, require_think: true}}"
+    for model, code in (("{path: tiny}", 2), ('{path: tiny, thoughts: ["<reason>", "</reason>"]}', 0)):
+        recipe.write_text(
+            f"stage: rl\nmodel: {model}\ndata: {{source: rows.jsonl}}\nrewards: [{reward}]\nscoring: {{workers: 1}}\n"
+            "run: {steps: 1}\n"
+        )
+        result = reward_test(str(recipe))
+        assert result.exit_code == code, result.output
