@@ -105,12 +105,14 @@ def _may_change(now: Mapping[str, Any]) -> set[str]:
 
 def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:
     """Raise UserError if files that the recipe names have changed since the run was last started. With `allow_changed`,
-    print a note instead. Files of arguments that the earlier start did not hash, as older versions, are not compared.
+    print a note instead. Files of arguments and scripts of tasks that the earlier start did not hash (older versions
+    did not) are not compared.
     """
     before = _read_inputs(path)
     if before is None or now is None:
         return
-    differ = differences(before, {key: fact for key, fact in now.items() if key in before or ".params." not in key})
+    new = {key for key, fact in now.items() if key not in before and (".params." in key or "task:" in fact.shown)}
+    differ = differences(before, {key: fact for key, fact in now.items() if key not in new})
     changes = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
     if changes and not allow_changed:
         raise UserError(

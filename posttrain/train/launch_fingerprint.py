@@ -78,7 +78,7 @@ def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[
             fact = _content([script], use)
         yield (*part.path, "use"), fact
     for path, mark, name in references.names(part):
-        script = _script(name, base_dir) if mark.kind == "data" else None
+        script = _script(name.removeprefix("task:"), base_dir) if mark.kind == "data" else None
         with _explain_unreadable(path):
             files = [script] if script else _files(mark, name, base_dir)
             fact = _content(files, name, data=mark.kind == "data")

@@ -123,10 +123,10 @@ def test_resume_refuses_another_name_in_the_same_file(tmp_path, change):
 def test_resume_compares_no_argument_that_the_start_did_not_hash(tmp_path):
     """As older versions. Other files that have appeared since are compared: a name may have meant the hub."""
     open_run(tmp_path / "run", inputs={}).close()
-    added = {"rewards[0].params.path": Fact("1", "1")}
+    added = {"rewards[0].params.path": Fact("1", "1"), "data.source": Fact("1", "task:own.py:f (1)")}
     open_run(tmp_path / "run", inputs=added, resume=True).close()
     with pytest.raises(UserError, match=r"rewards\[0\]\.params\.path was 1, is 2"):
-        open_run(tmp_path / "run", inputs={"rewards[0].params.path": Fact("2", "2")}, resume=True)
+        open_run(tmp_path / "run", inputs={**added, "rewards[0].params.path": Fact("2", "2")}, resume=True)
     with pytest.raises(UserError, match=r"model\.path was nothing, is here"):
         open_run(tmp_path / "run", inputs={**added, "model.path": Fact("3", "here")}, resume=True)
 

@@ -263,6 +263,14 @@ def test_files_of_earlier_stages_are_not_looked_for(here: Path) -> None:
     assert all(named()[key] != before[key] for key in before)
 
 
+def test_the_script_of_a_task_is_compared(here: Path) -> None:
+    (here / "own.py").write_text("def problem(level, draw):\n    return {}\n")
+    source = {"source": "task:own.py:problem", "size": 1}
+    before = facts(here, data=source)
+    damage(here / "own.py")
+    assert facts(here, data=source)["data.source"] != before["data.source"]
+
+
 def test_arguments_of_gym_tasks_name_no_function(here: Path) -> None:
     """`gym:chain_sum` looks like MODULE:FUNCTION."""
     source = {"source": "gym:chain_sum", "size": 1, "params": {"min_terms": 2}}
