@@ -49,7 +49,7 @@ def normalize_row(
         _convert_pair(out, where, templated=templated)
     elif out.get("prompt") is None and out.get("instruction") is not None:
         _convert_instruction(out, where)
-    if prompt_template is None:
+    if prompt_template is None and any(out.get(c) is not None for c in ("instruction", "completion", "chosen")):
         _prepend_history(out)
     filled = {
         column: fill_template(template, out, where, f"{column}_template")
@@ -88,7 +88,10 @@ def _convert_instruction(row: Row, where: str) -> None:
 
 
 def _prepend_history(row: Row) -> None:
-    """Put the earlier turns of a column `history`, a list of [question, answer], before the prompt (LLaMA-Factory)."""
+    """Put the earlier turns of a column `history`, a list of [question, answer], before the prompt (LLaMA-Factory).
+
+    For Alpaca rows and rows with completions: in a row of a prompt alone the column may be a reward's.
+    """
     prompt, turns = row.get("prompt"), row.get("history")
     if not isinstance(prompt, str) or not isinstance(turns, list | tuple) or not turns:
         return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from posttrain.verify.numerals import value_of
 from posttrain.verify.options import split_label
-from posttrain.verify.tokens import FUNCTIONS, GREEK
+from posttrain.verify.tokens import CASED, FUNCTIONS, GREEK
 
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
 _VULGAR |= {"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
@@ -130,6 +130,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         ),
         (rf"(?:\{{\}})?[_^]{_INDEX}\s*C_{_INDEX}", lambda m: _rewrite_binomial(m, "C", *m.groups())),
         (r"(\\[A-Za-z]++\s*|[A-Za-z])\^(\{[^{}]*\}|[0-9a-zA-Z])_(\{[^{}]*\}|[0-9a-zA-Z])", r"\1_\3^\2"),  # v^2_0
+        (r"\\Delta\s*\{\s*([A-Za-z])\s*\}", r"\\Delta \1"),
         (r"(?<![\w.])([0-9]+)\.([0-9]*)\(([0-9]{1,6})\)(?![0-9.])", r"\1.\2\\overline{\3}"),
         (
             r"(?<![\w.])([0-9]+\.[0-9]*)\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?",
@@ -248,6 +249,7 @@ LETTERS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*
 _UNIT_LETTER = re.compile(
     r"(?<=[0-9}])(?P<blank>\s*)(?P<unit>[mgshl]|(?<=\s)[LNJWVK])(?P<rest>\s*/\s*[a-z]{1,3}|)(?P<power>\^\{?[23]\}?|[²³])?$"
 )
+_CASED_RUN = re.compile(rf"(?<=[0-9}}])(?:{'|'.join(sorted(CASED))})$")
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
 
 
@@ -362,18 +364,32 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
     chosen = re.sub(r"(?<![A-Za-z\\])C\s*\(\s*([0-9]+)\s*,\s*([0-9]+)\s*\)", r"\\binom{\1}{\2}", text)
     if chosen != text and not (gold and chosen.startswith("\\binom") and chosen.endswith("}")):
         readings.append(chosen)  # a gold answer that is only `C(5, 2)` is a point
-    if half := _HALF_OF_DAY.fullmatch(" ".join(LETTERS.sub(r" \1 ", text).split())):
-        hour = int(half["hour"]) % 12 + 12 * (half["half"] in "pP")
-        readings.append(f"{hour}:{half['minutes'] or '00'} {half['half'].lower()}m")
+    if time := _read_time(text):
+        readings.append(time)
     if power := _POWER_OF_TEN.fullmatch(text):
         readings.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
+    if run := _CASED_RUN.search(text):
+        readings.append(f"{text[: run.start()]} {run[0]}")  # 5kN, otherwise a product
     if (unit := _UNIT_LETTER.search(text)) and (unit["blank"] or not gold):
         readings.append(f"{text[: unit.start()]}\\text{{{unit['unit']}{unit['rest']}}}{unit['power'] or ''}")
     return readings
 
 
+def _read_time(text: str) -> str:
+    """Return a time with a.m. or p.m. in 24 hours and with its minutes, as in `15:00 pm`; "" for another text."""
+    half = _HALF_OF_DAY.fullmatch(" ".join(LETTERS.sub(r" \1 ", text.strip("$ ")).split()))
+    if half is None:
+        return ""
+    hour = int(half["hour"]) % 12 + 12 * (half["half"] in "pP")
+    return f"{hour}:{half['minutes'] or '00'} {half['half'].lower()}m"
+
+
 def same_dates(gold: str, candidate: str) -> bool | None:
-    """Compare dates in digits, or a gold range or score (`3-4`), with the other text; None if neither applies."""
+    """Compare dates in digits, times with a.m. or p.m., or a gold range or score (`3-4`) with the other text; None if
+    none applies."""
+    times = _read_time(gold), _read_time(candidate)
+    if all(times):
+        return times[0] == times[1]
     one, other = (
         re.sub(r" ?(?:[-–—]|\bto\b|\\text\{ ?to ?\}) ?", "-", " ".join(text.strip("$ ").split()))
         for text in (gold, candidate)

@@ -40,9 +40,9 @@ man am pm kmph cent pie toy way per th rd nd st hz kw kwh pa kpa mol rpm usd eur
 egg car bag pen pan pt qt ton
 """
 SHORT = frozenset(_SHORT_WORDS.split())
-# Units whose prefix is told by its case: a megawatt is no milliwatt.
+# Units whose prefix depends on its case: a megawatt is no milliwatt.
 _CASED_WORDS = "MW mW GW MHz mHz GHz kHz MJ mJ GJ kJ kN MN MPa kPa eV keV MeV GeV kV mV mA MWh kWh"
-_CASED = frozenset(_CASED_WORDS.split())
+CASED = frozenset(_CASED_WORDS.split())
 _SCALE = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
 
 _TOKEN = re.compile(
@@ -169,7 +169,7 @@ def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
     if len(run) > 1 and last.text == "/" and run in SHORT and len(before) > 1 and before[-2].kind in ("number", "word"):
         return [Token("word", run, spaced)]
     short = run.lower() in SHORT and (spaced or run.islower())
-    if after_number and (short or run in _SCALE or (spaced and run in _CASED)):
+    if after_number and (short or run in _SCALE or (spaced and run in CASED)):
         return [Token("word", run, spaced)]
     for name in ("sqrt", "arcsin", "arccos", "arctan", "sin", "cos", "tan", "ln", "log"):
         if run.startswith(name) and len(run) == len(name) + 1 and last.text != "_":

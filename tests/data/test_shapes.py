@@ -43,6 +43,7 @@ def test_history_of_alpaca_rows_comes_before_the_prompt() -> None:
     assert (row["prompt"], row["completion"], row["history"]) == (talk, "three", history)
     pair = normalize({"prompt": "third", "chosen": "a", "rejected": "b", "history": history})
     assert (pair["prompt"], pair["chosen"]) == (talk, "a")
+    assert normalize({"prompt": "third", "answer": "3", "history": history})["prompt"] == "third"  # a reward's column
     for other in ([], ["first", "one"], [["first", "one", "x"]], "first"):
         assert normalize({"prompt": "third", "completion": "c", "history": other})["prompt"] == "third"
     assert normalize({"question": "third", "history": history}, "{history} {question}")["prompt"].endswith("] third")
