@@ -1,14 +1,14 @@
-"""Chat templates read from a model's files, to render rows before torch and the tokenizer are loaded."""
+"""Chat templates read from a model's files, to render rows before torch, transformers and the tokenizer are loaded."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from posttrain.errors import ModelError
 from posttrain.models import adapters, tiny, tiny_vision
@@ -45,13 +45,49 @@ class ChatTemplate:
         return self._ids[token]
 
     def apply_chat_template(self, messages: Sequence[Any], *, tokenize: bool, **how: Any) -> str:
-        """Return the rendered text, by the function that transformers' tokenizers use."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        """Return the text that transformers' tokenizers render. how: `tools` as JSON schemas, and other variables."""
+        assert not tokenize and self.chat_template is not None
+        unset = {"tools": None, "documents": None, "add_generation_prompt": False}
+        return str(_compile(self.chat_template).render(**{**unset, **self.named, **how, "messages": messages}))
 
-        assert not tokenize
-        given: dict[str, Any] = {**self.named, **how, "conversations": [messages], "chat_template": self.chat_template}
-        rendered: Any = render_jinja_template(**given)
-        return str(rendered[0][0])
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> Any:
+    """Compile a chat template with the settings, tags, filters and functions that transformers gives to templates.
+
+    Importing transformers' own function takes a second. `{% generation %}` marks what is trained on; it is written as
+    it is.
+    """
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("write"), [], [], body).set_lineno(line)
+
+        def write(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda how: datetime.now().strftime(how),
+    }
+    return environment.from_string(template)
 
 
 def read_template(path: str, chat_template: str | None, base_dir: Path | None) -> ChatTemplate | None:
@@ -59,8 +95,6 @@ def read_template(path: str, chat_template: str | None, base_dir: Path | None) -
 
     path, chat_template: the keys of that section. Raises ModelError if the model or file does not exist.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return None
     found = _read_template_of(locate(path, base_dir), base_dir)
     if chat_template:
         found = found or ChatTemplate(None, {name: f"<{name}>" for name in _TOKEN_NAMES})  # model elsewhere

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from posttrain import chat
-from posttrain.models.templates import read_template
+from posttrain.models import tiny, tiny_vision
+from posttrain.models.templates import ChatTemplate, read_template
 from posttrain.models.tiny import build_tokenizer
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -88,11 +89,53 @@ def test_unreadable_template_is_none(tmp_path: Path) -> None:
     assert read_template(str(tmp_path / "m.gguf"), None, None) is None
 
 
-def test_reading_templates_does_not_import_torch() -> None:
+def render_as_transformers(template: str, **given: Any) -> str:
+    """Return what transformers renders, or the name and text of its error."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        return str(render_jinja_template([TALK], chat_template=template, **given)[0][0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        tiny.CHAT_TEMPLATE,
+        tiny_vision.CHAT_TEMPLATE,
+        "{% for m in messages %}\n  {% if loop.index0 %}{% break %}{% endif %}\n{{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x }}{% endfor %}",
+        "{{ {'a': 'é<', 'b': [1, none]} | tojson }} {{ tools | tojson(indent=2, sort_keys=true) }}",
+        "{{ [1] | tojson(separators=(',', ':'), ensure_ascii=true) }} {{ tools is none }} {{ documents is none }}",
+        "{{ raise_exception('no system message') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ missing.name }}",
+        "{{ strftime_now('%Y') }} {{ add_generation_prompt }}",
+        "{% endfor %}",
+    ],
+)
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
+def test_templates_are_rendered_as_by_transformers(template: str, tools: Any) -> None:
+    """The same text or the same error, with tokens by their names."""
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    for prompt in (False, True):
+        try:
+            found = ChatTemplate(template, named).apply_chat_template(
+                TALK, tools=tools, add_generation_prompt=prompt, tokenize=False
+            )
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        assert found == render_as_transformers(template, tools=tools, add_generation_prompt=prompt, **named)
+
+
+def test_reading_templates_does_not_import_torch_or_transformers() -> None:
     code = (
         "import sys; from posttrain import chat; from posttrain.models.templates import read_template; "
         "template = read_template('tiny', None, None); "
-        "print(chat.render(template, [{'role': 'user', 'content': 'q'}]), 'torch' in sys.modules)"
+        "print(chat.render(template, [{'role': 'user', 'content': 'q'}]), {'torch', 'transformers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["<bos><|user|>q", "False"]
+    assert done.stdout.split() == ["<bos><|user|>q", "set()"]
