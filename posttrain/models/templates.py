@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 from posttrain.errors import ModelError
 from posttrain.models import adapters, tiny, tiny_vision
@@ -63,7 +63,7 @@ def _compile(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
