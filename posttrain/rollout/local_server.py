@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import RecipeError
-from posttrain.rollout import engine_log, vllm_start
+from posttrain.errors import EngineError, RecipeError
+from posttrain.recipe.engine_sections import Vllm
+from posttrain.rollout import vllm_start
 from posttrain.rollout.vllm_process import GRACE_S, KEY_VARIABLE
 from posttrain.run import ranks
 from posttrain.scratch import Scratch
@@ -42,6 +43,7 @@ class LocalServer:
     It ends when this process does, in whatever way.
     """
 
+    section: Vllm
     place: str  # for messages, e.g. GPU 1
     process: subprocess.Popen[bytes]
     log: Path | None
@@ -51,6 +53,7 @@ class LocalServer:
     @classmethod
     def start(
         cls,
+        section: Vllm,
         arguments: Mapping[str, Any],
         key: str,
         *,
@@ -81,31 +84,19 @@ class LocalServer:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
             )
-        return cls(f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home, uds)
+        return cls(section, f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home, uds)
 
-    def describe_exit(self, wait_s: float = 0.0) -> str:
-        """Return how the process ended, with its last output; "" while it runs.
+    def exit_error(self, wait_s: float = 0.0) -> EngineError | None:
+        """Return the error for a process that has ended; None while it runs.
 
         wait_s: time to wait for its end: connections close a moment before the process can be reaped.
         """
-        deadline = time.monotonic() + wait_s
-        while self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        code = self.process.poll()
-        if code is None:
-            return ""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        ends = f"vLLM on {self.place} {how}"
-        if self.log is None or not self.log.is_file():
-            return ends
-        if code > 0 and (error := self.read_error()):
-            return f"{ends}: {error}; its output is in {self.log}"
-        lines = engine_log.last_lines(engine_log.read_log(self.log))
-        return f"{ends}; the last lines of {self.log}:{lines}" if lines else f"{ends}; its output is in {self.log}"
-
-    def read_error(self) -> str:
-        """Return the root cause in the process's output; "" if there is none."""
-        return engine_log.root_cause(engine_log.read_log(self.log))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(wait_s)
+            code = self.process.returncode
+            error = vllm_start.death_error(code, self.log, self.section, f"vLLM on {self.place}")
+            return error.at(str(self.log)) if self.log else error
+        return None
 
     def close(self) -> None:
         """End the process and everything that it started. May be called twice."""

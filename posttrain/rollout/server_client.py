@@ -33,6 +33,7 @@ from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.requests import Request
 from posttrain.rollout.server_answers import check_matches, connection_reason, read_values
 from posttrain.rollout.server_key import TOKEN_VARIABLE
+from posttrain.rollout.vllm_start import RESUME
 
 CONNECT_RETRY_S = 120.0  # for a server that does not listen: it may be restarting vLLM after another run
 START_S = 1800.0  # the same for a server process that this run started, as long as it lives
@@ -43,7 +44,6 @@ DRAIN_S = 0.2  # between two pauses: a request may arrive after the first
 HEALTH_S = 10.0  # for a server to answer its health check
 KEEPALIVE_S = 5.0  # an idle connection is closed here, before the server closes it (local_server.IDLE_CONNECTION_S)
 FILES = 65536
-RESUME = "go on with the same command and --resume"
 
 
 class ServerMissing(EngineError):
@@ -86,10 +86,9 @@ class ServerClient(EngineClient):
         eos_ids: Sequence[int],
         image_ids: Sequence[int] = (),
         process: LocalServer | None = None,
-        memory_hint: str = "",
     ) -> None:
-        """process: a server that this run has started. memory_hint: what to change if its memory does not suffice."""
-        self.url, self.key, self.process, self.memory_hint = url.rstrip("/"), key, process, memory_hint
+        """process: a server that this run has started."""
+        self.url, self.key, self.process = url.rstrip("/"), key, process
         self.socket = str(process.uds) if process else ""
         self.name = self.url or (f"vLLM on {process.place}" if process else "")
         self.timeout_s, self.eos_ids, self.image_ids = timeout_s, sorted(eos_ids), sorted(image_ids)
@@ -186,7 +185,7 @@ class ServerClient(EngineClient):
             except http_library().TransportError as cause:
                 why = connection_reason(cause)
             waited = time.monotonic() - began
-            if waited > patience or (self.process and self.process.describe_exit()):
+            if waited > patience or (self.process and self.process.exit_error()):
                 raise self._unreachable_error(why, waited)
             if wait and waited < RETRY_S and self.process is None:
                 terminal.note(f"{self.name}  {why}: trying for {patience:.0f} s")
@@ -408,19 +407,18 @@ class ServerClient(EngineClient):
     def _connection_error(self, cause: BaseException | None = None) -> ServerLost:
         """Return the error for a server, or a connection to it, that has ended. cause: the exception of the session or
         of a request, if any."""
-        exit_report = self.process.describe_exit(EXIT_WAIT_S) if self.process else ""
-        if exit_report and self.process and vllm_start.is_memory_error(self.process.read_error()):
-            return ServerLost(exit_report, hint=f"{self.memory_hint}; {RESUME}")
-        return ServerLost(
-            exit_report or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
-            where="" if exit_report else self.name,
-            hint=RESUME + ("" if exit_report else ", once `posttrain serve` is ready there again"),
-        )
+        if self.process is not None and (ended := self.process.exit_error(EXIT_WAIT_S)) is not None:
+            (problem,) = ended.problems
+            hint = problem.hint if problem.hint == RESUME else f"{problem.hint}; {RESUME}"
+            return ServerLost(problem.what, where=problem.where, hint=hint)
+        why = connection_reason(cause) if cause else "it ended the session"
+        hint = f"{RESUME}, once `posttrain serve` is ready there again"
+        return ServerLost(f"the server is gone: {why}", where=self.name, hint=hint)
 
     def _unreachable_error(self, why: str, waited: float) -> EngineError:
         if self.process is not None:
             late = f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s: see {self.process.log}"
-            return EngineError(self.process.describe_exit() or late)
+            return self.process.exit_error() or EngineError(late)
         return ServerMissing(
             f"no server can be reached there: {why} (tried for {waited:.0f} s)",
             where=self.name,

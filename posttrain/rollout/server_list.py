@@ -10,7 +10,7 @@ from posttrain import terminal
 from posttrain.errors import UserError
 from posttrain.path_resolution import find
 from posttrain.recipe.engine_sections import ADDRESS, Server
-from posttrain.rollout import server_key, vllm_start
+from posttrain.rollout import server_key
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.server_client import ServerClient
 from posttrain.rollout.vllm_start import EngineSpec
@@ -53,7 +53,6 @@ class ServerList:
             eos_ids=self.spec.eos_ids,
             image_ids=self.spec.image_ids,
             process=process,
-            memory_hint=vllm_start.memory_hint(self.spec.section),
         )
 
 

@@ -15,7 +15,7 @@ from posttrain import terminal
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
 from posttrain.recipe.engine_sections import Vllm
-from posttrain.rollout import compile_cache, engine_log, local_server, loop, vllm_process, vllm_start
+from posttrain.rollout import compile_cache, local_server, loop, vllm_process, vllm_start
 from posttrain.rollout.engine_client import TrainingRanks, close_all
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.served_engine import ServedEngine, reason
@@ -113,14 +113,8 @@ def _start(
 
     async def start_in_turn(waiting: Sequence[tuple[int, tuple[int, ...]]], path: Path) -> None:
         for number, devices in waiting:
-            log = scratch / f"server-{number}.log"
-            clients.append(start_client(servers, path, devices, log))
-            try:
-                await clients[-1].open(servers.wanted)
-            except EngineError as cause:
-                if error := engine_log.root_cause(engine_log.read_log(log)):
-                    raise vllm_start.error_with_hint(error, spec.section, "did not start").at(str(log)) from cause
-                raise
+            clients.append(start_client(servers, path, devices, scratch / f"server-{number}.log"))
+            await clients[-1].open(servers.wanted)
 
     try:
         with compile_cache.stable_path(folder, vllm_start.cache_folder(), ranks.rank()) as path:
@@ -139,7 +133,9 @@ def start_client(servers: ServerList, folder: Path, devices: Sequence[int], log:
     visible = [local_server.visible_device(number, local_server.DEVICES) for number in numbers]
     vllm_start.prepare_environment()
     key = secrets.token_urlsafe(32)
-    process = LocalServer.start(server_arguments(servers.spec, folder), key, devices=visible, log=log)
+    process = LocalServer.start(
+        servers.spec.section, server_arguments(servers.spec, folder), key, devices=visible, log=log
+    )
     return servers.client("", key, process)
 
 

@@ -57,7 +57,7 @@ def serve_runs(
             with compile_cache.stable_path(home / "model", vllm_start.cache_folder(), 0) as folder:
                 arguments = servers.server_arguments(spec, folder)
                 while True:
-                    server = LocalServer.start(arguments, key, devices=visible, listen=(host, port))
+                    server = LocalServer.start(section, arguments, key, devices=visible, listen=(host, port))
                     serve_one(server, host, port, key, ready, say)
                     say("the run has ended: restarting vLLM")
     except KeyboardInterrupt:
@@ -68,8 +68,8 @@ def serve_one(server: LocalServer, host: str, port: int, key: str, ready: str, s
     """Wait until a started server answers, show `ready`, and return when its run has ended."""
     try:
         while not answers(host, port, key):
-            if ended := server.describe_exit():
-                raise RunError(f"vLLM did not start: {ended}", hint="see its messages above")
+            if ended := server.exit_error():
+                raise RunError(f"vLLM did not start: {ended.problems[0].what}", hint="see its messages above")
             time.sleep(POLL_S)
         say(ready)
         server.process.wait()

@@ -48,6 +48,7 @@ READY_FILE = "ready"  # in the model's folder, once the model may be loaded (`en
 SOCKETS = "VLLM_RPC_BASE_PATH"  # folder of the socket files that vLLM creates and does not remove
 SOCKET_NAME = 36  # characters in the name of such a file
 LONGEST_SOCKET = 107  # bytes that Linux allows for the path of a socket file
+RESUME = "go on with the same command and --resume"
 LOG_HINT = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
 _WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+)\))?")
 _starting = threading.Lock()  # vLLM measures free memory at its start and reads settings from the environment
@@ -415,7 +416,7 @@ def error_of(cause: Exception, section: Vllm, what: str, log: Path) -> EngineErr
         message = engine_log.root_cause(text)
         if not message and (lines := engine_log.last_lines(text)):
             return EngineError(f"vLLM {what}; the last lines of {log}:{lines}", hint=LOG_HINT)
-    return error_with_hint(message or messages[-1], section, what)
+    return error_with_hint(message or messages[-1], section, f"vLLM {what}")
 
 
 def describe_exception(error: BaseException) -> str:
@@ -425,7 +426,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def error_with_hint(message: str, section: Vllm, what: str) -> EngineError:
-    """Return an EngineError with the hint that fits vLLM's message."""
+    """Return an EngineError with the hint that fits vLLM's message. what: what has failed."""
     hint = LOG_HINT
     if "head_dim" in message or "head size" in message.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
@@ -436,37 +437,29 @@ def error_with_hint(message: str, section: Vllm, what: str) -> EngineError:
         )
     elif "No space left on device" in message:
         hint = "/dev/shm or the folder for temporary files is full; a container gets a larger /dev/shm by --shm-size"
-    elif is_memory_error(message):
+    elif re.search(r"(?<!illegal )memory|cache blocks", message, re.IGNORECASE):
         hint = memory_hint(section)
-    return EngineError(f"vLLM {what}: {message}", hint=hint)
+    return EngineError(f"{what}: {message}", hint=hint)
 
 
-def is_memory_error(message: str) -> bool:
-    """Return whether vLLM's message says that memory is missing; an access to wrong memory is no such error."""
-    return re.search(r"(?<!illegal )memory|cache blocks", message, re.IGNORECASE) is not None
-
-
-def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
+def death_error(code: int | None, log: Path | None, section: Vllm, engine: str = "vLLM") -> EngineError:
     """Return the error for an engine's process that ended by itself, or because one of its workers did. code: its exit
-    code."""
-    text, process = engine_log.read_log(log), "process"
+    code. engine: its name in the message."""
+    text, process = engine_log.read_log(log), engine
     if died := _WORKER_DIED.search(text):
-        process, code, text = f"worker process {died[1]}", int(died[2]) if died[2] else None, text[: died.start()]
+        process, code = f"{engine}'s worker process {died[1]}", int(died[2]) if died[2] else None
+        text = text[: died.start()]
     error = engine_log.root_cause(text)
-    killed = "" if code is None or code >= 0 else f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    killed = "" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
     if killed or (died and code is None and not error):
         short = ": the system does this when memory runs out"
-        return EngineError(
-            f"vLLM's {process} {killed or 'has ended'}{short if code in (None, -signal.SIGKILL) else ''}",
-            hint="go on with the same command and --resume",
-        )
+        what = f"{process} {killed or 'has ended'}{short if code in (None, -signal.SIGKILL) else ''}"
+        return EngineError(what, hint=RESUME)
     if error:
-        return error_with_hint(error, section, "failed")
+        return error_with_hint(error, section, f"{engine} failed")
     lines = engine_log.last_lines(text)
     ends = f"; the last lines of {log}:{lines}" if lines else ""
-    return EngineError(
-        f"vLLM's {process} ended with code {code}{ends}", hint=LOG_HINT if lines else f"its output is in {log}"
-    )
+    return EngineError(f"{process} ended with code {code}{ends}", hint=LOG_HINT)
 
 
 def memory_hint(section: Vllm) -> str:

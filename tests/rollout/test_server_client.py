@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout import local_server, loop, server_client, server_key, vllm_process
+from posttrain.rollout import local_server, loop, server_client, server_key, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import RequestFailed, ServerLost
 from posttrain.rollout.requests import Request
@@ -315,11 +315,10 @@ def test_server_exit_during_a_request_raises_with_its_last_output(fake: Any) -> 
     """The session's connection ends: waiting requests raise immediately, with the last lines of the process's log."""
     free = threading.Event()
     fake.answers[vllm_process.GENERATE] = lambda _: (free.wait(20), (200, {}))[1]
-    one = client_of(fake, memory_hint="lower gpu_memory")
+    one = client_of(fake)
     loop.run(one.open(WANTED))
-    ended = SimpleNamespace(describe_exit=lambda _: "vLLM on GPU 1 was killed by SIGKILL", read_error=lambda: "")
-    one.process = ended  # type: ignore[assignment]
-    ended.close = lambda: None
+    died = EngineError("vLLM on GPU 1 was killed by SIGKILL", hint=vllm_start.RESUME)
+    one.process = SimpleNamespace(exit_error=lambda _: died, close=lambda: None)  # type: ignore[assignment]
     future = loop.submit(one.complete(REQUEST, SAMPLED))
     while not fake.bodies(vllm_process.GENERATE):
         time.sleep(0.01)
@@ -328,7 +327,7 @@ def test_server_exit_during_a_request_raises_with_its_last_output(fake: Any) -> 
     with pytest.raises(EngineError, match=r"vLLM on GPU 1 was killed by SIGKILL\n  hint: go on(.|\n)*--resume"):
         future.result(10)
     assert time.monotonic() - began < 5
-    ended.read_error = lambda: "OutOfMemoryError: CUDA out of memory"
+    died = EngineError("vLLM on GPU 1 failed: CUDA out of memory", where="log", hint="lower gpu_memory")
     assert "hint: lower gpu_memory; go on with" in str(one._connection_error())
     with pytest.raises(EngineError, match="SIGKILL"):
         loop.run(one.pause())

@@ -199,24 +199,6 @@ def test_engines_of_one_gpu_start_one_after_another(
     assert [one.closed for one in made] == [1, 1, 1] and not (tmp_path / "engine-model").exists()
 
 
-def test_failed_start_names_vllms_error_and_the_recipe_key(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message has vLLM's own error, the path of its log, and what to change in the recipe."""
-
-    def start_client(listed: Any, folder: Path, devices: Any, file: Path) -> Opening:
-        del listed, folder, devices
-        file.write_text("INFO starts\nValueError: No available memory for the cache blocks.\nleaked 4 instances\n")
-        return Opening("server-2", [])
-
-    monkeypatch.setattr(servers, "start_client", start_client)
-    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
-    monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
-    told = r"server-0.log  vLLM did not start: ValueError: No available memory(.|\n)*(gpu_memory|KVCACHE)"
-    with pytest.raises(EngineError, match=told):
-        servers.make_served(section(1, devices=[1]).vllm, loaded, scratch=tmp_path, max_len=64)
-
-
 def test_required_server_settings(loaded: LoadedModel) -> None:
     whole = servers.expected_server(spec_of(Vllm()), loaded)
     with pytest.raises(RecipeError, match=r"http://node2:1  without a GPU, weights can only be sent"):

@@ -19,7 +19,8 @@ from PIL import Image as Pillow
 
 from posttrain.errors import RecipeError
 from posttrain.images import png_url
-from posttrain.rollout import local_server, vllm_process
+from posttrain.recipe.engine_sections import Vllm
+from posttrain.rollout import local_server, vllm_process, vllm_start
 from posttrain.rollout.local_server import LocalServer, options
 from posttrain.rollout.vllm_process import ABOUT, ALLOWED_PATHS, SESSION, SESSION_HEADER, Guard
 
@@ -269,7 +270,8 @@ def start_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..
 
     def start(program: str, devices: tuple[str, ...] = ()) -> LocalServer:
         monkeypatch.setattr(local_server, "_ENTRY", "import sys; sys.path.insert(0, {root!r}); " + program)
-        made.append(LocalServer.start({"model": "m"}, KEY, devices=devices, log=tmp_path / "logs" / "log"))
+        log = tmp_path / "logs" / "log"
+        made.append(LocalServer.start(Vllm(), {"model": "m"}, KEY, devices=devices, log=log))
         return made[-1]
 
     yield start  # type: ignore[misc]
@@ -306,20 +308,18 @@ def test_process_gets_key_and_gpus_by_the_environment(
     assert not server.uds.parent.exists()
 
 
-def test_exit_message_has_the_last_log_lines(start_server: Callable[..., LocalServer]) -> None:
+def test_exit_error_has_vllms_error_or_the_last_log_lines(start_server: Callable[..., LocalServer]) -> None:
+    """The message has the path of the log, and what to change in the recipe."""
     server = start_server("print(*'abcdefg', sep='\\n', flush=True); sys.exit(3)")
-    assert server.describe_exit(30) == (
-        f"vLLM on the CPU ended with code 3; the last lines of {server.log}:\n    e\n    f\n    g"
-    )
-    reason = start_server("print('ValueError: no room for the cache\\nand more', flush=True); sys.exit(1)")
-    assert (
-        f"ended with code 1: ValueError: no room for the cache; its output is in {reason.log}"
-        in reason.describe_exit(30)
-    )
+    told = f"vLLM on the CPU ended with code 3; the last lines of {server.log}:\n    e\n    f\n    g"
+    assert f"{server.log}  {told}\n  hint: " in str(server.exit_error(30))
+    reason = start_server("print('ValueError: No available memory for the cache blocks.', flush=True); sys.exit(1)")
+    told = f"{reason.log}  vLLM on the CPU failed: ValueError: No available memory for the cache blocks.\n  hint: "
+    assert str(reason.exit_error(30)) == told + vllm_start.memory_hint(Vllm())
     killed = start_server("import time; time.sleep(99)")
-    assert killed.describe_exit() == ""
+    assert killed.exit_error() is None
     killed.process.kill()
-    assert "was killed by SIGKILL" in killed.describe_exit(30)
+    assert "vLLM on the CPU was killed by SIGKILL" in str(killed.exit_error(30))
 
 
 CHILD = "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); print(c.pid, flush=True); "
@@ -371,10 +371,11 @@ def test_server_ends_with_a_killed_run(tmp_path: Path) -> None:
     program = f"""
 import os, time
 from pathlib import Path
+from posttrain.recipe.engine_sections import Vllm
 from posttrain.rollout import local_server
 local_server._ENTRY = {"import sys; sys.path.insert(0, {root!r}); " + entry + CHILD + "time.sleep(99)"!r}
 log = Path({str(tmp_path / "log")!r})
-server = local_server.LocalServer.start({{"model": "m"}}, "key", log=log)
+server = local_server.LocalServer.start(Vllm(), {{"model": "m"}}, "key", log=log)
 while not log.read_text():
     time.sleep(0.02)
 print(server.process.pid, log.read_text(), flush=True)
