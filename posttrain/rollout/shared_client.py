@@ -115,7 +115,7 @@ class EngineHub:
                     if number in tasks:
                         tasks[number].cancel()
                 elif call == LEAVE:
-                    self.collective.end(PeerLost.of(arguments))
+                    self.collective.end(arguments)
                 else:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))
@@ -129,20 +129,18 @@ class EngineHub:
         self, writer: asyncio.StreamWriter, member: int, number: int, call: str, arguments: Arguments
     ) -> None:
         """Execute one call and send its result or its error."""
-        value: Any = None
-        error: PosttrainError | None = None
         try:
             await self.ready.wait()
             if call == "complete":
-                value = await self._sample(arguments)
+                answer = await self._sample(arguments)
             else:
                 name = arguments.get("call", call)
-                value = await self.collective.join(member, name, arguments, functools.partial(self._do_once, call))
+                answer = await self.collective.join(member, name, arguments, functools.partial(self._do_once, call))
         except PosttrainError as raised:
-            error = raised
+            answer = raised
         except Exception as raised:
-            error = EngineError(f"{type(raised).__name__}: {raised}")
-        write(writer, (number, value, error and (type(error), error.problems)))
+            answer = EngineError(f"{type(raised).__name__}: {raised}")
+        write(writer, (number, answer))
 
     async def _sample(self, arguments: Arguments) -> Any:
         assert self.client is not None
@@ -217,24 +215,17 @@ class SharedClient(EngineClient):
         self._answers = asyncio.create_task(self._read_answers())
 
     async def _read_answers(self) -> None:
-        """Resolve the futures of calls as their answers arrive; at the end of the connection fail those that still
-        wait."""
+        """Pass answers, results or errors, to the calls that wait for them; at the end of the connection an error to
+        all."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                number, value, error = await read(self._reader)
-                answer = self._waiting.pop(number, None)
-                if answer is None or answer.done():
-                    continue
-                if error is None:
-                    answer.set_result(value)
-                else:
-                    kind, problems = error
-                    answer.set_exception(kind.of(problems))
+                number, answer = await read(self._reader)
+                if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+                    waiting.set_result(answer)
         self.ended = PeerLost(ENDED, hint=ENDED_HINT)
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self.ended.copy())
-        self._waiting.clear()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(self.ended.copy())
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
         """Make a call at the hub and return its result or raise its error. Cancelling it cancels the call at
@@ -245,12 +236,15 @@ class SharedClient(EngineClient):
         self._waiting[number] = answer
         write(self._writer, (number, method, arguments))
         try:
-            return await answer
+            found = await answer
         except asyncio.CancelledError:
             self._notify(number, CANCEL)
             raise
         finally:
-            self._waiting.pop(number, None)
+            del self._waiting[number]
+        if isinstance(found, PosttrainError):
+            raise found
+        return found
 
     def _notify(self, number: int, what: str, arguments: Any = None) -> None:
         """Send a message that is not answered; no-op once the connection has ended."""
@@ -291,7 +285,7 @@ class SharedClient(EngineClient):
         if not isinstance(error, PeerLost):
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             error = PeerLost(f"rank {self.rank} failed: {reason}", hint=ENDED_HINT)
-        loop.call(self._notify, -1, LEAVE, error.problems)
+        loop.call(self._notify, -1, LEAVE, error)
 
     def close(self) -> None:
         """End the connection; on the group's first process end the engine first."""
