@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -77,8 +78,15 @@ class ColocatedClient(EngineClient):
         return clients
 
     async def _watch(self) -> asyncio.Future[None]:
-        """Return a future that is done when the engine core's process has ended."""
-        return asyncio.wrap_future(in_thread(self.processes[0].join, "engine-watch"))
+        """Return a future that is done when one of the engine's processes has ended."""
+
+        def wait() -> None:
+            connection.wait([process.sentinel for process in self.processes])
+            deadline = time.monotonic() + EXIT_WAIT_S
+            while self.processes[0].exitcode is None and time.monotonic() < deadline:
+                time.sleep(0.01)  # not `join`: of two threads that wait for a process, one may get no exit code
+
+        return asyncio.wrap_future(in_thread(wait, "engine-watch"))
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only

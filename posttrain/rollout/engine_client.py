@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast
 
@@ -105,10 +104,8 @@ class TrainingRanks:
 
     is_main = True  # rank 0, which writes to the run directory
 
-    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function` on each rank and return the results by rank. If it fails on any rank, all ranks raise.
-        waiting: context entered while a rank waits for other ranks; unused with one process."""
-        del waiting
+    def gather_results(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function` on each rank and return the results by rank. If it fails on any rank, all ranks raise."""
         return [function(*args)]
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -117,11 +116,11 @@ class ServedEngine(VllmEngine):
         """Pause all servers (`VllmEngine.pause_engines`). A pause interrupts the requests of all ranks, so it begins
         once no rank sends new ones."""
         here = {client.session_id: reason(client.lost) for client in self.clients if client.lost is not None}
-        for lost in self.ranks.gather_results(nullcontext(), lambda: here):
+        for lost in self.ranks.gather_results(lambda: here):
             for client in self.clients:
                 if client.lost is None and client.session_id in lost:
                     client.lost = ServerLost(lost[client.session_id], where=client.name)
-        self.ranks.gather_results(nullcontext(), self._pause)
+        self.ranks.gather_results(self._pause)
 
     def _pause(self) -> None:
         if clients := [client for client in self.clients if self.ranks.is_main or client.is_busy]:
@@ -146,7 +145,7 @@ class ServedEngine(VllmEngine):
             finally:
                 weights.drain_stream(model, whole)
 
-        sessions = self.ranks.gather_results(nullcontext(), update)[0]
+        sessions = self.ranks.gather_results(update)[0]
         if not self.ranks.is_main:
             self._follow(sessions)
 

@@ -97,7 +97,7 @@ def make_shared(
 
     try:
         # all ranks have arrived, so all models are allocated
-        path = (training or TrainingRanks()).gather_results(contextlib.nullcontext(), open_hub)[group.first]
+        path = (training or TrainingRanks()).gather_results(open_hub)[group.first]
         if hub is not None:
             finish = operator.itemgetter(0)
             starting = continue_start(section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=finish)

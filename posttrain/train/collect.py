@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +133,7 @@ def collect(
         if buffer is None:
             found.rollouts = fresh
             break
-        selected = ctx.ranks.gather_results(nullcontext(), select_groups, ctx, state, buffer, fresh)[0]
+        selected = ctx.ranks.gather_results(select_groups, ctx, state, buffer, fresh)[0]
         found.rollouts += [r for r in fresh if r.group in selected]
         replaced += sum(r.sampled_length for r in fresh if r.group not in selected)
         if buffer.full:

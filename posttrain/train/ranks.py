@@ -44,7 +44,8 @@ class Ranks(TrainingRanks):
     ) -> list[T]:
         """Like `gather_results`, for values that hold rollouts, whose arrays are sent packed.
 
-        by_row: rollouts of other ranks come without tokens and text.
+        waiting: context entered while a rank waits for other ranks; unused with one process. by_row: rollouts of other
+        ranks come without tokens and text.
         """
         del waiting, by_row
         return [function(*args)]
@@ -112,10 +113,8 @@ class SeveralRanks(Ranks):
     def run(self, function: Callable[..., T], *args: Any) -> T:
         return distributed.run_all_or_raise(function, *args)
 
-    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        own = distributed.capture(function, *args)
-        with waiting:
-            return distributed.gather_or_raise(own)
+    def gather_results(self, function: Callable[..., T], *args: Any) -> list[T]:
+        return distributed.gather_or_raise(distributed.capture(function, *args))
 
     def gather_rollouts(
         self, waiting: AbstractContextManager[None], by_row: bool, function: Callable[..., T], *args: Any
