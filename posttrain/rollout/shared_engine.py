@@ -22,7 +22,6 @@ from posttrain.rollout.shared_client import EngineHub, SharedClient
 from posttrain.rollout.starting import StartingEngine
 from posttrain.rollout.vllm_engine import VllmEngine, continue_start, spec_of
 from posttrain.rollout.vllm_start import EngineSpec
-from posttrain.rollout.weight_transfer import LocalSender
 from posttrain.run import ranks
 
 if TYPE_CHECKING:
@@ -38,11 +37,8 @@ class SharedEngine(VllmEngine):
         self, spec: EngineSpec, loaded: LoadedModel, client: SharedClient, group: EngineGroup, *, scratch: Path
     ) -> None:
         """Takes ownership of the client, and closes it if this fails."""
-        self.group = group
+        self.writes_files = group.is_first
         super().__init__(spec, loaded, [client], scratch=scratch)
-
-    def make_sender(self) -> LocalSender:
-        return LocalSender(self.clients, self.loaded.device, self.spec.dtype, writes=self.group.is_first)
 
     def sync(self, model: Any, version: int) -> None:
         """Sync the weights (`VllmEngine.sync`). A process that fails reports it, so that the others do not
@@ -65,13 +61,6 @@ class SharedEngine(VllmEngine):
         except BaseException as error:
             self.clients[0].leave(error)
             raise
-
-    def push_adapters(self, model: Any, version: int) -> None:
-        """Load the adapters; only the first process writes them."""
-        if self.group.is_first:
-            super().push_adapters(model, version)
-        else:
-            self.load_adapters({}, version)
 
 
 def make_shared(

@@ -13,7 +13,7 @@ import functools
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +145,8 @@ class VllmEngine(Generator):
     EngineError is raised if the gap is larger than rounding explains.
     """
 
+    writes_files = True  # False: another process writes the adapters, and without a GPU the weights, of this engine
+
     def __init__(
         self, spec: EngineSpec, loaded: LoadedModel, clients: Sequence[EngineClient], *, scratch: Path
     ) -> None:
@@ -174,7 +176,7 @@ class VllmEngine(Generator):
 
     def make_sender(self) -> WeightSender:
         """Return what sends whole weights to the clients."""
-        return LocalSender(self.clients, self.loaded.device, self.spec.dtype)
+        return LocalSender(self.clients, self.loaded.device, self.spec.dtype, writes=self.writes_files)
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """Sample all prompts concurrently (`Engine.generate`)."""
@@ -300,18 +302,14 @@ class VllmEngine(Generator):
         """Write the trained adapters to disk and load them in the engines. Nothing else is sent over the disk."""
         folders: dict[str, Path] = {}
         try:
-            for name in self.loaded.adapters:
+            for name in self.loaded.adapters if self.writes_files else ():
                 self.written += 1
                 folders[name] = self.scratch / f"engine-adapter-{self.written}"
                 weights.write_adapter(model, folders[name], self.spec.dtype, name)
-            self.load_adapters(folders, version)
+            run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
         finally:
             for folder in folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
-        """Make all engines load these adapters."""
-        run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
 
     def _trainer_logps(self, model: Any) -> TrainerLogps:
         """Return the trainer's log-probs of the probe sequence, with each adapter."""

@@ -347,18 +347,14 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         values |= {"tensor_parallel_size": section.tensor_parallel, "distributed_executor_backend": EXECUTOR}
     if not torch.cuda.is_available():  # vLLM rewinds a half-read prompt's generator, which a CPU's cannot
         values["enable_chunked_prefill"] = False
-    if spec.image_ids and _can_normalize_in_tower():  # random weights would overwrite its mean and deviation
-        values["mm_device_do_normalize"] = False
+    if spec.image_ids:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        if "mm_device_do_normalize" in AsyncEngineArgs.__dataclass_fields__:  # in 0.32
+            values["mm_device_do_normalize"] = False  # random weights would overwrite the tower's mean and deviation
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
     return values | {"enable_lora": True, "max_loras": spec.adapters, "max_lora_rank": lora_slot(spec.lora_rank)}
-
-
-def _can_normalize_in_tower() -> bool:
-    """Return whether this vLLM can leave the normalisation of pixels to the vision tower (0.32 can)."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    return "mm_device_do_normalize" in AsyncEngineArgs.__dataclass_fields__
 
 
 def sampling_values(
