@@ -23,9 +23,7 @@ from posttrain.rollout.engine_process import restore_environment
 COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 LINKS = "posttrain-models"
 KERNELS = "posttrain-triton"  # in vLLM's cache folder
-_USER_TRITON_CACHE = os.environ.get(
-    "TRITON_CACHE_DIR"
-)  # the user's value: read before torch's compiler runs, which sets it too
+_USER_TRITON_CACHE = os.environ.get("TRITON_CACHE_DIR")  # read before torch's compiler runs, which sets it too
 MAX_STARTS = 64  # maximum number of concurrent starts of equal models
 
 

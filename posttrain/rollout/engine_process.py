@@ -99,16 +99,20 @@ def leave_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def mapped_files(prefix: str, process: int | str = "self") -> set[str]:
+    """Return the files that a process has mapped whose paths begin with `prefix`. Raises OSError if it has ended."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return {path for line in lines if (path := line.split(maxsplit=5)[-1]).startswith(prefix)}
+
+
 def unlink_memory(prefix: str) -> None:
     """Remove the names of this process's shared memory that begin with `prefix`, because a killed process does not.
     Processes that have mapped the memory keep it."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith(prefix):
-            with contextlib.suppress(FileNotFoundError):  # another process has removed the name
-                os.unlink(path)
-                if prefix == PYTHON_SHARED_MEMORY:
-                    resource_tracker.unregister(path.removeprefix("/dev/shm"), "shared_memory")
+    for path in mapped_files(prefix):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed the name
+            os.unlink(path)
+            if prefix == PYTHON_SHARED_MEMORY:
+                resource_tracker.unregister(path.removeprefix("/dev/shm"), "shared_memory")
 
 
 def clean_up() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.engine_sections import Vllm
-from posttrain.rollout import vllm_start
+from posttrain.rollout import engine_process, vllm_start
 from posttrain.rollout.vllm_process import GRACE_S, KEY_VARIABLE
 from posttrain.run import ranks
 from posttrain.scratch import Scratch
@@ -115,18 +115,18 @@ class LocalServer:
             os.killpg(group, signal.SIGKILL)
         self.process.wait()
         for path in left:
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
         self.home.close()
 
 
-def named_memory(group: int) -> set[Path]:
+def named_memory(group: int) -> set[str]:
     """Return the shared memory files of vLLM in the processes of a process group: on a CPU with tensor parallelism vLLM
     does not remove them."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    found = set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            if os.getpgid(int(maps.parent.name)) == group:
-                found |= {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "/dev/shm/vllm" in line}
+            if os.getpgid(int(process.name)) == group:
+                found |= engine_process.mapped_files(engine_process.VLLM_SHARED_MEMORY, process.name)
     return found
 
 
