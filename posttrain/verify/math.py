@@ -22,7 +22,7 @@ from posttrain.verify.conditions import without_conditions
 from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.golds import gold_text, is_no_answer
-from posttrain.verify.notation import clean, other_readings, plain, same_dates
+from posttrain.verify.notation import clean, other_readings, plain, same_dates, same_times
 from posttrain.verify.word_answers import means_all_reals, means_no_solution, same_words
 
 # Plain integers are compared as text, a hundred times faster.
@@ -84,8 +84,9 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
         return True
     if (same_choice := options.same(gold, candidate)) is not None:
         return same_choice
-    if (dates := same_dates(gold, candidate)) is not None:
-        return dates
+    for compare in (same_dates, same_times):
+        if (same := compare(gold, candidate)) is not None:
+            return same
     if not same_bases(read_bases(gold)[1], read_bases(candidate.rpartition("=")[2])[1]):
         return False
     pairs = [(gold, candidate), *((gold, other) for other in other_readings(candidate, gold=False))]

@@ -34,10 +34,13 @@ def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
 
 
 def _has_arguments(reader: Reader, name: str) -> bool:
-    """Return whether the bracket after a name holds arguments: of a function, or in `P(A) =` at the start of a side."""
+    """Return whether the bracket after a name holds arguments: of a function, or in `P(A) =` at the start of a side.
+
+    `I(0)` is a value of I, since nobody multiplies by a bracket with 0.
+    """
     if not reader.at("("):
         return False
-    if name[0] in FUNCTION_NAMES:
+    if name[0] in FUNCTION_NAMES or (reader.peek(1).text, reader.peek(2).text) == ("0", ")"):
         return True
     reader.position += 1
     end = reader.closing_position()

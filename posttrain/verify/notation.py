@@ -222,8 +222,8 @@ _DECIMAL_COMMA = re.compile(
 _GROUPED = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
 _DATE = re.compile(r"[12][0-9]{3}-[0-9]{1,2}-[0-9]{1,2}")
 _RANGE = re.compile(r"[0-9]+-[0-9]+")
-_HALF_OF_DAY = re.compile(
-    r"(?P<hour>0?[1-9]|1[0-2])(?::(?P<minutes>[0-5][0-9]))?(?:\\[,;: ]|[ ~])*(?P<half>[ap])\.?\s?m\.?", re.IGNORECASE
+_TIME = re.compile(
+    r"([01]?[0-9]|2[0-4])(?: ?: ?([0-5][0-9]))?(?: ?: ?([0-5][0-9]))? ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE
 )
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
 _POWER = r"(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?"
@@ -364,8 +364,6 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
     chosen = re.sub(r"(?<![A-Za-z\\])C\s*\(\s*([0-9]+)\s*,\s*([0-9]+)\s*\)", r"\\binom{\1}{\2}", text)
     if chosen != text and not (gold and chosen.startswith("\\binom") and chosen.endswith("}")):
         readings.append(chosen)  # a gold answer that is only `C(5, 2)` is a point
-    if time := _read_time(text):
-        readings.append(time)
     if power := _POWER_OF_TEN.fullmatch(text):
         readings.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
     if run := _CASED_RUN.search(text):
@@ -375,21 +373,8 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
     return readings
 
 
-def _read_time(text: str) -> str:
-    """Return a time with a.m. or p.m. in 24 hours and with its minutes, as in `15:00 pm`; "" for another text."""
-    half = _HALF_OF_DAY.fullmatch(" ".join(LETTERS.sub(r" \1 ", text.strip("$ ")).split()))
-    if half is None:
-        return ""
-    hour = int(half["hour"]) % 12 + 12 * (half["half"] in "pP")
-    return f"{hour}:{half['minutes'] or '00'} {half['half'].lower()}m"
-
-
 def same_dates(gold: str, candidate: str) -> bool | None:
-    """Compare dates in digits, times with a.m. or p.m., or a gold range or score (`3-4`) with the other text; None if
-    none applies."""
-    times = _read_time(gold), _read_time(candidate)
-    if all(times):
-        return times[0] == times[1]
+    """Compare dates in digits, or a gold range or score (`3-4`), with the other text; None if neither applies."""
     one, other = (
         re.sub(r" ?(?:[-–—]|\bto\b|\\text\{ ?to ?\}) ?", "-", " ".join(text.strip("$ ").split()))
         for text in (gold, candidate)
@@ -400,3 +385,28 @@ def same_dates(gold: str, candidate: str) -> bool | None:
     return [int(part) for part in one.split("-")] == [int(part) for part in other.split("-") if part.isdecimal()] and (
         one.count("-") == other.count("-")
     )
+
+
+def same_times(gold: str, candidate: str) -> bool | None:
+    """Compare times of day of which one has a.m. or p.m., or one has seconds; None for anything else.
+
+    `8:34` may be 8:34 a.m. or 20:34, `20:34` only 8:34 p.m.
+    """
+    found = [
+        _TIME.fullmatch(" ".join(re.sub(SPACE, " ", LETTERS.sub(r" \1 ", text)).replace("$", " ").split()))
+        for text in (gold, candidate)
+    ]
+    times = [time.groups() for time in found if time is not None and (time[2] or time[4])]
+    if len(times) < 2 or not (any(time[3] for time in times) or (times[0][2] is None) != (times[1][2] is None)):
+        return None
+    parts = [(int(minutes or 0), int(seconds or 0)) for _, minutes, seconds, _ in times]
+    halved = any(time[3] for time in times)
+    hours = [_possible_hours(int(time[0]), (time[3] or "").lower(), halved) for time in times]
+    return parts[0] == parts[1] and not hours[0].isdisjoint(hours[1])
+
+
+def _possible_hours(hour: int, half: str, halved: bool) -> set[int]:
+    """Return the hours of a 24-hour clock that an hour may mean. halved: the other time may have a.m. or p.m."""
+    if half:
+        return {hour % 12 + 12 * (half == "p")} if hour <= 12 else {hour}
+    return {hour % 24, hour + 12} if halved and 1 <= hour < 12 else {0, 12} if halved and hour == 12 else {hour % 24}

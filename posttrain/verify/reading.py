@@ -23,6 +23,7 @@ from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import ratio_of_units, read_unit
 
 MAX_NESTED = 5  # maximum nesting depth of functions
+HALVES_OF_DAY = ("am", "pm", "a.m.", "p.m.", "a.m", "p.m")
 _ENDS = frozenset(["relation", "word", "end"])
 
 
@@ -177,17 +178,16 @@ class Reader(Cursor):
         if len(parts) > 2:
             return Group("()", tuple(map(Formula, parts)))
         digits = [token.text for token in self.tokens[start : self.position] if token.kind == "number"]
+        _, unit = read_unit(self, first)
         if (
             all(part.is_Integer for part in parts)
             and len(digits) == 2
             and len(digits[1]) == 2
-            and (digits[1][0] == "0" or sympy.igcd(*map(int, parts)) != 1)
+            and (digits[1][0] == "0" or unit.casefold() in HALVES_OF_DAY or sympy.igcd(*map(int, parts)) != 1)
             and 0 <= parts[0] <= 24
             and parts[1] < 60
         ):
-            _, unit = read_unit(self, first)
             return Group("time", (Formula(parts[0], unit=unit), Formula(parts[1])))
-        _, unit = read_unit(self, first)
         return Formula(parts[0] / parts[1], self.approximate, unit, frozenset(self.forms))
 
     # Sums and products.
