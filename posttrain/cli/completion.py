@@ -59,6 +59,7 @@ IMPORT_TOOLS = (
     "megatron-swift",
     "openrlhf",
     "verl",
+    "torchtune",
     "mergekit",
 )
 

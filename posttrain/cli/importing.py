@@ -36,7 +36,7 @@ def import_recipe(
             "--from",
             metavar="TOOL",
             help="Tool that the file is for: trl, open-r1, axolotl, llamafactory, ms-swift, megatron-swift, openrlhf, "
-            "verl or mergekit (default: recognised by its keys).",
+            "verl, torchtune or mergekit (default: recognised by its keys).",
         ),
     ] = None,
     output: Annotated[
@@ -54,7 +54,7 @@ def import_recipe(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a config of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl or mergekit to a recipe.
+    """Convert a config of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl, torchtune or mergekit.
 
     A Python script using TRL is parsed, not run: only literal values are converted; its reward functions are written to
     a file beside the recipe.

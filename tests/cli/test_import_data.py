@@ -16,6 +16,14 @@ from posttrain.recipe.stages import DpoRecipe
 Import = Callable[..., dict[str, Any]]
 AXOLOTL = {"base_model": "tiny", "micro_batch_size": 1, "sequence_len": 256}
 LLAMA_FACTORY = {"model_name_or_path": "tiny", "stage": "sft", "finetuning_type": "full", "dataset": "mine"}
+TORCHTUNE = {
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 64},
+    "checkpointer": {"checkpoint_dir": "models/x"},
+    "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
+    "batch_size": 4,
+    "epochs": 1,
+}
 TRL = {"model_name_or_path": "tiny", "dataset_name": "rows.jsonl", "packing": True}
 
 
@@ -143,3 +151,43 @@ def test_trl_options_of_trained_tokens(keys: dict[str, Any], train_on: str | Non
     assert any("rows of more than 1024 tokens are truncated by TRL" in note for note in found["differs"])
     for strategy, left in (("bfd", False), ("wrapped", True)):
         assert ("packing_strategy" in imported(TRL, packing_strategy=strategy)["why"]) == left
+
+
+@pytest.mark.parametrize(
+    ("builder", "keys", "data"),
+    [
+        ("chat", {"conversation_column": "talk"}, {"train_on": "assistant", "columns": {"messages": "talk"}}),
+        ("chat", {"conversation_column": "conversations", "train_on_input": True}, {"train_on": "all"}),
+        ("chat", {"conversation_column": "messages", "masking_strategy": "train_on_last"}, {"train_on": "completion"}),
+        (
+            "instruct",
+            {"column_map": {"input": "q", "output": "a"}},
+            {"train_on": "assistant", "columns": {"prompt": "q", "completion": "a"}},
+        ),
+        ("text_completion", {"column": "body"}, {"train_on": "all", "chat": False, "columns": {"text": "body"}}),
+    ],
+)
+def test_torchtune_data_sets(builder: str, keys: dict[str, Any], data: dict[str, Any], imported: Import) -> None:
+    section = {"_component_": f"torchtune.datasets.{builder}_dataset", "source": "org/x", "packed": True, **keys}
+    found = imported(TORCHTUNE, dataset=section)
+    assert (found["tool"], found["stage"], found["problems"]) == ("torchtune", "sft", [])
+    assert found["recipe"]["data"] == {"source": "org/x", "max_length": 64, **data}
+    assert found["recipe"]["batch"] == {"size": 4, "micro_size": 4, "packing": True}
+
+
+def test_torchtune_alpaca_and_several_data_sets(imported: Import) -> None:
+    alpaca = {"_component_": "torchtune.datasets.alpaca_cleaned_dataset"}
+    data = imported(TORCHTUNE, dataset=alpaca)["recipe"]["data"]
+    assert (data["source"], data["train_on"]) == ("yahma/alpaca-cleaned", "all")  # the builder's default
+    assert data["prompt_template"].endswith("### Instruction:\n{prompt}\n\n### Response:\n")
+    slim = {"_component_": "torchtune.datasets.slimorca_dataset"}
+    mixed = imported(TORCHTUNE, dataset=[slim, {**slim, "source": "org/x"}])["recipe"]["data"]
+    assert [source["source"] for source in mixed["mix"]] == ["Open-Orca/SlimOrca-Dedup", "org/x"]
+
+
+def test_torchtune_preferences(imported: Import) -> None:
+    builder = {"_component_": "torchtune.datasets.stack_exchange_paired_dataset", "column_map": {"chosen": "best"}}
+    found = imported(TORCHTUNE, dataset=builder, loss={"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.2})
+    assert found["stage"] == "dpo"
+    assert found["recipe"]["data"]["columns"] == {"prompt": "question", "chosen": "best", "rejected": "response_k"}
+    assert found["recipe"]["loss"] == {"beta": 0.2}

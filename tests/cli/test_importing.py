@@ -1,4 +1,4 @@
-"""`posttrain recipe import`: files in the style of eight tools, and what becomes of them, word for word.
+"""`posttrain recipe import`: files in the style of nine tools, and what becomes of them, word for word.
 
 The expected recipes stand beside the files. `UPDATE_IMPORTED=1 pytest tests/cli/test_importing.py` writes them anew.
 """
@@ -29,7 +29,10 @@ LACK_A_REWARD = {  # files with a reward that has to be written, and what the mi
     "ms_swift_grpo.sh": "made_rewards.py",
     "trl_script.py": "short_in_tokens",
 }
-TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "megatron_swift", "openrlhf", "verl", "mergekit")
+TOOLS = (
+    *("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "megatron_swift"),
+    *("openrlhf", "verl", "torchtune", "mergekit"),
+)
 
 
 def test_every_tool_has_an_example() -> None:

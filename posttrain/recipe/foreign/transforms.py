@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from posttrain.errors import count_noun
-from posttrain.recipe.foreign import data_forms, objective_forms, reward_forms, run_forms
+from posttrain.recipe.foreign import data_forms, objective_forms, reward_forms, run_forms, torchtune_forms
 from posttrain.recipe.foreign.draft import Draft
 from posttrain.recipe.foreign.source import Foreign, Given
 
@@ -402,4 +402,5 @@ TRANSFORMS: dict[str, Transform] = {
     **objective_forms.TRANSFORMS,
     **reward_forms.TRANSFORMS,
     **run_forms.TRANSFORMS,
+    **torchtune_forms.TRANSFORMS,
 }

@@ -25,7 +25,10 @@ from typing import Any
 TABLES = Path(__file__).parent / "tables"
 COMMON = "common"
 # Tool names for --from.
-TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "megatron_swift", "openrlhf", "verl", "mergekit")
+TOOLS = (
+    *("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "megatron_swift"),
+    *("openrlhf", "verl", "torchtune", "mergekit"),
+)
 
 
 @dataclass(frozen=True)
