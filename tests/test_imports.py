@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "redact": set(),
     "registry": {"errors", "path_resolution", "redact"},
     "recipe": {"errors", "path_resolution", "registry", "options", "renamed_keys"},
-    "run": {"errors", "redact", "renamed_keys", "seeds", "terminal"},
+    "run": {"errors", "path_resolution", "redact", "renamed_keys", "seeds", "terminal"},
     "report": {"errors", "terminal", "run"},
     "track": {"errors", "redact", "terminal", "run"},
     "verify": FOUNDATION | {"scratch", "thoughts"},
