@@ -231,6 +231,11 @@ _TEXT = rf"\{{\s*\\(?:text|mathrm)\s*\{{\s*([A-Za-z]+)\s*{_POWER}\s*\}}\s*{_POWE
 _TIMES_UNIT = re.compile(
     rf"(?<=[0-9}}\s,~])\\(?:text|mathrm)\s*\{{([^{{}}]*)\}}{_POWER}\s*\\cdot\s*\\(?:text|mathrm)\s*\{{"
 )
+_GAP = r"(?:\s|\\[,;: ]|~)*+"
+_NEXT_UNIT = re.compile(  # \mathrm{m}\,\mathrm{s}^{-1} after a number; no `\text{ or }`
+    rf"([0-9}}]{_GAP})\\(?:text|mathrm)\s*\{{((?:\s|~)*[A-Za-zµΩ]{{1,4}}(?:\s[^{{}}]*)?)\}}{_POWER}{_GAP}\\(?:text|mathrm)\s*\{{"
+    r"(?=(?:\s|~)*(?!(?:or|and|if|to|in|is|no|for|by|of|at)\b)[A-Za-zµΩ]{1,3}\s*\})"
+)
 _RAISED_UNIT = re.compile(
     r"(?<=[0-9}\s,~])\\(?:text|mathrm)\s*\{(?:[A-Za-z ~]|\\[,;: ]|\\cdot\b|\^\s*\{\s*-?[1-9]\s*\})+\}"
 )
@@ -291,6 +296,7 @@ def _normalize_signs(text: str) -> str:
     )
     for _ in range(3):
         text = _TIMES_UNIT.sub(lambda m: rf"\text{{{_raise_unit(m[1], m[2])} ", text)
+        text = _NEXT_UNIT.sub(lambda m: rf"{m[1]}\text{{{_raise_unit(m[2], m[3])} ", text)
     text = _RAISED_UNIT.sub(lambda m: re.sub(r"\^\s*\{\s*(-?[1-9])\s*\}", r"^\1", m[0]), text)
     text = re.sub(r"(?:\\mu|[μµ])\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{µ", text)
     text = re.sub(r"(\\in|∈)\s*\\math(?:bf|rm|it)\s*\{\s*([RZNQC])\s*\}", r"\1 \\mathbb{\2}", text)

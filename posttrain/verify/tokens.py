@@ -125,6 +125,12 @@ def _tokens(kind: str, text: str, spaced: bool, before: list[Token]) -> list[Tok
     return [Token(kind, "^" if text == "**" else text, spaced)]
 
 
+def _counts(before: list[Token]) -> bool:
+    """Return whether up to three words follow a number at the end of the tokens."""
+    kinds = [token.kind for token in before[-4:]]
+    return "number" in kinds and set(kinds[len(kinds) - kinds[::-1].index("number") :]) == {"word"}
+
+
 def _command(name: str, spaced: bool) -> list[Token]:
     name = _SAME_COMMANDS.get(name, name)
     if name in ("{", "}"):
@@ -166,6 +172,8 @@ def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
         return [Token("sign", run, spaced)]  # no product
     if run == "of" and last.kind == "word":
         return [Token("word", run, spaced)]
+    if spaced and run.islower() and set(run) & set("aeiou") and _counts(before):
+        return [Token("word", run, spaced)]  # 5 years old, 6 pieces of gum
     if len(run) > 1 and last.text == "/" and run in SHORT and len(before) > 1 and before[-2].kind in ("number", "word"):
         return [Token("word", run, spaced)]
     short = run.lower() in SHORT and (spaced or run.islower())
