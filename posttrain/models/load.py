@@ -128,6 +128,8 @@ def load(
     merged into the base and a fresh one is added, so that the frozen base is the starting policy. With 4-bit weights or
     `lora.continue` nothing is merged: the old adapter is trained further, and a frozen copy is kept as `reference`.
     """
+    if device_of(section).type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device: cuda, but torch sees no GPU", hint="`posttrain doctor` shows what torch sees")
     place = _check_section(section, locate(section.path, base_dir), base_dir)
     base = _locate_dense_base(place, base_dir)
     with suppress_progress_bars(), _explain_out_of_memory(section), parse_gguf_once(base):
@@ -313,8 +315,6 @@ def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
         raise MissingExtra("bitsandbytes", "model.quantize: nf4", "quant")
     if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:
         raise MissingExtra("gguf", "a .gguf model", "train")
-    if device_of(section).type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device: cuda, but torch sees no GPU", hint="`posttrain doctor` shows what torch sees")
     return place
 
 

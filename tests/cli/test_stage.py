@@ -390,6 +390,7 @@ def test_missing_gpu_raises_before_loading(call: Call, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        (["model.device=cuda"], "model.device: cuda, but this machine has no GPU"),
         (["optim.use=paged_adamw_8bit"], "optim.use: paged_adamw_8bit needs a GPU, but this machine has no GPU"),
         (["model.half_weights=true"], "model.half_weights: needs matmuls in bfloat16, and `dtype: auto` is float32"),
     ],
