@@ -54,6 +54,14 @@ def test_axolotl_options_of_turns_that_say_how_rows_are_read_here(imported: Impo
     assert (found["why"], found["recipe"]["data"]["train_on"]) == ({}, "assistant")
 
 
+def test_axolotl_inputs_are_trained_on_wherever_the_key_stands(imported: Import) -> None:
+    data_sets = {"datasets": [{"path": "rows.jsonl", "type": "chat_template"}]}
+    for keys in ({**data_sets, "train_on_inputs": True}, {"train_on_inputs": True, **data_sets}):
+        found = imported(AXOLOTL, **keys)
+        assert (found["recipe"]["data"]["train_on"], found["why"]) == ("all", {})
+    assert imported(AXOLOTL, **data_sets, train_on_inputs=False)["recipe"]["data"]["train_on"] == "assistant"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [

@@ -180,7 +180,8 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
         elif not text.startswith("chat_template"):
             draft.leave(whole, f"{_PAIRS}: `data.columns` renames others")
     elif text.startswith(_CHATS):
-        draft.set_default("data.train_on", "assistant", origin)
+        if draft.get("train_on_inputs") is not True:  # that key is copied, wherever it stands
+            draft.set_default("data.train_on", "assistant", origin)
     elif text == "completion":
         draft.set_default("data.train_on", "all", origin)
         draft.set_default("data.chat", False, origin)
