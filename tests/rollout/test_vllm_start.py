@@ -78,13 +78,14 @@ def test_socket_files_get_a_folder_with_a_short_path(monkeypatch: pytest.MonkeyP
     assert vllm_start.socket_settings(longest) == {}
 
 
-def test_vllm_logging_is_silenced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vllm_logging_is_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before vLLM configures its logging, unless the user asks for it."""
     given = vllm_start.arguments(spec(None), tmp_path)
     assert given["use_tqdm_on_load"] is False
     monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.NOTSET)
+    logged, handler = list[logging.LogRecord](), logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     for level, told in (("ERROR", []), ("info", ["Triton is installed"])):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
         with warnings.catch_warnings(record=True) as warned:
@@ -93,7 +94,7 @@ def test_vllm_logging_is_silenced(
             for module in ("vllm.triton_utils.dispatcher", "mine"):
                 warnings.warn_explicit("reduce_op", FutureWarning, f"{module}.py", 138, module=module)
         assert [str(w.filename) for w in warned] == ["mine.py"]
-        assert caplog.messages == told
+        assert [record.getMessage() for record in logged] == told
 
 
 def test_notes_before_an_engine_starts() -> None:
