@@ -77,6 +77,16 @@ def _cache_command_tree() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def short_library_calls() -> Iterator[None]:
+    """For folders whose tests load models: see library_shortcuts.py."""
+    from tests.library_shortcuts import shorten_library_calls
+
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_library_calls(patch.setattr)
+        yield
+
+
 @pytest.fixture(scope="module")
 def scripts_described_here() -> Iterator[None]:
     """Describe a recipe's scripts in this process instead of a separate one (tests/cli/test_imports.py). For scripts

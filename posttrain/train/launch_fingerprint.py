@@ -46,13 +46,19 @@ SOURCE = (".py", ".json", ".yaml")  # suffixes of posttrain's own files
 
 def launch_facts(loaded: Loaded) -> dict[str, Fact]:
     """Return facts by name: posttrain and libraries; each recipe key, or the content of the file or folder it names."""
-    root = Path(path_resolution.__file__).parent
-    own_files = sorted(path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
-    facts = {"posttrain": _content(own_files, str(package_version("posttrain")), whole=True)}
+    facts = {"posttrain": own_source()}
     facts |= {name: Fact(version, version) for name in LIBRARIES if (version := package_version(name))}
     values = json.loads(json.dumps(loaded.resolved))
     facts |= {key: _text(value) for key, value in flatten(values).items() if key not in MAY_DIFFER}
     return facts | named_files(loaded)
+
+
+@functools.cache
+def own_source() -> Fact:
+    """Return the version of posttrain with the hash of its files."""
+    root = Path(path_resolution.__file__).parent
+    files = sorted(path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
+    return _content(files, str(package_version("posttrain")), whole=True)
 
 
 def named_files(loaded: Loaded) -> dict[str, Fact]:

@@ -87,6 +87,10 @@ def small(kind: str, tokenizer: Any, **changes: Any) -> Any:
     return model
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_library_calls(short_library_calls: None) -> None: ...
+
+
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[..., Path]:
     """A model folder: `folder_of("qwen2", dtype=torch.bfloat16)`."""

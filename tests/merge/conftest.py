@@ -26,6 +26,10 @@ def save_tiny(
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_library_calls(short_library_calls: None) -> None: ...
+
+
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     """A folder with the models `base`, `a` and `b`."""

@@ -23,6 +23,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_library_calls(short_library_calls: None) -> None: ...
+
+
 @pytest.fixture
 def loaded(tmp_path: Path) -> Callable[..., LoadedModel]:
     """`load` with the section's keys; `training` is the default here."""

@@ -42,6 +42,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _short_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     request.getfixturevalue("scripts_described_here")
+    request.getfixturevalue("short_library_calls")
     with pytest.MonkeyPatch.context() as patch:
         skip_parts_tested_elsewhere(patch.setattr)
         yield

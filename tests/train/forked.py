@@ -21,11 +21,13 @@ import ranked
 import served
 import torch
 import tqdm
+from library_shortcuts import shorten_library_calls
 from short_runs import skip_parts_tested_elsewhere
 
 from posttrain import pipeline
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
+from posttrain.train import launch_fingerprint
 
 RUN: dict[str, Any] = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}, "run": {"steps": 1}}
 SFT = {**RUN, "stage": "sft", "batch": {"size": 2}}
@@ -54,8 +56,10 @@ def run_once() -> None:
     is disabled: files of tests need not outlive a power cut."""
     os.fsync = lambda _: None
     skip_parts_tested_elsewhere(setattr)
+    shorten_library_calls(setattr)
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
+    launch_fingerprint.own_source()  # of eight hundred files; all ranks have the same
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
         folder = Path(name)
         rows = [{"prompt": f"{n}+{n}=", "completion": str(n + n)} for n in range(4)]

@@ -48,6 +48,7 @@ from posttrain.train import (
     preference,
     rank_consistency,
     rank_failure_monitor,
+    rank_rendezvous,
     rl,
     sft,
 )
@@ -71,6 +72,7 @@ def answer(job: dict[str, Any]) -> list[int]:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 distributed.PEER_LOST_DELAY_S = 0.1  # no launcher ends the other ranks when one fails
+                rank_rendezvous.POLL_S = 0.01
                 end(partial(train, job) if "recipe" in job else work_of(job))
             children.append(child)
         return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
