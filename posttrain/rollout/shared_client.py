@@ -57,6 +57,9 @@ class CollectiveCalls(Generic[A]):
             raise self.over.copy()
         if self._work is None:
             self._call, self._work = call, asyncio.get_running_loop().create_future()
+            self._work.add_done_callback(
+                asyncio.Future.exception
+            )  # reads it: asyncio warns of an error that nobody read
         work = self._work
         if call != self._call or member in self._asked:
             self.end(EngineError(f"ranks that share an engine call `{self._call}` and `{call}` at the same time"))

@@ -708,6 +708,11 @@ def test_openrlhfs_kl_after_the_baseline_is_noted(folder: Path) -> None:
             {"use": "tis", "level": "token", "mode": "truncate", "clip_min": 0.8, "clip_max": 1.2},
         ),
         (
+            f"{OPENRLHF} --enable_vllm_is_correction --vllm_is_correction_type icepop --vllm_is_truncated_threshold 2",
+            "corrections",
+            {"use": "tis", "level": "token", "mode": "mask", "clip_min": 0.0, "clip_max": 2.0},
+        ),
+        (
             f"{OPENRLHF} --enable_vllm_is_correction --algo.advantage.is_correction_type seq-mask-tis",
             "corrections",
             {"use": "tis", "level": "token", "clip_max": None, "row_min": 0.5, "row_max": 5.0},
@@ -717,4 +722,6 @@ def test_openrlhfs_kl_after_the_baseline_is_noted(folder: Path) -> None:
 def test_swifts_and_openrlhfs_corrections_are_imported(given: str, section: str, entry: Any, folder: Path) -> None:
     draft = import_recipe(folder, given, stage="rl")
     assert draft.plain()[section] == [entry]
-    assert not [key for key in left_out(draft) if "is_correction" in key or "importance_sampling" in key]
+    assert not [
+        key for key in left_out(draft) if "vllm_is" in key or "is_correction" in key or "importance_sampling" in key
+    ]

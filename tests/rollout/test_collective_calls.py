@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -76,6 +77,26 @@ def test_an_interrupted_member_ends_the_call_for_all() -> None:
 
     given_up, other = asyncio.run(run())
     assert isinstance(given_up, asyncio.CancelledError) and "cancelled `pause`" in str(other)
+
+
+def test_no_warning_of_an_unread_error_when_the_only_member_is_cancelled() -> None:
+    reports: list[dict[str, Any]] = []
+
+    async def never(_: Sequence[None]) -> None:
+        raise AssertionError("one is missing")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        calls = CollectiveCalls[None](2)
+        alone = asyncio.create_task(calls.join(0, "pause", None, never))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+        del calls, alone
+        gc.collect()
+
+    asyncio.run(run())
+    assert not reports
 
 
 def test_different_calls_at_the_same_time_raise() -> None:

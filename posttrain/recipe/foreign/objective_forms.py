@@ -345,7 +345,8 @@ def _openrlhf_correction(draft: Draft, given: Given, _: str) -> None:
         draft.leave(given, "write `corrections: [{use: tis}]`: `level` and `mode` as in `posttrain methods show tis`")
         return
     draft.get(f"{section}type")
-    low, high = map(float, draft.get(f"{section}threshold", default=[0.5, 5.0]))
+    bounds = draft.get(f"{section}threshold", default=[0.5, 5.0])
+    low, high = map(float, bounds if isinstance(bounds, list) else (0.0, bounds))  # older versions: one upper bound
     arguments: dict[str, Any]
     if kind == "seq-mask-tis":
         arguments = {"level": "token", "clip_max": None, "row_min": low, "row_max": high}
