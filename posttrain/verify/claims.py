@@ -131,8 +131,9 @@ def stated_value(chain: Chain) -> Any:
     sides = list(chain.sides)
     if "approx" in chain.relations:
         sides = sides[: chain.relations.index("approx") + 1]
-        if len(sides) == 1 and is_name(sides[0]):
-            sides = list(chain.sides[:2])
+        if len(sides) == 1 and is_name(sides[0]):  # x \approx a = b has the value b
+            relations = [*chain.relations[1:], "approx"]
+            sides = list(chain.sides[: relations.index("approx") + 2])
     first, last = sides[0], sides[-1]
     later = [formula.expr for side in sides[1:] for formula in formulas(side)]
     unknown = first.expr if isinstance(first, Formula) and isinstance(first.expr, Symbol | AppliedUndef) else None

@@ -299,6 +299,9 @@ def _normalize_signs(text: str) -> str:
         text = _NEXT_UNIT.sub(lambda m: rf"{m[1]}\text{{{_raise_unit(m[2], m[3])} ", text)
     text = _RAISED_UNIT.sub(lambda m: re.sub(r"\^\s*\{\s*(-?[1-9])\s*\}", r"^\1", m[0]), text)
     text = re.sub(r"(?:\\mu|[μµ])\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{µ", text)
+    text = re.sub(
+        r"\\(?:text|mathrm)\s*\{[^{}]*\}", lambda m: m[0].replace("\N{GREEK SMALL LETTER MU}", "\N{MICRO SIGN}"), text
+    )
     text = re.sub(r"(\\in|∈)\s*\\math(?:bf|rm|it)\s*\{\s*([RZNQC])\s*\}", r"\1 \\mathbb{\2}", text)
     if re.search(r"\\(?:mathbf|boldsymbol|bm|vec|hat)\s*\{?\s*\\?[jk](?:math)?(?![A-Za-z])", text):
         text = re.sub(

@@ -39,7 +39,7 @@ miliardi тысяча тысячи тысяч миллион миллиона м
 não até além também más según también además où né più così perché hälfte größer höher fünf zwölf dreißig fünftel
 zwölftel moitié dixièmes centièmes millièmes carré carrés négatif négative décimos décimas décimo centésimas milésimas
 nebo či až není než půl třetiny čtvrtiny değil lub że không hoặc
-tercio tercios cuartos quintos octavos medio medios terços meia meio mezzo
+tercio tercios cuartos quintos octavos medio medios terços meia meio mezzo demi demie halbe
 drittel viertel sechstel achtel zehntel terzi quinti cinquièmes huitièmes
 thou hunderte tausende dutzend paar centaine centaines dizaine dizaines douzaine douzaines paire cientos docena docenas
 пара пол bps double triple umpteen gazillion
@@ -54,7 +54,7 @@ _PART = re.compile(
 # (half, more, some, or, not, numerals; hundreds and thousands except in the names of units).
 _HAN_SCALE = re.compile(r"\b([十百千]?[万萬亿億])(?=[\u4e00-\u9fff])")
 _HAN_MORE = re.compile(
-    r"[半多余餘几幾或和与與加减減乘除折成打双雙负負非不无無错錯零一二三四五六七八九两兆十百万萬亿億]"
+    r"[半多余餘几幾或和与與加减減乘除折成割打双雙负負非不无無错錯零一二三四五六七八九两兆十百万萬亿億]"
     r"|以[上下]|分之|千(?![克米瓦卡焦帕赫伏])"
 )
 
