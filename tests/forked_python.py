@@ -48,6 +48,9 @@ sys.exit(code)
 def serve(modules: str, options: str, path: str, client: str) -> None:
     for name in modules.split():
         importlib.import_module(name)
+    if "accelerate" in sys.modules:
+        shortcuts = runpy.run_path(str(Path(__file__).with_name("library_shortcuts.py")))
+        shortcuts["shorten_library_calls"](setattr)
     gc.freeze()  # no collection of a fork goes over the libraries, which would copy their pages as well
     gc.enable()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,15 @@ def shorten_library_calls(replace: Callable[[Any, str, Any], None]) -> None:
     from accelerate.utils import imports
     from transformers import configuration_utils
 
+    search = imports._is_package_available
+
+    @functools.cache
+    def has_package(find_spec: Any, *names: str) -> bool:  # noqa: ARG001
+        """find_spec: that of importlib, or what a test has in its place; part of the key."""
+        return bool(search(*names))
+
     replace(configuration_utils.PreTrainedConfig, "__repr__", object.__repr__)
-    replace(imports, "_is_package_available", functools.cache(imports._is_package_available))
+    replace(imports, "_is_package_available", lambda *names: has_package(importlib.util.find_spec, *names))
     replace(jinja2.Environment, "compile", functools.cache(jinja2.Environment.compile))
     for device in (torch.cuda, torch.xpu):
         if not device.is_available():

@@ -43,6 +43,10 @@ def values(**changes: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_library_calls(short_library_calls: None) -> None: ...
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Problems 1+1 ... 1+6 and the reward script."""

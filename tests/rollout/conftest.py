@@ -37,6 +37,10 @@ def small_model(tokenizer: Any, seed: int = 0) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_library_calls(short_library_calls: None) -> None: ...
+
+
 @pytest.fixture
 def loaded() -> LoadedModel:
     tokenizer = tiny.build_tokenizer()

@@ -21,7 +21,6 @@ import ranked
 import served
 import torch
 import tqdm
-from library_shortcuts import shorten_library_calls
 from short_runs import skip_parts_tested_elsewhere
 
 from posttrain import pipeline
@@ -56,7 +55,6 @@ def run_once() -> None:
     is disabled: files of tests need not outlive a power cut."""
     os.fsync = lambda _: None
     skip_parts_tested_elsewhere(setattr)
-    shorten_library_calls(setattr)
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
     launch_fingerprint.own_source()  # of eight hundred files; all ranks have the same
