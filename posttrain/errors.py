@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,14 @@ class PosttrainError(Exception):
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> Self:
         """Return one error that carries several problems."""
-        error = cls(problems[0].what)
+        error = cls.__new__(cls)  # subclasses have other arguments
         error.problems = tuple(problems)
         error.args = (join_problems(problems),)
         return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the problems: ranks that share an engine send errors to each other."""
+        return type(self).of, (self.problems,), vars(self)
 
     def at(self, where: str) -> Self:
         """Return the same error, with `where` for problems that have no location."""

@@ -1,11 +1,13 @@
-"""Helpers of error messages: suggestions of near names, and counted nouns."""
+"""Errors across processes, and helpers of their messages: suggestions of near names, counted nouns."""
 
 from __future__ import annotations
+
+import pickle
 
 import pytest
 
 from posttrain.data.inspect import _check_doubles
-from posttrain.errors import count_noun, nearest
+from posttrain.errors import EngineError, Interrupted, MissingExtra, PosttrainError, count_noun, nearest
 from posttrain.verify.audit import Audit
 
 
@@ -26,3 +28,15 @@ def test_count_noun_uses_singular_or_plural() -> None:
 def test_messages_use_the_singular_for_one() -> None:
     assert Audit(1, {}, "boxed").summary == "gold scores best on 1 of 1 row (gold written in \\boxed{})"
     assert _check_doubles([(1, 2)])["text"] == "0 of 1 item equal to an earlier one"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MissingExtra("peft", "model.lora", "train"), Interrupted("stopped", number=15), EngineError("a", where="b")],
+)
+def test_errors_keep_kind_and_problems_when_pickled_and_copied(error: PosttrainError) -> None:
+    """Ranks that share an engine send errors to each other."""
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), found.exit_code) == (type(error), str(error), error.exit_code)
+    assert error.copy().problems == found.problems == error.problems
+    assert [problem.where for problem in error.at("r.yaml").problems] == [error.problems[0].where or "r.yaml"]
