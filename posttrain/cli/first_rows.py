@@ -51,7 +51,8 @@ class _SourceRows:
 def list_checks(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
-    """Yield (key in the stage, check) for each local source and for the columns that rewards read.
+    """Yield (key in the stage, check) for each local source, for the columns that rewards read, and for the variables
+    of the chat template.
 
     A check raises the error of a wrong row, and returns the notes that the run will print about the first rows.
     rewards: of all lists in order, None for those that could not be loaded.
@@ -61,6 +62,9 @@ def list_checks(
     from posttrain.verify import correctness
 
     seen = _SourceRows()
+    model = section.get("model") or {}
+    if data.chat and model.get("chat_template_kwargs"):
+        yield ("model", "chat_template_kwargs"), lambda: _check_template_variables(model, base_dir)
     sources: list[tuple[Path_, Source]] = [(("data", "source"), data)]
     if data.mix is not None:
         sources = [(("data", "mix", number, "source"), source) for number, source in enumerate(data.mix)]
@@ -221,12 +225,22 @@ def _read_chat_template(section: Mapping[str, Any], base_dir: Path) -> Any:
 
     model = section.get("model") or {}
     try:
-        template = read_template(str(model.get("path")), model.get("chat_template"), base_dir)
+        template = read_template(model, base_dir)
     except (ValueError, OSError, struct.error):  # a missing or incomplete model: reported where it is loaded
         return None
     if template is not None and model.get("thoughts"):
         declare_format(template, *model["thoughts"])
     return template
+
+
+def _check_template_variables(model: Mapping[str, Any], base_dir: Path) -> list[str]:
+    """Raise ModelError if the chat template does not read a variable of the recipe; return no notes."""
+    from posttrain.models.templates import set_variables
+
+    template = _read_chat_template({"model": {**model, "chat_template_kwargs": {}}}, base_dir)
+    if template is not None:
+        set_variables(template.chat_template, model["chat_template_kwargs"])
+    return []
 
 
 def _render_texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, data: Data) -> list[Any]:

@@ -38,7 +38,10 @@ TRAILING_MESSAGES = "messages after the last trained turn are left out"
 OPENING_TURN = "an assistant turn that begins the conversation answers nothing, and is not trained on"
 OTHERS_MARKED = "`train: true` of messages that the model does not write is not followed"
 LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need about 500 bytes per character
-TEMPLATE_VARIABLES = "LOOK: the chat template gets no variables from the column `chat_template_kwargs`"
+TEMPLATE_VARIABLES = (
+    "LOOK: the chat template gets no variables from the column `chat_template_kwargs`; `model.chat_template_kwargs` sets"
+    " them for all rows"
+)
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 
 

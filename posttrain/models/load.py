@@ -32,7 +32,7 @@ from posttrain.models.pretrained import (
     parse_gguf_once,
     suppress_progress_bars,
 )
-from posttrain.models.templates import read_special_tokens
+from posttrain.models.templates import read_special_tokens, set_variables
 from posttrain.path_resolution import find
 from posttrain.recipe.sections import Model
 from posttrain.scratch import scratch
@@ -346,6 +346,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
             setattr(tokenizer, name, token)  # transformers 5.17 uses the file's BOS as EOS
     if section.chat_template:
         tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
+    tokenizer.chat_template = set_variables(tokenizer.chat_template, section.chat_template_kwargs)
     if section.thoughts:
         declare_format(tokenizer, *section.thoughts)
     tokenizer.padding_side = "left"  # generation continues at the right end

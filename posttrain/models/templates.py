@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +15,8 @@ from posttrain.models import adapters, tiny, tiny_vision
 from posttrain.models.model_paths import Place, locate
 from posttrain.path_resolution import find
 
+# variables that a template gets with every conversation
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -51,9 +53,56 @@ class ChatTemplate:
         return str(_compile(self.chat_template).render(**{**unset, **self.named, **how, "messages": messages}))
 
 
+def set_variables(template: Any, variables: Mapping[str, Any]) -> Any:
+    """Return a chat template in which variables have these values, unless a caller of the template gives others.
+
+    template: a text, several texts by name, or None; values: JSON. Raises ModelError for a template with an error, and
+    for a variable that no text reads.
+    """
+    if not variables:
+        return template
+    from jinja2 import TemplateSyntaxError, meta
+
+    environment = _environment()
+    texts = dict(template) if isinstance(template, Mapping) else {"": template or ""}
+    try:
+        undeclared = {name: meta.find_undeclared_variables(environment.parse(text)) for name, text in texts.items()}
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+    read = set[str]().union(*undeclared.values()) - {*_GIVEN, *_TOKEN_NAMES, *environment.globals}
+    if unknown := sorted(variables.keys() - read):
+        raise ModelError(
+            f"the chat template does not read {', '.join(unknown)}",
+            allowed=f"it reads {', '.join(sorted(read))}" if read else "it reads no variables",
+            hint="correct `model.chat_template_kwargs`" if read else "remove `model.chat_template_kwargs`",
+        )
+    for name in texts:
+        defaults = (
+            f"{{% if {variable} is not defined %}}{{% set {variable} = {_as_literal(value)} %}}{{% endif %}}\n"
+            for variable, value in variables.items()
+            if variable in undeclared[name]
+        )
+        texts[name] = "".join(defaults) + texts[name]
+    return texts if isinstance(template, Mapping) else texts[""]
+
+
+def _as_literal(value: Any) -> str:
+    """Return a value of JSON as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_as_literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_as_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value)
+
+
 @lru_cache(maxsize=8)
 def _compile(template: str) -> Any:
-    """Compile a chat template with the settings, tags, filters and functions that transformers gives to templates.
+    return _environment().from_string(template)
+
+
+@cache
+def _environment() -> Any:
+    """Return a Jinja environment with the settings, tags, filters and functions that transformers gives to templates.
 
     Importing transformers' own function takes a second. `{% generation %}` marks what is trained on; it is written as
     it is.
@@ -87,18 +136,22 @@ def _compile(template: str) -> Any:
         "raise_exception": raise_exception,
         "strftime_now": lambda how: datetime.now().strftime(how),
     }
-    return environment.from_string(template)
+    return environment
 
 
-def read_template(path: str, chat_template: str | None, base_dir: Path | None) -> ChatTemplate | None:
+def read_template(section: Mapping[str, Any], base_dir: Path | None) -> ChatTemplate | None:
     """Return the chat template of a recipe's `model` section; None if it cannot be read without loading the model.
 
-    path, chat_template: the keys of that section. Raises ModelError if the model or file does not exist.
+    section: its keys. Raises ModelError if the model or file does not exist, or if the template does not read a
+    variable of `chat_template_kwargs`.
     """
-    found = _read_template_of(locate(path, base_dir), base_dir)
+    found = _read_template_of(locate(str(section.get("path")), base_dir), base_dir)
+    chat_template = section.get("chat_template")
     if chat_template:
         found = found or ChatTemplate(None, {name: f"<{name}>" for name in _TOKEN_NAMES})  # model elsewhere
         found.chat_template = find(chat_template, base_dir, "chat template", ModelError).read_text()
+    if found is not None:
+        found.chat_template = set_variables(found.chat_template, section.get("chat_template_kwargs") or {})
     return found
 
 

@@ -1,7 +1,7 @@
 """The section `model`: weights, adapters, and how GPUs divide the model. Does not import torch."""
 
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,6 +23,7 @@ from posttrain.recipe.section import (
 
 Texts = Annotated[list[str], Field(min_length=1)]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 RESERVED_NAMES = ("default", "reference", "base")  # names of posttrain's own adapters, and of no adapter
 
 
@@ -346,6 +347,14 @@ class Model(Section):
         TemplateName | None,
         Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
     ] = Field(None, description="Jinja file that replaces the tokenizer's chat template")
+    chat_template_kwargs: Annotated[
+        dict[VariableName, Any],
+        Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
+    ] = Field(
+        {},
+        description="variables of the chat template: {enable_thinking: false}; the saved model's template has them as "
+        "defaults",
+    )
     thoughts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=2)] | None = Field(
         None,
         description="text before and after a thought, if neither the chat template nor the vocabulary shows "

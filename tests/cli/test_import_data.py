@@ -199,3 +199,22 @@ def test_torchtune_preferences(imported: Import) -> None:
     assert found["stage"] == "dpo"
     assert found["recipe"]["data"]["columns"] == {"prompt": "question", "chosen": "best", "rejected": "response_k"}
     assert found["recipe"]["loss"] == {"beta": 0.2}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        TRL | {"chat_template_kwargs": {"enable_thinking": False}},
+        AXOLOTL
+        | {
+            "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+        LLAMA_FACTORY | {"enable_thinking": False},
+    ],
+    ids=["TRL", "axolotl", "LLaMA-Factory"],
+)
+def test_variables_of_the_chat_template(keys: dict[str, Any], imported: Import) -> None:
+    found = imported(keys)
+    assert found["recipe"]["model"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not {"chat_template_kwargs", "enable_thinking"} & found["why"].keys()

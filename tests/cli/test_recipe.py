@@ -471,6 +471,20 @@ def test_validate_renders_the_first_rows(
     assert re.search(LOST.format(lost), " ".join(result.stderr.split())), result.stderr
 
 
+def test_validate_names_template_variables_that_are_not_read(call: Call, folder: Path) -> None:
+    (folder / "d.jsonl").write_text(json.dumps({"prompt": "q", "completion": "a"}) + "\n", encoding="utf-8")
+    text = "{% for m in messages %}{{ m.content }}{% if think is defined and not think %}<no>{% endif %}{% endfor %}"
+    (folder / "t.jinja").write_text(text, encoding="utf-8")
+    model = "{path: tiny, chat_template: t.jinja, chat_template_kwargs: {thinks: false}}"
+    recipe = f"stage: sft\nmodel: {model}\ndata: {{source: d.jsonl}}\nrun: {{steps: 1}}\n"
+    (folder / "r.yaml").write_text(recipe, encoding="utf-8")
+    result = call("recipe", "validate", "r.yaml")
+    assert result.exit_code == 2 and "r.yaml:2:" in result.stderr
+    assert "does not read thinks" in result.stderr and "it reads think\n" in result.stderr
+    (folder / "r.yaml").write_text(recipe.replace("thinks", "think"), encoding="utf-8")
+    assert call("recipe", "validate", "r.yaml").exit_code == 0
+
+
 def test_validate_notes_text_dropped_by_the_template(call: Call, folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     row = {"messages": [{**ASKED, "name": "Ann"}, {"role": "assistant", "content": "a"}], "tools": tools}

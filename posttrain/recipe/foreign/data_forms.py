@@ -373,6 +373,11 @@ def _openrlhf_template(draft: Draft, given: Given, _: str) -> None:
     draft.set_default("data.prompt_template", text.replace("{}", "{prompt}"), draft.origin(given.key))
 
 
+def _template_variable(draft: Draft, given: Given, target: str) -> None:
+    """Convert a variable of the chat template, whose name is the last part of the key."""
+    draft.set_default(f"{target}.{given.key.rpartition('.')[2]}", given.value, draft.origin(given.key))
+
+
 TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "axolotl_datasets": _axolotl,
     "mixture": _mixture,
@@ -383,5 +388,6 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "registered_datasets": _read_dataset_info,
     "swift_columns": _swift_columns,
     "swift_datasets": _swift,
+    "template_variable": _template_variable,
     "verl_files": _verl_files,
 }
