@@ -63,8 +63,8 @@ def list_checks(
 
     seen = _SourceRows()
     model = section.get("model") or {}
-    if data.chat and model.get("chat_template_kwargs"):
-        yield ("model", "chat_template_kwargs"), lambda: _check_template_variables(model, base_dir)
+    for name in (model.get("chat_template_kwargs") or {}) if data.chat else ():
+        yield ("model", "chat_template_kwargs", name), lambda name=name: _check_template_variable(name, model, base_dir)  # type: ignore[misc]
     sources: list[tuple[Path_, Source]] = [(("data", "source"), data)]
     if data.mix is not None:
         sources = [(("data", "mix", number, "source"), source) for number, source in enumerate(data.mix)]
@@ -233,13 +233,13 @@ def _read_chat_template(section: Mapping[str, Any], base_dir: Path) -> Any:
     return template
 
 
-def _check_template_variables(model: Mapping[str, Any], base_dir: Path) -> list[str]:
+def _check_template_variable(name: str, model: Mapping[str, Any], base_dir: Path) -> list[str]:
     """Raise ModelError if the chat template does not read a variable of the recipe; return no notes."""
     from posttrain.models.templates import set_variables
 
     template = _read_chat_template({"model": {**model, "chat_template_kwargs": {}}}, base_dir)
     if template is not None:
-        set_variables(template.chat_template, model["chat_template_kwargs"])
+        set_variables(template.chat_template, {name: model["chat_template_kwargs"][name]})
     return []
 
 

@@ -39,8 +39,8 @@ OPENING_TURN = "an assistant turn that begins the conversation answers nothing, 
 OTHERS_MARKED = "`train: true` of messages that the model does not write is not followed"
 LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need about 500 bytes per character
 TEMPLATE_VARIABLES = (
-    "LOOK: the chat template gets no variables from the column `chat_template_kwargs`; `model.chat_template_kwargs` sets"
-    " them for all rows"
+    "LOOK: the chat template gets no variables from the column `chat_template_kwargs`; `model.chat_template_kwargs`"
+    " sets them for all rows"
 )
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 

@@ -201,15 +201,14 @@ def test_torchtune_preferences(imported: Import) -> None:
     assert found["recipe"]["loss"] == {"beta": 0.2}
 
 
+SILENT = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
 @pytest.mark.parametrize(
     "keys",
     [
-        TRL | {"chat_template_kwargs": {"enable_thinking": False}},
-        AXOLOTL
-        | {
-            "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
-            "chat_template_kwargs": {"enable_thinking": False},
-        },
+        TRL | SILENT,
+        AXOLOTL | SILENT | {"datasets": [{"path": "rows.jsonl", "type": "chat_template"}]},
         LLAMA_FACTORY | {"enable_thinking": False},
     ],
     ids=["TRL", "axolotl", "LLaMA-Factory"],

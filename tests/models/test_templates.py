@@ -137,7 +137,7 @@ def test_templates_are_rendered_as_by_transformers(template: str, tools: Any) ->
 def test_reading_templates_does_not_import_torch_or_transformers() -> None:
     code = (
         "import sys; from posttrain import chat; from posttrain.models.templates import read_template; "
-        "template = read_template('tiny', None, None); "
+        "template = read_template({'path': 'tiny'}, None); "
         "print(chat.render(template, [{'role': 'user', 'content': 'q'}]), {'torch', 'transformers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -197,6 +197,6 @@ def test_variables_reach_the_tokenizer_and_the_saved_model(tmp_path: Path) -> No
     tokenizer = load_tokenizer(Model.model_validate(keys), tmp_path)
     tokenizer.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text('{"model_type": "llama"}')
-    expected = "<|user|>q<|assistant|>\n<think>\n\n</think>\n\n"
+    expected = "<|user|>q<|assistant|><think>\n\n</think>\n\n"
     found = (tokenizer, read_template(keys, tmp_path), load_tokenizer(Model(path=str(tmp_path / "saved")), tmp_path))
     assert [chat.render(one, TALK[:1], generation_prompt=True) for one in found] == [expected] * 3
