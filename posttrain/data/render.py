@@ -35,7 +35,7 @@ _CONVERSATION_COLUMNS = (
     *("tool_calls", "function_call", "functions"),
 )
 TRAILING_MESSAGES = "messages after the last trained turn are left out"
-OPENING_TURN = "an assistant turn that begins the conversation answers nothing, and is not trained on"
+OPENING_TURN = "an assistant turn that begins the conversation (system messages aside) answers nothing: not trained on"
 OTHERS_MARKED = "`train: true` of messages that the model does not write is not followed"
 LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need about 500 bytes per character
 TEMPLATE_VARIABLES = (
@@ -148,8 +148,8 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         cause = "no message before the assistant turn" if own else f"no assistant turn (roles: {roles})"
         return [Text(uid, (Piece("", False),), drop_cause=cause)]
     targets = _target_turns(row, len(messages), own, section)
-    if own[0] == 0 and section.train_on == "assistant":
-        wanted[0] = False
+    if section.train_on == "assistant" and _is_greeting(messages, own):
+        wanted[own[0]] = False
         notes.append(OPENING_TURN)
     if len(targets) > 1:
         examples = turns.render_all_turns(uid, messages, targets, [wanted[i] for i in targets], tokenizer, tools(row))
@@ -161,6 +161,17 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     if last < len(messages) - 1:
         notes.append(TRAILING_MESSAGES)
     return _add_notes(examples, notes) if notes else examples
+
+
+def _is_greeting(messages: Sequence[Mapping[str, Any]], own: list[int]) -> bool:
+    """Return whether the first assistant turn, of the turns at `own`, begins the conversation, before any user's turn.
+
+    Not if only a system message is before it and only assistant turns follow: they answer the system message.
+    """
+    before, after = messages[: own[0]], messages[own[0] : own[-1]]
+    if any(message["role"] not in ("system", "developer") for message in before):
+        return False
+    return not before or any(message["role"] != "assistant" for message in after)
 
 
 def _target_turns(row: Row, count: int, own: list[int], section: Data) -> list[int]:

@@ -113,6 +113,31 @@ def test_assistant_turn_without_a_message_before_it_is_context(tiny: Any) -> Non
         assert (alone.drop_cause, alone.pieces[0].trained) == ("no message before the assistant turn", False)
 
 
+def test_assistant_turn_after_only_a_system_message_is_context(tiny: Any) -> None:
+    """The system message, of the row or the recipe, does not change what is trained on."""
+    rule, greeting = {"role": "system", "content": "Be brief"}, {"role": "assistant", "content": "Hi"}
+    alone = {"uid": "u", "messages": [greeting, *TURNS]}
+    every = section(train_on="assistant")
+    expected = render_example(alone, tiny, every)
+    trained = [t for t, own in zip(expected.ids, expected.trained, strict=True) if own]
+    for row, how in (
+        ({"uid": "u", "messages": [rule, *alone["messages"]]}, every),
+        ({**alone, "system": "Be brief"}, every),
+        (alone, section(train_on="assistant", system="Be brief")),
+    ):
+        found = render_example(row, tiny, how)
+        assert [t for t, own in zip(found.ids, found.trained, strict=True) if own] == trained
+        assert [text.notes for text in example_texts(row, tiny, how)] == [(OPENING_TURN,)]
+
+
+def test_assistant_turn_that_answers_a_system_message_alone_is_trained_on(tiny: Any) -> None:
+    talk = [{"role": "system", "content": "Write a poem"}, {"role": "assistant", "content": "Hi"}]
+    for messages in (talk, [*talk, {"role": "user", "content": "ok"}]):
+        (text,) = example_texts({"uid": "u", "messages": messages}, tiny, section(train_on="assistant"))
+        assert [piece.text for piece in text.pieces if piece.trained] == ["Hi<eos>"]
+        assert OPENING_TURN not in text.notes
+
+
 def test_train_flag_of_a_message_that_the_model_does_not_write_is_reported(tiny: Any) -> None:
     row = {"uid": "u", "messages": [{**TURNS[0], "train": True}, TURNS[1]]}
     (text,) = example_texts(row, tiny, section(train_on="assistant"))
