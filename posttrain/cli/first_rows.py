@@ -134,7 +134,7 @@ def _check_source(
     from posttrain.data.rows import shortage_warning, source_rows
 
     few = source.model_copy(update={"size": min(source.size or CHECKED_ROWS, CHECKED_ROWS)})
-    checked = source_rows(few, data, base_dir)
+    checked = source_rows(few, data, base_dir, trained=_row_format(section) != "prompts")
     _check_rows(section, checked, data)
     _check_numbers(section, checked)
     rows = checked[:FIRST_ROWS]

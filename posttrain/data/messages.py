@@ -36,11 +36,14 @@ KNOWN_ROLES = (*ROLES, "system", "developer", "user", "assistant", "tool", "func
 _NEED_CONTENT = ("system", "developer", "user")  # roles whose messages must have a content
 
 
-def parse_messages(value: Any, column: str, where: str) -> list[Message]:
-    """Return a list of {role, content, ...} without null fields from a list of messages or its JSON text."""
+def parse_messages(value: Any, column: str, where: str, *, trained: bool = False) -> list[Message]:
+    """Return a list of {role, content, ...} without null fields from a list of messages or its JSON text.
+
+    trained: the messages are trained on, so a turn with a trained and an untrained part is an error.
+    """
     if isinstance(value, str):
         value = json.loads(value)
-    return [_parse_message(message, f"{column}[{i}]", where) for i, message in enumerate(value)]
+    return [_parse_message(message, f"{column}[{i}]", where, trained) for i, message in enumerate(value)]
 
 
 def are_messages(value: Any) -> bool:
@@ -54,7 +57,7 @@ def are_messages(value: Any) -> bool:
     return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)
 
 
-def _parse_message(message: Any, name: str, where: str) -> Message:
+def _parse_message(message: Any, name: str, where: str, trained: bool) -> Message:
     """Return one message as {role, content, ...} without null fields. Raises DataError for an invalid message."""
     if not isinstance(message, Mapping):
         raise DataError(f"`{name}` is {describe_value(message)}, not a message", where=where)
@@ -67,7 +70,7 @@ def _parse_message(message: Any, name: str, where: str) -> Message:
         held = ", ".join(message)
         raise DataError(f"`{name}` has no content; its keys: {held}", where=where, allowed="`content`: a text")
     if "content" in parsed:
-        parsed = _lift_part_flags(parsed, name, where)
+        parsed = _lift_part_flags(parsed, name, where, trained)
         parsed["content"] = _join_content(parsed["content"], name, where)
     parsed = _convert_function_call(parsed, name, where)
     _check_calls(parsed, name, where)
@@ -204,24 +207,25 @@ def _parse_calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
 
 
-def _lift_part_flags(message: Message, name: str, where: str) -> Message:
+def _lift_part_flags(message: Message, name: str, where: str, trained: bool) -> Message:
     """Return the message with the flags `train` and `weight` of the parts of its content as its own flag.
 
-    Raises DataError for an assistant message with a trained and an untrained part: a turn is trained on as a whole.
+    Flags that differ between the parts are an error if the message is trained on, since a turn is trained on as a
+    whole; else they are left out.
     """
     content = message["content"]
     if message["role"] != "assistant" or not isinstance(content, list) or "train" in message or "weight" in message:
         return message
     parts = [part for part in content if isinstance(part, Mapping)]
     flags = [next((part[key] for key in ("train", "weight") if part.get(key) is not None), True) for part in parts]
-    if len(set(map(bool, flags))) > 1:
+    if trained and len(set(map(bool, flags))) > 1:
         raise DataError(
             f"`{name}.content` has parts that are trained on and parts that are not",
             where=where,
             allowed="`train: true | false` of the whole message: a turn is trained on as a whole",
             hint="leave the untrained part out of the turn",
         )
-    return {**message, "train": False} if flags and not flags[0] else message
+    return {**message, "train": False} if flags and not any(flags) else message
 
 
 def _join_content(content: Any, name: str, where: str) -> str:

@@ -140,7 +140,7 @@ def prepare_examples(
     labels_read: the caller reads the column `label`, so rows with a false label need no note. reader: as in
     `prepare_prompts`.
     """
-    rows = load_rows(section, base_dir)
+    rows = load_rows(section, base_dir, trained=True)
     images.check_model(rows, reader)
     _require_completions(rows)
     if section.thought_dropout:
@@ -196,7 +196,7 @@ def prepare_pairs(
     kept and noted. reader: as in `prepare_prompts`.
     """
     rules = rules or PairRules()
-    rows = load_rows(section, base_dir)
+    rows = load_rows(section, base_dir, trained=True)
     images.check_model(rows, reader)
     rows = label_rows(rows) if single else rows
     by_row = [render.pair_texts(row, tokenizer, section) for row in rows]

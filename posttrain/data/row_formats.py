@@ -29,12 +29,17 @@ _MAIN_COLUMNS = ("messages", "prompt", "completion", "instruction", "output", "c
 
 
 def normalize_row(
-    row: Mapping[str, Any], where: str, prompt_template: str | None = None, completion_template: str | None = None
+    row: Mapping[str, Any],
+    where: str,
+    prompt_template: str | None = None,
+    completion_template: str | None = None,
+    *,
+    trained: bool = False,
 ) -> Row:
     """Return a record as a row with `messages`, `prompt` (and its answer) or `text`. DataErrors name `where`.
 
     The templates build `prompt` and `completion` from columns, both those of the file and those added by the
-    conversion.
+    conversion. trained: as in `parse_messages`.
     """
     out = dict(row)
     _rename_conversations(out)
@@ -43,7 +48,7 @@ def normalize_row(
         out["tools"] = [{"type": "function", "function": schema} for schema in out.pop("functions")]
     for column in ("messages", "prompt", "chosen", "rejected", "completion"):
         if are_messages(out.get(column)):
-            out[column] = parse_messages(out[column], column, where)
+            out[column] = parse_messages(out[column], column, where, trained=trained)
     if out.get("chosen") is not None or out.get("rejected") is not None:
         templated = prompt_template is not None and "prompt" not in template_fields(prompt_template)
         _convert_pair(out, where, templated=templated)

@@ -25,14 +25,15 @@ log = logging.getLogger(__name__)
 _SOURCE_KEYS = ("split", "config", "skip", "seed", "params", "columns", "weight")
 
 
-def load_rows(section: Data, base_dir: Path) -> list[Row]:
+def load_rows(section: Data, base_dir: Path, *, trained: bool = False) -> list[Row]:
     """Return all rows with a stable `uid`.
 
     Each has one of messages | prompt (+ completion | answer | chosen/rejected) | text. All other columns are kept; a
     column named `uid` is replaced. The order is the source's, or the mixture's; shuffling is left to the sampler. Only
-    rows selected by `data.select` are returned. Raises DataError.
+    rows selected by `data.select` are returned. trained: their messages are trained on (`parse_messages`). Raises
+    DataError.
     """
-    rows = _read_all_rows(section, base_dir)
+    rows = _read_all_rows(section, base_dir, trained)
     if section.select is None:
         return rows
     plain = Data(source="", prompt_template=section.prompt_template)
@@ -44,17 +45,17 @@ def load_rows(section: Data, base_dir: Path) -> list[Row]:
     )
 
 
-def _read_all_rows(section: Data, base_dir: Path) -> list[Row]:
+def _read_all_rows(section: Data, base_dir: Path, trained: bool) -> list[Row]:
     """Return the rows of the source or mixture before `data.select`, and log sources with fewer rows than `size`."""
     if section.mix is None:
-        rows = source_rows(section, section, base_dir)
+        rows = source_rows(section, section, base_dir, trained=trained)
         if warning := shortage_warning(section, len(rows)):
             log.warning("data.size: %s", warning)
         return rows
     written = [k for k in _SOURCE_KEYS if k in section.model_fields_set]
     if written:
         raise DataError(f"data.{written[0]} belongs to one source: write it inside data.mix")
-    parts = [source_rows(source, section, base_dir) for source in section.mix]
+    parts = [source_rows(source, section, base_dir, trained=trained) for source in section.mix]
     for number, (source, part) in enumerate(zip(section.mix, parts, strict=True)):
         if warning := shortage_warning(source, len(part)):
             log.warning("data.mix.%d.size: %s", number, warning)
@@ -70,7 +71,7 @@ def shortage_warning(source: Source, read: int) -> str:
     return f"asks for {source.size:,} rows; {source.source} has {read:,}{skipped}, and all are used"
 
 
-def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
+def source_rows(source: Source, section: Data, base_dir: Path, *, trained: bool = False) -> list[Row]:
     """Return the rows of one source in the form that `load_rows` returns."""
     rows: list[Row] = []
     wrong: list[Problem] = []
@@ -79,7 +80,9 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
         try:
             renamed = _rename_columns(record, source.columns, where)
             renamed = images.collect_images(renamed, where, folder, section.image)
-            row = row_formats.normalize_row(renamed, where, section.prompt_template, section.completion_template)
+            row = row_formats.normalize_row(
+                renamed, where, section.prompt_template, section.completion_template, trained=trained
+            )
             row = images.insert_placeholders(row, where)
         except DataError as error:
             wrong += error.problems

@@ -57,6 +57,18 @@ def test_later_rows_without_required_columns_are_named(tmp_path: Path) -> None:
     assert check() == []
 
 
+def test_flags_of_parts_that_disagree_are_refused_only_by_stages_that_train_on_them(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a", "weight": 0}, {"type": "text", "text": "b", "weight": 1}]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]
+    (tmp_path / "r.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    ((_, check),) = first_rows.list_checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
+    with pytest.raises(DataError, match="has parts that are trained on and parts that are not"):
+        check()
+    for stage in ("eval", "generate"):
+        ((_, check),) = first_rows.list_checks({"stage": stage}, Data(source="r.jsonl"), tmp_path, [])
+        assert check() == []
+
+
 @pytest.mark.parametrize(
     ("messages", "told"),
     [

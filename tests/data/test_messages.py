@@ -13,8 +13,8 @@ from posttrain.errors import DataError
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
-def read(*found: Any) -> list[dict[str, Any]]:
-    return parse_messages(list(found), "messages", "here")
+def read(*found: Any, trained: bool = True) -> list[dict[str, Any]]:
+    return parse_messages(list(found), "messages", "here", trained=trained)
 
 
 def test_sharegpt_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
@@ -96,6 +96,7 @@ def test_flags_of_content_parts_are_those_of_the_message_or_refused() -> None:
     for flags in (({"train": False}, {"train": True}), ({"weight": 0}, {})):
         with pytest.raises(DataError, match=r"`messages\[0\].content` has parts that are trained on and parts that"):
             read(parts(*flags))
+        assert read(parts(*flags), trained=False) == [{"role": "assistant", "content": "aa"}]
 
 
 def test_openai_function_call_format_is_read() -> None:

@@ -192,3 +192,20 @@ def test_error_for_labelled_rows_names_the_loss_that_reads_labels(tiny: Any, jso
     path = jsonl([{"prompt": "a", "completion": "b", "label": True}])
     with pytest.raises(DataError, match="algorithm: kto"):
         prepare_pairs(Data(source=path), tiny, Path.cwd())
+
+
+def test_flags_of_parts_that_disagree_are_refused_only_where_they_are_trained_on(tiny: Any, jsonl: Write) -> None:
+    parts = [{"type": "text", "text": "Hi ", "train": False}, {"type": "text", "text": "there", "train": True}]
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": parts},
+        {"role": "user", "content": "b"},
+    ]
+    path = jsonl([{"messages": turns}])
+    with pytest.raises(DataError, match=r"`messages\[1\].content` has parts that are trained on"):
+        examples(path, tiny, train_on="assistant")
+    (prompt,) = prepare_prompts(Data(source=path), tiny, Path.cwd()).items
+    assert "Hi there" in prompt.text
+    pair = jsonl([{"prompt": "a", "chosen": [turns[1]], "rejected": [{"role": "assistant", "content": "no"}]}])
+    with pytest.raises(DataError, match=r"`chosen\[0\].content` has parts that are trained on"):
+        prepare_pairs(Data(source=pair), tiny, Path.cwd())
