@@ -405,9 +405,12 @@ def plain_text(row: Row, column: str, section: Data) -> str:
             hint="`chat: false` needs prompt (and completion) texts",
         )
     if not isinstance(value, str):
-        raise DataError(
-            f"`{column}` is messages, which `chat: false` cannot write", where=source_locations.describe_row(row["uid"])
-        )
+        what, hint = f"`{column}` is messages", ""
+        if column == "prompt" and row.get("history"):  # `normalize_row` put its turns before the prompt
+            what = "`history` holds earlier turns"
+            hint = "use a chat template (`chat: true`), or leave them out with `data.prompt_template: '{prompt}'`"
+        where = source_locations.describe_row(row["uid"])
+        raise DataError(f"{what}, which `chat: false` cannot write", where=where, hint=hint)
     system = system_message(row, section) if column == "prompt" else None
     return f"{system}\n\n{value}" if system else value
 

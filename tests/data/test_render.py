@@ -279,6 +279,15 @@ def test_plain_text_without_a_template(tiny: Any) -> None:
         render_example({"uid": "u", "prompt": [TURNS[0]], "completion": "x"}, tiny, section(chat=False))
 
 
+def test_history_of_an_alpaca_row_is_refused_by_plain_text_until_it_is_left_out(tiny: Any) -> None:
+    row = {"uid": "u", "instruction": "2", "output": "3", "history": [["0", "1"]]}
+    with pytest.raises(DataError, match="`history` holds earlier turns, which `chat: false` cannot write") as told:
+        render_example(normalize_row(row, "here"), tiny, section(chat=False))
+    template = str(told.value).rpartition("data.prompt_template: '")[2].rstrip("'`")
+    found = render_example(normalize_row(row, "here", template), tiny, section(chat=False, prompt_template=template))
+    assert mark_trained(found, tiny) == "2[3<eos>]"
+
+
 def test_text_only_rows_need_train_on_all(tiny: Any) -> None:
     assert (
         mark_trained(render_example({"uid": "u", "text": "abc"}, tiny, section(train_on="all")), tiny) == "[abc<eos>]"
