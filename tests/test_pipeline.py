@@ -160,9 +160,11 @@ def test_results_of_another_recipe_are_not_reused(tmp_path, runners):
     runners.fail["acc-rl"] = RunError("boom")
     with pytest.raises(RunError):
         run(tmp_path)
-    with pytest.raises(UserError, match=r"optim.lr was .*, is 0.5"):
+    with pytest.raises(UserError, match=r"(?s)optim.lr was .*, is 0.5.*rm -r \S+/out/seed-0/rl\), or start a new run"):
         run(tmp_path, [STAGES[0], {**STAGES[1], "optim": {"lr": 0.5}}, *STAGES[2:]], resume=True)
-    with pytest.raises(UserError, match=r"run.steps was 2, is 3"):  # it is finished: rl started from its 2 steps
+    with pytest.raises(
+        UserError, match=r"(?s)run.steps was 2, is 3.*rm -r \S+/out/seed-0/sft\)"
+    ):  # it is finished: rl started from its 2 steps
         run(tmp_path, [{**STAGES[0], "run": {"steps": 3}}, *STAGES[1:]], resume=True)
     run(tmp_path, [*STAGES, {**STAGES[4], "name": "acc-rl-again"}], resume=True)  # an additional stage is allowed
     assert runners.names == ["sft", "rl", "longer", "acc-sft", "acc-rl", "acc-rl", "acc-rl-again"]

@@ -154,9 +154,11 @@ def _print_resume_command(meta: MutableMapping[str, Any], error: BaseException |
     """Print the run directory and the command that resumes the run, if resuming can help.
 
     A run that made no step has its directory removed. After a user error the same files would fail again: the command
-    is to be used after they are fixed, and allows changed files.
+    is to be used after they are fixed, and allows changed files. A pipeline's error may also be about the recipe of a
+    stage, which `--allow-changed` does not accept: there the option is only mentioned.
     """
     from posttrain.redact import redacted_text
+    from posttrain.run.atomic_io import read_json
 
     directory: Any = meta.get(RUN)
     if directory is None:
@@ -168,15 +170,13 @@ def _print_resume_command(meta: MutableMapping[str, Any], error: BaseException |
     if isinstance(error, NothingTrained):
         return
     first = "after fixing that, " if isinstance(error, UserError) else ""
-    changed = ["--allow-changed"] if isinstance(error, UserError) and _compares_files(directory) else []
-    say(f"{first}resume with:   {redacted_text(shlex.join([*meta[RESUME], *changed]))}")
-
-
-def _compares_files(directory: Any) -> bool:
-    """Return whether a resumed run checks if the files that its recipe names have changed."""
-    from posttrain.run.atomic_io import read_json
-
-    return bool(read_json(directory.path / "inputs.json"))
+    flags, note = list[str](), ""
+    if isinstance(error, UserError) and read_json(directory.path / "inputs.json"):  # the files will be compared
+        if (read_json(directory.path / "resolved.json") or {}).get("stage") == "pipeline":
+            note = "\n(add --allow-changed if rewards, tools or data have changed; it does not accept another recipe)"
+        else:
+            flags = ["--allow-changed"]
+    say(f"{first}resume with:   {redacted_text(shlex.join([*meta[RESUME], *flags]))}{note}")
 
 
 def _remove_if_unused(directory: Any) -> bool:

@@ -57,7 +57,8 @@ def refuse_other_recipe(
             del differ[key]
     if not differ:
         return
-    hint = "undo the change, or start a new run with another --output"
+    again = f"remove its directory to run the stage again (rm -r {shlex.quote(str(path))}), " if _is_stage(path) else ""
+    hint = f"undo the change, {again}or start a new run with another --output"
     if any(key in known or key.endswith("model.path") for key in differ):
         hint += (
             "; what has moved may be named at its new place if its files are the same as at the start, or be linked at "
@@ -68,6 +69,11 @@ def refuse_other_recipe(
         allowed=f"only these may change: {', '.join(sorted(may_change))}",
         hint=hint,
     )
+
+
+def _is_stage(path: Path) -> bool:
+    """Return whether a run directory is that of a stage (`seed-0/NAME`) of a pipeline's run."""
+    return (read_json(path.parent.parent / "resolved.json") or {}).get("stage") == "pipeline"
 
 
 def _is_moved(key: str, old: Any, new: Any, before: Fact, now: Fact) -> bool:

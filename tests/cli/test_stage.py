@@ -193,6 +193,20 @@ def test_failed_run_keeps_its_files(call: Call, stage: Stage, folder: Path) -> N
     )
 
 
+def test_resume_of_a_pipeline_is_named_without_allow_changed(call: Call, stage: Stage, folder: Path) -> None:
+    """Its error may be that the recipe of a started stage has changed, which the option does not accept."""
+    model = {"path": "tiny", "lora": {"rank": 2}}
+    values = {"name": "a", "stage": "sft", "model": model, "data": {"source": "rows.jsonl"}, "run": {"steps": 1}}
+    (folder / "p.yaml").write_text(json.dumps({"stage": "pipeline", "stages": [values]}), encoding="utf-8")
+    stage(fails(UserError("made with another recipe"), wrote="metrics.jsonl"))
+    result = call("run", "p.yaml", "--output", "out")
+    assert json.loads((folder / "out" / "inputs.json").read_text())
+    assert result.stderr.endswith(
+        "after fixing that, resume with:   posttrain run p.yaml --output out --resume\n"
+        "(add --allow-changed if rewards, tools or data have changed; it does not accept another recipe)\n"
+    )
+
+
 def test_a_run_without_files_to_compare_is_resumed_as_it_is(call: Call, stage: Stage) -> None:
     def fail(_: Any, directory: Any) -> None:
         (directory.path / "inputs.json").write_text("{}", encoding="utf-8")
