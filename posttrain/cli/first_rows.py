@@ -308,7 +308,8 @@ def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -
     elif data.chat:
         render.conversation(row, data)
     else:
-        render.plain_text(row, "completion", data)
+        for column in ("prompt", "completion"):
+            render.plain_text(row, column, data)
 
 
 def _check_numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -57,6 +57,18 @@ def test_later_rows_without_required_columns_are_named(tmp_path: Path) -> None:
     assert check() == []
 
 
+def test_history_of_alpaca_rows_is_refused_with_plain_text(tmp_path: Path) -> None:
+    row = {"instruction": "2", "output": "3", "history": [["0", "1"]]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    plain = Data(source="r.jsonl", chat=False)
+    ((_, check),) = first_rows.list_checks({"stage": "sft"}, plain, tmp_path, [])
+    with pytest.raises(DataError, match="`history` holds earlier turns, which `chat: false` cannot write"):
+        check()
+    plain = plain.model_copy(update={"prompt_template": "{prompt}"})
+    ((_, check),) = first_rows.list_checks({"stage": "sft"}, plain, tmp_path, [])
+    assert check() == []
+
+
 def test_flags_of_parts_that_disagree_are_refused_only_by_stages_that_train_on_them(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a", "weight": 0}, {"type": "text", "text": "b", "weight": 1}]
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]
