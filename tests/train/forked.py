@@ -33,6 +33,7 @@ SFT = {**RUN, "stage": "sft", "batch": {"size": 2}}
 RL = {
     **RUN,
     "stage": "rl",
+    "model": {"path": "tiny", "lora": {"rank": 4}},
     "rollout": {"prompts_per_step": 1, "group_size": 2, "max_new_tokens": 2},
     "rewards": [{"use": "score.py:score"}],
     "scoring": {"workers": 1},
@@ -50,9 +51,9 @@ def main() -> None:
 
 
 def run_once() -> None:
-    """Run a step of SFT and one of RL in a temporary folder, which builds transformers' weight tables, page templates
-    and schemas. Afterwards no thread remains, existing objects are frozen for garbage collection in children, and fsync
-    is disabled: files of tests need not outlive a power cut."""
+    """Run a step of SFT and one of RL with an adapter in a temporary folder, which builds the weight tables of
+    transformers and peft, page templates and schemas. Afterwards no thread remains, existing objects are frozen for
+    garbage collection in children, and fsync is disabled: files of tests need not outlive a power cut."""
     os.fsync = lambda _: None
     skip_parts_tested_elsewhere(setattr)
     tqdm.tqdm.monitor_interval = 0

@@ -22,6 +22,7 @@ import serving
 import torch
 
 from posttrain.recipe.load import load_dict
+from posttrain.rollout import served_engine
 from posttrain.rollout.server_key import TOKEN_VARIABLE
 from posttrain.rollout.serving import write_served_model
 
@@ -48,6 +49,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             ranked.end(lambda: serve(listener, home, number, spec.window, lora, dying, addresses, urls))  # noqa: B023
         children.append(child)
     os.environ[TOKEN_VARIABLE] = KEY
+    served_engine.OPEN_S = 60.0  # a joining server on a busy machine may need more than 3 s
     for listener in listeners:
         listener.close()
     job["recipe"]["rollout"]["vllm"]["server"] = str(addresses)
@@ -80,7 +82,9 @@ def serve(
             return generate(body)
         with lock:
             if len(drawn) + 1 == dies_at:
-                addresses.write_text("\n".join(urls) + "\n")
+                every = addresses.with_suffix(".new")
+                every.write_text("\n".join(urls) + "\n")
+                every.replace(addresses)  # the run may be reading it
                 os.kill(os.getpid(), signal.SIGKILL)
             found = generate(body)
             drawn.append(seed)

@@ -76,7 +76,7 @@ SFT: Values = {
     "stage": "sft",
     "model": {"path": "tiny"},
     "data": {"source": "rows.jsonl"},
-    "batch": {"size": 6},
+    "batch": {"size": 6, "micro_size": 2},
     "optim": {"lr": 3e-3, "weight_decay": 0.1},
 }
 # 3 pairs a step for two ranks: one rank has two. The last step of an epoch has a single pair.
@@ -117,16 +117,16 @@ def train(answer: Callable[..., Any]) -> Train:
 
 
 @pytest.fixture(scope="module")
-def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Values, Path], list[Values]]:
-    """Return the metrics of unbroken runs on two ranks, by recipe: tests with equal folders share one run."""
-    known: dict[str, list[Values]] = {}
+def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the folder of an unbroken run, by recipe and number of ranks: tests with equal data share one run."""
+    known: dict[tuple[str, int], Path] = {}
 
-    def run(recipe: Values, folder: Path) -> list[Values]:
-        key = json.dumps(recipe)
+    def run(recipe: Values, folder: Path, ranks: int = 1) -> Path:
+        key = (json.dumps(recipe, sort_keys=True), ranks)
         if key not in known:
             output = tmp_path_factory.mktemp("unbroken") / "run"
-            assert train(recipe, output, ranks=2, base_dirs=[folder]) == [0, 0]
-            known[key] = rows_of(output)
+            assert train(recipe, output, ranks=ranks, base_dirs=[folder]) == [0] * ranks
+            known[key] = output
         return known[key]
 
     return run
@@ -158,18 +158,20 @@ def assert_same_metrics(rows: list[Values], others: list[Values], rel: float = 1
 @pytest.mark.parametrize(
     "recipe", [SFT, DPO, REWARD_MODEL, RL, TASKS], ids=["sft", "dpo", "reward_model", "rl", "tasks"]
 )
-def test_two_ranks_equal_one_and_each_resumes_the_other(train: Train, recipe: Values, folder: Path) -> None:
+def test_two_ranks_equal_one_and_each_resumes_the_other(
+    train: Train, unbroken: Any, recipe: Values, folder: Path
+) -> None:
     """Loss, gradient norm and every other metric; one process resumes a run of two, and the other way round."""
     upto = {n: {**recipe, "run": {"steps": n, "save_every": 2}} for n in (2, 3, 4)}
-    assert train(upto[4], folder / "one", ranks=1) == [0]
-    expected = rows_of(folder / "one")
+    one, two = unbroken(upto[4], folder), folder / "two"
+    expected = rows_of(one)
     assert all(row["grad_norm"] > 0 for row in expected)
-    assert train(upto[2], folder / "two", ranks=2) == [0, 0]
-    assert_same_metrics(rows_of(folder / "two"), expected[:2])
-    assert train(upto[3], folder / "two", ranks=1, resume=True) == [0]
-    assert train(upto[4], folder / "two", ranks=2, resume=True) == [0, 0]
-    assert_same_metrics(rows_of(folder / "two"), expected)
-    newest = [checkpoints.latest(folder / name / "checkpoints", hashes=True) for name in ("one", "two")]
+    shutil.copytree(unbroken(upto[2], folder, ranks=2), two)
+    assert_same_metrics(rows_of(two), expected[:2])
+    assert train(upto[3], two, ranks=1, resume=True) == [0]
+    assert train(upto[4], two, ranks=2, resume=True) == [0, 0]
+    assert_same_metrics(rows_of(two), expected)
+    newest = [checkpoints.latest(run / "checkpoints", hashes=True) for run in (one, two)]
     states = [json.loads((path / "state.json").read_text()) for path in newest if path]
     if recipe is RL:  # failing calls are counted once, on whichever rank
         assert (
@@ -178,9 +180,9 @@ def test_two_ranks_equal_one_and_each_resumes_the_other(train: Train, recipe: Va
         )
     if recipe is TASKS:
         assert states[0]["sampler"] == states[1]["sampler"] and any(states[0]["sampler"]["d"].values())
-    summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("one", "two")]
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, two)]
     assert summaries[0]["num_tokens"] == summaries[1]["num_tokens"]
-    assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
+    assert len((two / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
 
 
 @pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=["sft", "dpo", "rl"])
@@ -206,7 +208,7 @@ def test_gradients_are_reduced_once_per_update(train: Train, recipe: Values, fol
 def test_prompt_sampler_does_not_depend_on_the_number_of_ranks(train: Train, changes: Values, folder: Path) -> None:
     """Groups of several sizes, rounds of one step, predicted values; three prompts for two ranks."""
     recipe = {**RL, "algorithm": "grpo", "rollout": {**RL["rollout"], "max_gen_batches": 1}, **changes}
-    recipe = {**recipe, "run": {"steps": 3, "save_every": 1}}
+    recipe = {**recipe, "run": {"steps": 3}}
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     assert_same_metrics(rows_of(folder / "two"), rows_of(folder / "one"))
@@ -244,7 +246,7 @@ def test_rollout_shapes_do_not_depend_on_the_number_of_ranks(
     rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, **({"shape": shape} if shape else {})}
     base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
     rewards = [{"use": "digits.py:digits", "correct": True}]
-    recipe = {**base, **changes, "rewards": rewards, "rollout": rollout, "run": {"steps": 3, "save_every": 1}}
+    recipe = {**base, **changes, "rewards": rewards, "rollout": rollout, "run": {"steps": 3}}
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     expected = rows_of(folder / "one")
@@ -266,7 +268,7 @@ def test_workflow_calls_do_not_depend_on_the_number_of_ranks(train: Train, folde
         "advantage": "agent",
         "rewards": rewards,
         "rollout": rollout,
-        "run": {"steps": 3, "save_every": 1},
+        "run": {"steps": 3},
     }
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
@@ -296,7 +298,7 @@ def test_idle_pass_does_not_change_unused_adapters(train: Train, folder: Path) -
             "prompts_per_step": 2, "group_size": 4, "max_new_tokens": 10, "workflow": {"use": "./flows.py:speak"}
         },
         "optim": {"lr": 2e-3, "weight_decay": 0.1},
-        "run": {"steps": 2, "save_every": 1},
+        "run": {"steps": 2},
     }  # fmt: skip
     assert train(recipe, folder / "one", ranks=1) == [0]
     divided = {**recipe, "model": {**recipe["model"], "parallel": {}}}
@@ -342,24 +344,24 @@ def count_rows_by_rank(folder: Path, ranks: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_hold_the_tokens_of_their_own_rows_only(train: Train, folder: Path, ranks: int) -> None:
+def test_ranks_hold_the_tokens_of_their_own_rows_only(train: Train, unbroken: Any, folder: Path, ranks: int) -> None:
     """Metrics, samples and saved rollouts equal those of one process; with four ranks one of them samples nothing."""
     recipe = {**RL, "algorithm": "grpo", "rollout": {**RL["rollout"], "max_gen_batches": 1}}
     recipe |= {"batch": {"minibatches": 2, "epochs": 2}, "run": {"steps": 2, "keep_rollouts": 2, "samples_per_step": 6}}
-    assert train(recipe, folder / "one", ranks=1) == [0]
-    assert train(recipe, folder / "several", ranks=ranks) == [0] * ranks
-    assert_same_metrics(rows_of(folder / "several"), rows_of(folder / "one"))
+    one, several = unbroken(recipe, folder), folder / "several"
+    assert train(recipe, several, ranks=ranks) == [0] * ranks
+    assert_same_metrics(rows_of(several), rows_of(one))
     for step in count_rows_by_rank(folder, ranks):
         assert [here for _, _, here in step] == [own for _, own, _ in step], "neither more nor less"
         assert sum(own for _, own, _ in step) == step[0][0] == 12 and all(own > 0 for _, own, _ in step)
-    lines = [(folder / name / "samples.jsonl").read_text().splitlines() for name in ("one", "several")]
+    lines = [(run / "samples.jsonl").read_text().splitlines() for run in (one, several)]
     assert lines[0] == lines[1] and len(lines[0]) == 12
     for step in (1, 2):
-        one, several = (saved_rollouts.read(folder / name, step) for name in ("one", "several"))
-        torch.testing.assert_close(several.logp, one.logp, rtol=1e-4, atol=1e-5)
-        fields = [(item.name, getattr(one.batch, item.name)) for item in dataclasses.fields(one.batch)]
+        whole, divided = (saved_rollouts.read(run, step) for run in (one, several))
+        torch.testing.assert_close(divided.logp, whole.logp, rtol=1e-4, atol=1e-5)
+        fields = [(item.name, getattr(whole.batch, item.name)) for item in dataclasses.fields(whole.batch)]
         for name, value in fields:
-            found = getattr(several.batch, name)
+            found = getattr(divided.batch, name)
             if isinstance(value, torch.Tensor):
                 torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
             else:
@@ -412,35 +414,32 @@ def full(recipe: Values, **model: Any) -> Values:
 
 
 @pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=lambda recipe: recipe["stage"])
-def test_sharded_model_equals_the_unsharded_model(train: Train, recipe: Values, folder: Path) -> None:
+def test_sharded_model_equals_the_unsharded_model(train: Train, unbroken: Any, recipe: Values, folder: Path) -> None:
     """One rank, two replicas, two shards; and shards that stop, resume as one whole, and as shards again.
 
     Ranks have different numbers of micro-batches (SFT: 6 rows in 2s; DPO: 3 pairs; RL: by tokens), so some passes are
     idle. The saved weights are equal up to rounding.
     """
-    batch = {"sft": {"size": 6, "micro_size": 2}, "dpo": {"size": 3}, "rl": {"minibatches": 2, "micro_tokens": 48}}
-    base = {**recipe, "batch": batch[recipe["stage"]]}
-    upto = {n: {"run": {"steps": n, "save_every": 1}} for n in (2, 3, 4)}
-    assert train({**full(base), **upto[4]}, folder / "one", ranks=1) == [0]
-    expected = rows_of(folder / "one")
+    base = {**recipe, "batch": {"minibatches": 2, "micro_tokens": 48}} if recipe is RL else recipe
+    upto = {n: {"run": {"steps": n, "save_every": 2}} for n in (2, 3, 4)}
+    one = unbroken({**full(base), **upto[4]}, folder)
+    expected = rows_of(one)
     assert all(row["grad_norm"] > 0 for row in expected)
-    assert train({**full(base), **upto[2]}, folder / "copies", ranks=2) == [0, 0]
-    assert_same_metrics(rows_of(folder / "copies"), expected[:2], 1e-5)
+    assert_same_metrics(rows_of(unbroken({**full(base), **upto[2]}, folder, ranks=2)), expected[:2], 1e-5)
     assert train({**full(base, shard=True), **upto[2]}, folder / "parts", ranks=2) == [0, 0]
     assert_same_metrics(rows_of(folder / "parts"), expected[:2], 1e-5)
     assert train({**full(base), **upto[3]}, folder / "parts", ranks=1, resume=True) == [0]
     assert train({**full(base, shard=True), **upto[4]}, folder / "parts", ranks=2, resume=True) == [0, 0]
     assert_same_metrics(rows_of(folder / "parts"), expected)
-    assert_same_weights(folder / "parts" / "final", folder / "one" / "final")
+    assert_same_weights(folder / "parts" / "final", one / "final")
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["copies", "parts"])
-def test_kto_baseline_is_shared_by_all_ranks(train: Train, folder: Path, shard: bool) -> None:
+def test_kto_baseline_is_shared_by_all_ranks(train: Train, unbroken: Any, folder: Path, shard: bool) -> None:
     """Ranks divide the mismatched answers of a step, 3 for two ranks, and all use the mean over all of them."""
     recipe = {**DPO, "loss": "kto", "optim": {"lr": 2e-2}, "run": {"steps": 3}}
-    assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(full(recipe, shard=shard), folder / "two", ranks=2) == [0, 0]
-    expected = rows_of(folder / "one")
+    expected = rows_of(unbroken(recipe, folder))
     assert expected[-1]["loss/kl"] > 0.01
     assert_same_metrics(
         rows_of(folder / "two")[1:], expected[1:]
@@ -581,6 +580,14 @@ def breaking(completion, token_count, step):
     return digits(completion, token_count)
 '''
 )
+BREAKING: Values = {
+    **{key: RL[key] for key in ("stage", "data", "optim")},
+    "model": {"path": "tiny"},
+    "rewards": [{"use": "digits.py:breaking"}],
+    "scoring": {"workers": 1, "max_error_rate": 0},
+    "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6},
+    "run": {"steps": 4},
+}
 
 
 @pytest.mark.parametrize(
@@ -599,18 +606,8 @@ def test_rank_failing_before_an_update_loses_no_step(
 ) -> None:
     """And the run resumes exactly. With rollouts sampled ahead, those of step 3 fail before the update of step 2."""
     (folder / "digits.py").write_text(FAILING)
-    plain = {k: RL[k] for k in ("stage", "data", "optim")}
-    shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6, **changes.get("rollout", {})}
-    recipe = {
-        **plain,
-        "model": {"path": "tiny"},
-        "rewards": [{"use": "digits.py:breaking"}],
-        "scoring": {"workers": 1, "max_error_rate": 0},
-        **changes,
-        "rollout": shape,
-        "run": {"steps": 4},
-    }
-    straight = unbroken(recipe, folder)
+    recipe = {**BREAKING, **changes, "rollout": {**BREAKING["rollout"], **changes.get("rollout", {})}}
+    straight = rows_of(unbroken(recipe, folder, ranks=2))
     (folder / "failing").write_text(f"{rank} {how}")
     assert train(recipe, folder / "broken", ranks=2) == codes
     newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
@@ -621,18 +618,16 @@ def test_rank_failing_before_an_update_loses_no_step(
     assert rows_of(folder / "broken") == straight
 
 
-def test_sync_failing_on_one_rank_loses_no_step(train: Train, folder: Path) -> None:
+def test_sync_failing_on_one_rank_loses_no_step(train: Train, unbroken: Any, folder: Path) -> None:
     """Rank 1's sync after step 2 fails: both ranks save, and the run resumes exactly."""
-    plain = {k: RL[k] for k in ("stage", "data", "optim", "rewards")}
-    shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
-    recipe = {**plain, "model": {"path": "tiny"}, "scoring": {"workers": 1}, "rollout": shape, "run": {"steps": 4}}
-    assert train(recipe, folder / "straight", ranks=2) == [0, 0]
-    assert train(recipe, folder / "broken", ranks=2, lost_sync=[1, 2]) == [1, 1]
+    (folder / "digits.py").write_text(FAILING)  # with no file `failing`
+    straight = unbroken(BREAKING, folder, ranks=2)
+    assert train(BREAKING, folder / "broken", ranks=2, lost_sync=[1, 2]) == [1, 1]
     newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
     assert len(rows_of(folder / "broken")) == 2
-    assert train(recipe, folder / "broken", ranks=2, resume=True) == [0, 0]
-    assert rows_of(folder / "broken") == rows_of(folder / "straight")
+    assert train(BREAKING, folder / "broken", ranks=2, resume=True) == [0, 0]
+    assert rows_of(folder / "broken") == rows_of(straight)
 
 
 LOSSES = """
