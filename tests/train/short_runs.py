@@ -18,9 +18,9 @@ COMMIT = functools.cache(environment.git)
 
 def skip_parts_tested_elsewhere(replace: Callable[[Any, str, Any], None]) -> None:
     """The git state of the repository (tests/run) is read once, the saved model (tests/models) writes few tokens, a
-    plain `tiny` is reloaded after the first run only, and an architecture samples once without and with a cache before
-    rollouts. replace: `setattr`, or that of a monkeypatch."""
-    verify, found = save.verify_folder, dict[str, Any]()
+    `tiny` is reloaded after the first run only, with an adapter after the first run of each model section, and an
+    architecture samples once without and with a cache before rollouts. replace: `setattr`, or that of a monkeypatch."""
+    verify, found = save.verify_folder, dict[str, dict[str, Any]]()
     measure, gaps = hf.cache_gap, dict[tuple[type, Any], float]()
 
     def measure_once(model: Any, pad_id: int) -> float:
@@ -29,10 +29,12 @@ def skip_parts_tested_elsewhere(replace: Callable[[Any, str, Any], None]) -> Non
         return gaps[key]
 
     def verify_once(loaded: LoadedModel, folder: Path, compare: save.Compare) -> dict[str, Any]:
-        if loaded.source != "tiny" or loaded.is_lora or loaded.half is not None or loaded.is_sharded:
+        if loaded.source != "tiny" or loaded.half is not None or loaded.is_sharded or len(loaded.adapters) > 1:
             return verify(loaded, folder, compare)
-        found.update(found or verify(loaded, folder, compare))
-        return dict(found)
+        kind = repr(loaded.origin and loaded.origin.section) if loaded.is_lora else ""
+        if kind not in found:
+            found[kind] = verify(loaded, folder, compare)
+        return dict(found[kind])
 
     replace(environment, "git", COMMIT)
     replace(save, "NEW_TOKENS", 4)
