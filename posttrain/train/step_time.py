@@ -33,7 +33,7 @@ class Rates:
     gpus_a_node: int = 8
     launch: float = 1.5e-3  # seconds of the host per layer and micro-batch; model.compile off: 5e-3
     decode: float = 3.5e-3  # seconds of the engine's host per decoding step
-    decode_row: float = 7e-6  # seconds of the engine's host per decoding step and row
+    decode_row: float = 4e-6  # seconds of the engine's host per decoding step and row
     length: float = 0.5  # mean completion, as a share of the longest
     prompt: int = 512  # tokens of a prompt, if neither tokenizer nor data can be read
     gather: float = 4e-7  # seconds per token of the step to send rollouts to all ranks

@@ -122,7 +122,7 @@ def test_separate_engines_overlap_rollouts_and_updates() -> None:
 MEASURED = {
     "rl_A_h100": (SMOL, "h100", 0.2, 0.2),
     "rl_A_h200": (SMOL, "h200", 0.3, 0.2),  # two engines
-    "rl_B_lora_h200": (QWEN, "h200", 0.2, 0.2),  # two engines
+    "rl_B_lora_h200": (QWEN, "h200", 0.2, 0.2),
     "rl_B_full_h200": (QWEN, "h200", 0.2, 0.2),
     "rl_A_compiled_h100": (SMOL, "h100", 0.45, 0.4),
     "rl_A_other_host_h100": (SMOL, "h100", 0.2, 0.3),
@@ -134,6 +134,9 @@ MEASURED = {
     "two_gpus_lora_h100:twice": (QWEN, "h100", 0.2, 0.2),
     "server_lora_h100:one": (QWEN, "h100", 0.3, 0.5),
 }
+
+# in other records the engine sent a message per token, which took the host more time per row
+TOKENS_IN_CHUNKS = ("rl_B_lora_h200", "rl_L_h200")
 
 
 def read_record(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,6 +169,7 @@ def test_predicted_step_times_match_measured_runs(name: str) -> None:
     rates = Rates(
         flops=flops, memory=memory, nvlink=nvlink, launch=1.5e-3 if settings["compile"] else 5e-3,
         length=(tokens / rows - 30) / setting["new"],
+        decode_row=Rates.decode_row if name in TOKENS_IN_CHUNKS else 7e-6,
     )  # fmt: skip
     found = step_seconds(replace(shape, adapter=18_464_768 if lora else 0), step, rates)
     for part, allowed in (("update", update), ("generate", rollout)):
