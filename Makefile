@@ -11,8 +11,9 @@ CONSTRAINTS ?= constraints/$(if $(findstring vllm,$(EXTRAS)),cuda,cpu).txt
 RESOLVE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-annotate \
   --custom-compile-command "make constraints"
 PIP = $(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS))
-# Tests run in this many processes, each with one thread and about 2 GiB; make test WORKERS=0 runs them in one.
-WORKERS ?= 2
+# Tests run in this many processes, each with one thread and about 2 GiB; make test WORKERS=0 runs them in one. Three on
+# two cores take a tenth less time than two, because tests also wait for processes and time limits.
+WORKERS ?= 3
 BIN := $(VENV)/bin
 
 .PHONY: help install constraints smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs screenshots clean
