@@ -15,10 +15,9 @@ class AdaptiveKl:
     """Raises the coefficient while the measured KL is above `target`, lowers it below, by at most 20% * rows / horizon.
 
     coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(rows / horizon, 1)) after each step: the coefficient keeps its
-    sign also where a step has more rows than the horizon. Starts at the recipe's number, which
-    must not be 0. Reads the metrics `kl` (mean over trained tokens, so the target is per token) and `rollout/rows`; a
-    step without a KL changes nothing. target and horizon are to be set by the user: early RLHF used 6 nats per answer
-    and 10000.
+    sign also where a step has more rows than the horizon. Starts at the recipe's number, which must not be 0. Reads the
+    metrics `kl` (mean over trained tokens, so the target is per token) and `rollout/rows`; a step without a KL changes
+    nothing. target and horizon are to be set by the user: early RLHF used 6 nats per answer and 10000.
     """
 
     target: float = 0.01

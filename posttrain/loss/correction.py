@@ -55,11 +55,13 @@ def tis(
     bounded = ratio.clamp(_lower_bound(clip_min), _upper_bound(clip_max))
     outside = bounded != ratio
     weights = bounded if mode == "truncate" else torch.where(outside, 0.0, ratio)
-    row_ratio = engine_ratio(batch, logp, "geometric")[1]
-    dropped = (row_ratio < _lower_bound(row_min)) | (row_ratio > _upper_bound(row_max))
     if veto is not None:
-        dropped = dropped | _has_below(d, batch.mask, veto)
-    weights, outside = torch.where(dropped, 0.0, weights), outside | dropped
+        vetoed = _has_below(d, batch.mask, veto)
+        weights, outside = torch.where(vetoed, 0.0, weights), outside | vetoed
+    if row_min is not None or row_max is not None:
+        row_ratio = engine_ratio(batch, logp, "geometric")[1]
+        dropped = (row_ratio < _lower_bound(row_min)) | (row_ratio > _upper_bound(row_max))
+        weights, outside = torch.where(dropped, 0.0, weights), outside | dropped
     weights = torch.where(batch.mask, weights, 0.0)
     return Correction(weights, batch.mask, {"correction/weights": weights, "correction/cut": outside.to(logp.dtype)})
 
